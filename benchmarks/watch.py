@@ -1,6 +1,6 @@
 """What the agent of `tightfit watch` costs and withstands: a simulated day, a hundred kills, a thousand forecasts, a minute of real time.
 
-python -m benchmarks.watch [--hours 24] [--machine 8x50] [--kills 100] [--seconds 60] [--csv docs/watch.csv]
+python -m benchmarks.watch [--hours 24] [--interval 1] [--machine 8x50] [--kills 100] [--seconds 60] [--csv docs/watch.csv]
 
 * day: an agent reads a simulated machine once a second of a simulated clock, in this process. Its processor time per simulated second is its share of a core; the part of
   the simulated source, which no real machine has, is given beside it. Memory is this process's resident set.
@@ -68,8 +68,8 @@ def agent_of(folder: Path, machine: str) -> tuple[Agent, SimulatedClock]:
     return Agent(SimulatedSource(parse_machine(machine)), folder / "history.sqlite", clock, AgentSettings()), clock
 
 
-def day(machine: str, hours: int) -> list[Figure]:
-    """A reading a second for so many simulated hours."""
+def day(machine: str, hours: int, interval: int) -> list[Figure]:
+    """A reading every `interval` seconds for so many simulated hours."""
     with tempfile.TemporaryDirectory() as name:
         agent, clock = agent_of(Path(name), machine)
         # What an import or the first forecast loads is there before it is measured.
@@ -79,9 +79,9 @@ def day(machine: str, hours: int) -> list[Figure]:
         begin, wall = time.process_time(), time.perf_counter()
         resident = [_resident_mib()]
         for _ in range(hours):
-            for _ in range(3600):
+            for _ in range(3600 // interval):
                 agent.tick()
-                clock.now += 1.0
+                clock.now += interval
             resident.append(_resident_mib())
             sys.stderr.write(f"{len(resident) - 1} h: {time.perf_counter() - wall:,.0f} s, {resident[-1]:.1f} MiB\n")
         spent, elapsed = time.process_time() - begin, time.perf_counter() - wall
@@ -93,7 +93,13 @@ def day(machine: str, hours: int) -> list[Figure]:
     source = _source_seconds(machine)
     per_second = spent / (3600 * hours)
     return [
-        Figure(part="day", name=f"{hours} h of {machine}, elapsed", value=elapsed / 60, unit="min", wanted="minutes"),
+        Figure(
+            part="day",
+            name=f"{hours} h of {machine}, every {interval} s",
+            value=elapsed / 60,
+            unit="min",
+            wanted="minutes",
+        ),
         Figure(part="day", name="processor time", value=spent / 60, unit="min"),
         Figure(part="day", name="share of a core", value=100 * per_second, unit="%", wanted="< 1"),
         Figure(part="day", name="of which the simulated source", value=100 * source, unit="%"),
@@ -228,6 +234,7 @@ def main() -> None:
     """Measures, prints, and writes the CSV."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hours", type=int, default=24)
+    parser.add_argument("--interval", type=int, default=1, help="seconds between the readings of the day")
     parser.add_argument("--machine", default="8x50")
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seconds", type=int, default=60)
@@ -240,7 +247,7 @@ def main() -> None:
         lambda: growth(options.data),
         lambda: kills(options.kills),
         lambda: real_time(options.machine, options.seconds),
-        lambda: day(options.machine, options.hours),
+        lambda: day(options.machine, options.hours, options.interval),
     ):
         for figure in part():
             figures.append(figure)

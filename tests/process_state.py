@@ -1,5 +1,6 @@
 """What a process has of torch, by identity: its functions and classes, its methods, its global hooks and modes. For tests that must leave it as it was."""
 
+import builtins
 import dataclasses
 import functools
 import gc
@@ -47,7 +48,9 @@ _MODULES = (
     "torch._tensor",
     "copy",
     "gc",
+    "io",
     "pickle",
+    "queue",
     "random",
     "weakref",
     "numpy",
@@ -151,6 +154,11 @@ def _is_same(before: Any, after: Any) -> bool:
     return after is before or (code is not None and any(part in code.co_filename for part in _BY_LIBRARIES))
 
 
+def _audit_owners() -> list[int]:
+    events = sys.modules.get("tightfit.torch_hooks.audit_events")
+    return [] if events is None else list(events._owners)
+
+
 def _step(kind: type) -> Any:
     """The step of a class of optimizers, without what torch itself puts around it: when the first of the class is made, or something is compiled."""
     step = vars(kind).get("step")
@@ -183,4 +191,6 @@ def _others(torch: Any) -> dict[str, Any]:
         "function modes": torch._C._len_torch_function_stack(),
         "saved-tensor hooks": torch._C._autograd._top_saved_tensors_default_hooks(True),
         "excepthook": (sys.excepthook, sys.unraisablehook),
+        "open": builtins.open,
+        "owners of audit events": _audit_owners(),
     }

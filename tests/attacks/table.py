@@ -56,14 +56,19 @@ MARKS = {
 
 
 def tables(verdicts: Verdicts) -> str:
-    """All tables, one for each kind of attack; rows without verdicts are those of the page."""
+    """All tables, one for each kind of attack; what there are no verdicts on is as the page has it."""
     return "\n".join(_lines(verdicts))
 
 
 def marks_on_page() -> dict[str, dict[str, str]]:
     """What the page says of each program, by the line that tells what it does, with each technique."""
     rows = [[cell.strip() for cell in line.split(" | ")] for line in on_page().splitlines() if line.startswith("| ")]
-    return {cells[0].removeprefix("| "): dict(zip(VARIANTS, cells[1:], strict=False)) for cells in rows}
+    if not rows:
+        return {}
+    # By the codes above the columns: the page may be older than the last technique.
+    name_of = {code: name for name, code in CODES.items()}
+    names = [name_of.get(code, code) for code in rows[0][1:-1]]
+    return {cells[0].removeprefix("| "): dict(zip(names, cells[1:], strict=False)) for cells in rows}
 
 
 def counts_of_rows(text: str) -> Counter[Outcome]:
@@ -112,21 +117,26 @@ def _lines(verdicts: Verdicts) -> Iterator[str]:
 
 def _rows(verdicts: Verdicts) -> dict[str, str]:
     """The row of each attack by name; as the page has it where there are no verdicts on it."""
-    there = {
-        line.removeprefix("| ").partition(" | ")[0]: line for line in on_page().splitlines() if line.startswith("| ")
+    marks = marks_on_page()
+    said = {
+        line.removeprefix("| ").partition(" | ")[0]: line.removesuffix(" |").rpartition(" | ")[2]
+        for line in on_page().splitlines()
+        if line.startswith("| ")
     }
     return {
-        name: row(attack, verdicts[name]) if name in verdicts else there[attack.what]
+        name: row(attack, verdicts.get(name, {}), marks.get(attack.what, {}), said.get(attack.what, "").strip())
         for name, attack in attacks().items()
     }
 
 
-def row(attack: Attack, verdicts: Mapping[str, Verdict]) -> str:
-    """The row of an attack, with its verdicts by technique."""
+def row(attack: Attack, verdicts: Mapping[str, Verdict], on_page: Mapping[str, str], said: str = "") -> str:
+    """The row of an attack, with its verdicts by technique; the others are `on_page`, with what a refusal has `said` there."""
     reasons = [verdict.reason for verdict in verdicts.values() if verdict.outcome is Outcome.REFUSED]
-    said = reasons[0].replace("|", "\\|") if reasons else ""
-    marks = " | ".join(MARKS[verdicts[name].outcome] for name in VARIANTS)
-    return f"| {attack.what} | {marks} | {said} |"
+    is_whole = all(name in verdicts for name in VARIANTS)
+    if is_whole or not said:
+        said = reasons[0].replace("|", "\\|") if reasons else ""
+    marks = (MARKS[verdicts[name].outcome] if name in verdicts else on_page.get(name, "") for name in VARIANTS)
+    return f"| {attack.what} | {' | '.join(marks)} | {said} |"
 
 
 def write(verdicts: Verdicts) -> None:

@@ -26,7 +26,7 @@ WORKLOAD_OF = {
     "update_in_backward": "wide",
     "optimizer_kernel": "wide",
     "weight_streaming": "with_adapters",
-    **dict.fromkeys(("attention", "autocast", "pure_bf16", "micro_batches", "freezing"), "decoder"),
+    **dict.fromkeys(("attention", "autocast", "pure_bf16", "low_bit_offload", "micro_batches", "freezing"), "decoder"),
     "trained_weight_streaming": "decoder",
     # Where the allocator's rounding is little beside what moves.
     **dict.fromkeys(("activation_offload", "offloaded_checkpointing"), "decoder"),

@@ -129,6 +129,25 @@ for rows in (8, 16, ROWS):
     for i in range(40):
         step(rows)
 """,
+    "in a list of stages of as many steps as are asked for, with an optimizer for each": """
+for rows in (8, 16, ROWS):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for i in range(3):
+        step(rows)
+""",
+    "in a list of stages with an evaluation after each": """
+for rows in (8, 16, ROWS):
+    for i in range(3):
+        step(rows)
+    with torch.no_grad():
+        model(torch.randn(8, 64, device="cuda"))
+""",
+    "in a stage that a number selects": """
+sizes = [8, 16, ROWS]
+for stage in range(len(sizes)):
+    for i in range(40):
+        step(sizes[stage])
+""",
     "sampling with a cache of keys": """
 for i in range(100):
     step()

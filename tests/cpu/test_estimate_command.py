@@ -45,6 +45,7 @@ SCRIPTS = {
     "exits.py": "import sys\nsys.exit(4)\n",
     "exits_with_words.py": 'import sys\nsys.exit("give me a data set")\n',
     "imports.py": "import torch\nimport no_such_package\n",
+    "reads.py": 'import torch\nbest = torch.randn(999, 9, device="cuda").sum(0).argmax()\n{7: "seven"}[best.item()]\n',
     "no_step.py": "import torch\nlayer = torch.nn.Linear(4, 4).cuda()\nlayer(torch.ones(2, 4).cuda())\n",
     "on_the_host.py": "import torch\nweight = torch.ones(4, requires_grad=True)\nfor _ in range(9):\n    weight.sum().backward()\n",
     "aborts.py": "import os\nos.abort()\n",
@@ -177,6 +178,11 @@ def test_a_card_file_is_told_apart_from_no_file_and_from_another_file(refused: R
         (
             "exits.py",
             "exits.py ended itself before its steps were over: exit code 4 (--show-output shows what it printed)",
+        ),
+        (
+            "reads.py",
+            "reads.py raised KeyError at reads.py:3: 1; a trace has no values of the GPU: the one read at reads.py:3 was assumed to be 1, "
+            "which may have led here (--debug shows the traceback)",
         ),
         (
             "no_step.py",

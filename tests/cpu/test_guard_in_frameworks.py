@@ -1,7 +1,11 @@
 """`GuardCallback`s and `guard` beside Accelerate: wherever the passes for a batch find no memory, a framework's training ends as the plain one."""
 
 import contextlib
+import gc
+import queue
 import random
+import sqlite3
+import sys
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,6 +22,7 @@ from lightning import pytorch as lightning
 import tightfit
 from tightfit.capture.targets import Script, run_script
 from tightfit.guarding.loops.guarded_script import GuardedScript
+from tightfit.guarding.loops.outside_effects import OutsideEffects
 from tightfit.integrations.lightning import GuardCallback as LightningGuard
 from tightfit.integrations.transformers import GuardCallback as TrainerGuard
 from tightfit.torch_hooks.calls import StepOwner, on_training_step
@@ -247,6 +252,50 @@ def test_a_guard_is_of_its_own_trainer_and_leaves_nothing() -> None:
     with_trainer(transformers.Trainer, [callback], 1)
     assert callback.statistics["steps"] == NUM_ROWS // 4
     assert transformers.Trainer.training_step is step
+
+
+def test_a_training_that_ends_with_an_error_leaves_nothing() -> None:
+    class Breaking(transformers.Trainer):
+        def compute_loss(self, model: Any, inputs: Any, **others: Any) -> Any:
+            raise ValueError("in a step")
+
+    class Between(transformers.TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            raise ValueError("between steps")
+
+    for kind, callbacks in ((Breaking, []), (transformers.Trainer, [Between()])):
+        opening, given = open, queue.Queue.put
+        with pytest.raises(ValueError, match=r"in a step|between steps"):
+            with_trainer(kind, [TrainerGuard(), *callbacks], 1)
+        gc.collect()
+        assert (open, queue.Queue.put) == (opening, given), kind
+        assert "write" not in vars(sys.stdout), kind
+
+
+def test_statements_in_a_database_are_not_run_twice() -> None:
+    effects = OutsideEffects()
+    effects.begin()
+    try:
+        with contextlib.closing(sqlite3.connect("losses.db")) as losses:
+            effects.clear()
+            losses.execute("create table losses (loss)")
+            assert effects.first == "ran a statement in a database"
+    finally:
+        effects.end()
+
+
+def test_two_guards_that_end_in_the_order_in_which_they_began() -> None:
+    plain = open
+    first, second = OutsideEffects(), OutsideEffects()
+    first.begin()
+    second.begin()
+    first.end()
+    with Path("log.txt").open("w") as log:
+        second.clear()
+        log.write("x")
+    assert second.first == "wrote to log.txt"
+    second.end()
+    assert open is plain
 
 
 def test_a_batch_that_never_fits_ends_with_its_error_and_a_post_mortem() -> None:

@@ -16,7 +16,8 @@ from tests.conformance.models import MODELS
 from tests.conformance.training import Habits, Outcome, choice_of, train
 from torch import nn
 
-from tightfit.engine.disk_file import DiskFile, close_gone
+from tightfit.engine.descriptors import close_gone
+from tightfit.engine.disk_file import DiskFile
 from tightfit.engine.disk_sizes import PAGE_BYTES
 from tightfit.engine.disk_slab import DiskSlab
 from tightfit.errors import ApplyError

@@ -138,6 +138,15 @@ def test_a_load_that_is_too_much_for_some_is_left_to_the_others(model: TracedMod
     assert kept[0].load.share_within is not None
 
 
+def test_the_load_of_an_engine_that_schedules_in_another_way_is_refused(model: TracedModel) -> None:
+    old = rules_of("vllm", "0.6.1")
+    server = serving.server_of(model, "L4", old, ServeSettings(max_model_len=2048, max_num_batched_tokens=2048))
+    load = AskedLoad(arrivals=drawn_arrivals([(500, 100)], 1.0, 5), level=ServiceLevel())
+    assert server.start_up().fits
+    with pytest.raises(UsageError, match=r"and 0\.6\.1 does not"):
+        server.estimate([], load)
+
+
 def test_the_command_says_what_to_start_and_changes_answers_only_where_allowed(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

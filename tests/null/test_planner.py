@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tightfit.planner.option import Change, Option
 from tightfit.planner.problem import Problem, build, with_taken
 from tightfit.planner.solution import Solution, validate
-from tightfit.planner.solve import Tricks, least, solve
+from tightfit.planner.solve import Tricks, _Program, least, solve
 
 MIB = 1 << 20
 NUM_EVENTS = 24
@@ -253,3 +253,22 @@ def test_a_validator_sees_every_lie() -> None:
     }
     for words, lie in lies.items():
         assert any(words in fault for fault in validate(problem, dataclasses.replace(honest, **lie), 6 * MIB)), words
+
+
+def test_a_problem_that_was_proven_is_not_solved_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = timeline(*range(1, 9))
+    options = [option(f"layer.{i}", (i, 8, -1), seconds=1 + i) for i in range(6)]
+    runs = []
+    run = _Program.run
+    monkeypatch.setattr(_Program, "run", lambda *args, **kwargs: runs.append(1) or run(*args, **kwargs))
+    first = solve(build(moments, options), 5 * MIB)
+    assert first.is_proven
+    assert runs
+    known = len(runs)
+    assert solve(build(moments, options), 5 * MIB) == first
+    assert len(runs) == known
+    # Another budget, other seconds or other places are other problems.
+    assert solve(build(moments, options), 6 * MIB) != first
+    slower = [dataclasses.replace(each, seconds=each.seconds * 2) for each in options]
+    assert solve(build(moments, slower), 5 * MIB).seconds == pytest.approx(2 * first.seconds)
+    assert len(runs) > known

@@ -182,6 +182,8 @@ class CaptureSession:
             return targets.run_script(script, compiled=after.program.compiled)
         except (Exception, SystemExit) as error:
             is_own = isinstance(error, ApplyError | InternalError) or faults.our_error(error, "the capture") is not None
+            if not is_own:
+                self._note_assumed(error)
             if not after.is_on or (is_own and not isinstance(error, CaptureError)):
                 raise
             if not (isinstance(error, SystemExit) and error.code in (None, 0)):
@@ -196,4 +198,11 @@ class CaptureSession:
                 next(generator)
             except StopIteration:
                 break
+            except Exception as error:
+                self._note_assumed(error)
+                raise
             self.watch.end_step()
+
+    def _note_assumed(self, error: BaseException) -> None:
+        """An exception of the program may follow from a value that was assumed."""
+        self.gpu.reads.note_on(error, ((p.file, p.first_line, p.line) for p in places_of(error)))

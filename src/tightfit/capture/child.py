@@ -111,7 +111,7 @@ def _failure(label: str, error: BaseException, said: str) -> dict[str, Any]:
     own: TightfitError | None = faults.noted() or apply_error() or faults.our_error(error, "the capture")
     if own is None:
         if isinstance(error, SystemExit):
-            own = CaptureError(_ended_itself(label, error.code, said))
+            own = CaptureError(_ended_itself(label, error.code, said) + programs.assumed(error))
         else:
             own = ProgramError(programs.one_line(label, error))
             own.trace = programs.program_trace(error)

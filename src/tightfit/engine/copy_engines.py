@@ -8,6 +8,7 @@ drained. Without a card a thread copies, and the rest is the same code.
 import abc
 import dataclasses
 import os
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, final
 
@@ -129,17 +130,28 @@ class HostCopies(Link):
             # A fork has no threads but the one that forked.
             self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tightfit-copies")
             self._process = os.getpid()
-        done = self._pool.submit(_copy_given, [source, target])
-        return Ticket(is_to_card=not to_host, done=(done, self._process), stream=None, held=(source, target, *held))
+        return Ticket(
+            is_to_card=not to_host,
+            done=(self._submitted(source, target), self._process),
+            stream=None,
+            held=(source, target, *held),
+        )
+
+    def _submitted(self, source: torch.Tensor, target: torch.Tensor) -> Future[None]:
+        try:
+            return self._pool.submit(_copy_given, [source, target])
+        except RuntimeError as error:
+            # No thread can be started, or the interpreter is ending: whoever waits copies.
+            failed: Future[None] = Future()
+            failed.set_exception(error)
+            return failed
 
     def wait(self, ticket: Ticket) -> None:
-        """As in `CopyEngine`: the caller waits. An error in the thread is raised here."""
+        """As in `CopyEngine`: the caller waits, and copies itself what the thread has not. An error of that is raised here."""
         done: Future[None]
         done, process = ticket.done
-        if process == os.getpid():
-            done.result()
-        else:
-            # Begun before a fork: the thread that was to do it is in the other process.
+        # Begun before a fork, the thread that was to do it is in the other process.
+        if process != os.getpid() or not _is_done(done):
             _copy(*ticket.held[:2])
 
     def mark(self) -> Any:
@@ -157,6 +169,12 @@ class HostCopies(Link):
     def is_of_present_stream(self, ticket: Ticket) -> bool:
         """As in `CopyEngine`: the host has one."""
         return True
+
+
+def _is_done(done: Future[None]) -> bool:
+    """Waits for a thread; whether it has done what it was to do."""
+    futures.wait([done])
+    return not done.cancelled() and done.exception() is None
 
 
 def _copy_given(given: list[torch.Tensor]) -> None:

@@ -8,7 +8,6 @@ On the virtual GPU there is neither file nor thread: a stream of the disk's own 
 
 import dataclasses
 import os
-import zlib
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,13 +18,16 @@ import torch
 
 from tightfit.engine.copy_engines import CopyEngine, Link, Ticket
 from tightfit.engine.disk_file import DiskFile
+from tightfit.engine.disk_places import DiskPlace, HostBuffer, OnDisk, checksum
 from tightfit.engine.disk_sizes import in_pages
-from tightfit.engine.disk_slab import DiskSlab, HostBuffer, OnDisk
+from tightfit.engine.disk_slab import DiskSlab
 from tightfit.errors import ApplyError
 from tightfit.tape import CopyDirection
 
 OnFailure = Callable[[str], ApplyError]
 """Is told what went wrong, and returns the error to raise where nothing else can be done."""
+
+_MOST_THREADS = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +59,7 @@ class DiskSpace:
 class Moving:
     """What is under way between `tensor`, on the card, and `there`; `process` is the one whose threads do it."""
 
-    there: OnDisk
+    there: DiskPlace
     tensor: torch.Tensor
     to_disk: bool
     pieces: tuple[Future[None], ...]
@@ -66,7 +68,7 @@ class Moving:
 
 @final
 class DiskCopies(CopyEngine):
-    """Copies by threads, one for each buffer of `slab`."""
+    """Copies by threads, one for each buffer of `slab` up to `_MOST_THREADS`."""
 
     def __init__(self, slab: DiskSlab, link: Link, on_failure: OnFailure, lost: str) -> None:
         self._link = link
@@ -81,17 +83,18 @@ class DiskCopies(CopyEngine):
         self._buffers: SimpleQueue[HostBuffer] = SimpleQueue()
         for buffer in self._all_buffers:
             self._buffers.put(buffer)
-        self._pool = ThreadPoolExecutor(len(self._all_buffers), thread_name_prefix="tightfit-disk")
+        num_threads = min(len(self._all_buffers), _MOST_THREADS)
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="tightfit-disk")
 
     def begin(self, source: Any, target: Any, *, to_host: bool, held: tuple[Any, ...] = ()) -> Ticket:
         """As in `CopyEngine`; `source` or `target` may be a place on disk, the other one is on the card then."""
         there = target if to_host else source
-        if not isinstance(there, OnDisk):
+        if not isinstance(there, DiskPlace):
             return self._link.begin(source, target, to_host=to_host, held=held)
         if self._process != os.getpid():
             # A fork has no threads but the one that forked.
             self._begin_threads()
-        if not to_host:
+        if not to_host and isinstance(there, OnDisk):
             self._finish(there)
             if there.rescued is not None:
                 return self._link.begin(there.rescued, target, to_host=False, held=held)
@@ -103,7 +106,7 @@ class DiskCopies(CopyEngine):
             pieces=self._pieces(tensor, there, to_host, held),
             process=self._process,
         )
-        if to_host:
+        if isinstance(there, OnDisk) and to_host:
             there.writing = moving
         return Ticket(is_to_card=not to_host, done=moving, stream=None, held=(tensor, there, *held), is_in_order=False)
 
@@ -116,10 +119,10 @@ class DiskCopies(CopyEngine):
         moving = ticket.done
         if not isinstance(moving, Moving):
             self._link.wait(ticket)
-        elif moving.to_disk:
+        elif isinstance(moving.there, OnDisk) and moving.to_disk:
             self._finish(moving.there)
         else:
-            error = self._error_of(moving)
+            error = self._error_of(moving) and self._read_here(moving)
             if error is not None:
                 raise self._on_failure(
                     f"could not be read back from the disk of {self._folder} as they were written ({error}){self._lost}"
@@ -137,17 +140,18 @@ class DiskCopies(CopyEngine):
         return isinstance(ticket.done, Moving) or self._link.is_of_present_stream(ticket)
 
     def _pieces(
-        self, tensor: torch.Tensor, there: OnDisk, to_disk: bool, held: tuple[Any, ...] = ()
+        self, tensor: torch.Tensor, there: DiskPlace, to_disk: bool, held: tuple[Any, ...] = ()
     ) -> tuple[Future[None], ...]:
-        size = len(self._all_buffers[0].bytes)
-        parts = tensor.split(size)
-        if to_disk:
+        parts = tensor.split(self._piece_bytes)
+        if isinstance(there, OnDisk) and to_disk:
             there.checksums = [0] * len(parts)
         move = self._write if to_disk else self._read
         after = self._link.mark()
-        return tuple(
-            self._submit(move, [part, held], there, number, number * size, after) for number, part in enumerate(parts)
-        )
+        return tuple(self._submit(move, [part, held], there, number, after) for number, part in enumerate(parts))
+
+    @property
+    def _piece_bytes(self) -> int:
+        return len(self._all_buffers[0].bytes)
 
     def _submit(self, move: Callable[..., None], *arguments: Any) -> Future[None]:
         try:
@@ -159,7 +163,7 @@ class DiskCopies(CopyEngine):
             return failed
 
     # A thread has given up what it moves before anybody hears that it is done: whether a tensor is referred to by others is asked then.
-    def _write(self, given: list[Any], there: OnDisk, number: int, at: int, after: Any) -> None:
+    def _write(self, given: list[Any], there: OnDisk, number: int, after: Any) -> None:
         (part, _held), given[:] = given, []
         buffer = self._buffers.get()
         try:
@@ -167,22 +171,29 @@ class DiskCopies(CopyEngine):
             content = buffer.memory[: in_pages(len(part))]
             there.checksums[number] = checksum(content)
             assert isinstance(there.file, DiskFile)
-            there.file.write(content, there.begin + at)
+            there.file.write(content, there.begin + number * self._piece_bytes)
         finally:
             self._buffers.put(buffer)
 
-    def _read(self, given: list[Any], there: OnDisk, number: int, at: int, after: Any) -> None:
+    def _read(self, given: list[Any], there: DiskPlace, number: int, after: Any) -> None:
         (part, _held), given[:] = given, []
         buffer = self._buffers.get()
         try:
-            content = buffer.memory[: in_pages(len(part))]
-            assert isinstance(there.file, DiskFile)
-            there.file.read(content, there.begin + at)
-            if checksum(content) != there.checksums[number]:
-                raise OSError("the checksum is another one")
+            there.read(buffer, number * self._piece_bytes, len(part), number)
             self._link.move(buffer.bytes[: len(part)], part, to_host=False, after=after)
         finally:
             self._buffers.put(buffer)
+
+    def _read_here(self, moving: Moving) -> BaseException | None:
+        """Reads again without threads, which may be what has failed; the error, if it is none of theirs."""
+        after = self._link.mark()
+        try:
+            for number, part in enumerate(moving.tensor.split(self._piece_bytes)):
+                self._read([part, None], moving.there, number, after)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the bytes cannot be had
+            # Its frames would keep what the caller waits for.
+            return error.with_traceback(None)
+        return None
 
     def _finish(self, there: OnDisk) -> None:
         """Waits until `there` is written; where it cannot be, it is copied to host memory."""
@@ -230,11 +241,11 @@ class VirtualDiskCopies(CopyEngine):
         from tightfit.capture.observe import disk_traffic
 
         there = target if to_host else source
-        if not isinstance(there, OnDisk):
+        if not isinstance(there, DiskPlace):
             return self._link.begin(source, target, to_host=to_host, held=held)
         self._disk.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._disk):
-            disk_traffic.move(CopyDirection.TO_DISK if to_host else CopyDirection.FROM_DISK, there.num_bytes)
+            disk_traffic.move(CopyDirection.TO_DISK if to_host else CopyDirection.FROM_DISK, len(there))
         tensor = source if to_host else target
         for piece in tensor.split(len(self._whole)):
             buffer = self._whole[: len(piece)]
@@ -266,8 +277,3 @@ class VirtualDiskCopies(CopyEngine):
     def is_of_present_stream(self, ticket: Ticket) -> bool:
         """As in `CopyEngine`."""
         return bool(torch.cuda.current_stream() == ticket.stream)
-
-
-def checksum(content: memoryview) -> int:
-    """A checksum of whole pages."""
-    return zlib.crc32(content)

@@ -9,10 +9,9 @@ import mmap
 import os
 import sys
 import tempfile
-import weakref
-from collections import deque
 
 from tightfit.capture.processes.simulated import is_proof
+from tightfit.engine.descriptors import Descriptor, close_gone
 from tightfit.engine.disk_sizes import PAGE_BYTES, in_pages
 from tightfit.errors import ApplyError
 from tightfit.units import format_bytes
@@ -36,18 +35,26 @@ class DiskFile:
         self.num_bytes = 0
         _check_is_on_disk(self.folder)
         try:
-            self.descriptor, self.is_direct = _opened(self.folder)
+            descriptor, self.is_direct = _opened(self.folder)
         except OSError as error:
             raise _refusal(
                 f"no file can be written in {self.folder} ({error.strerror}); choose another folder with --disk-folder"
             ) from error
-        # At its death the reference is appended, in C: in a callback of Python's an interrupt could be lost.
-        note_death = _GONE.append
-        _OPEN[weakref.ref(self, note_death)] = self.descriptor
+        self._open = Descriptor(descriptor)
         self.extend(in_pages(num_bytes))
-        if self.is_direct and self.num_bytes and not _takes_direct(self.descriptor):
-            _through_the_cache(self.descriptor)
-            self.is_direct = False
+        try:
+            if self.is_direct and self.num_bytes and not _takes_direct(self.descriptor):
+                _through_the_cache(self.descriptor)
+                self.is_direct = False
+        except OSError as error:
+            raise _refusal(
+                f"the disk of {self.folder} fails ({error.strerror}); choose another folder with --disk-folder, or plan without --disk"
+            ) from error
+
+    @property
+    def descriptor(self) -> int:
+        """The file's number in this process."""
+        return self._open.number
 
     def extend(self, num_bytes: int) -> None:
         """Allocates `num_bytes`, whole pages, at the end of the file.
@@ -109,6 +116,31 @@ class DiskFile:
         while done < len(into):
             done += self._moved(os.preadv(self.descriptor, [into[done:]], at + done), "read")
 
+    def flush(self) -> None:
+        """Has all that was written on the disk, where that is not so when a write returns.
+
+        Raises:
+            OSError: it cannot be.
+        """
+        if not self.is_direct:
+            os.fsync(self.descriptor)
+
+    def mapped(self) -> mmap.mmap:
+        """All of it as memory of the process's own: a page that is written to is not the file's any more, here and in forks.
+
+        Raises:
+            ApplyError: the system has no addresses for it.
+        """
+        try:
+            return mmap.mmap(
+                self.descriptor,
+                self.num_bytes,
+                flags=mmap.MAP_PRIVATE | _MAP_NORESERVE,
+                prot=mmap.PROT_READ | mmap.PROT_WRITE,
+            )
+        except OSError as error:
+            raise _refusal(f"a file of {format_bytes(self.num_bytes)} cannot be mapped ({error.strerror})") from error
+
     def _moved(self, num_bytes: int, what: str) -> int:
         # Past the page cache the next call begins at a page again, and moves the rest of this one once more.
         whole = num_bytes // PAGE_BYTES * PAGE_BYTES if self.is_direct else num_bytes
@@ -117,15 +149,9 @@ class DiskFile:
         return whole
 
 
-def close_gone() -> None:
-    """Closes files of which nothing is needed any more, which gives their space back."""
-    while _GONE:
-        os.close(_OPEN.pop(_GONE.popleft()))
-
-
-_OPEN: dict["weakref.ref[DiskFile]", int] = {}
-_GONE: deque["weakref.ref[DiskFile]"] = deque()
 _DIRECT = os.O_DIRECT if sys.platform == "linux" else 0
+# Python 3.11 has no name for it (sys/mman.h of Linux): pages that nobody writes to take no memory, and none is set aside for them.
+_MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 
 
 def _opened(folder: str) -> tuple[int, bool]:

@@ -1,6 +1,7 @@
 """A file on disk from which parts are handed out, as `HostSlab` does of host memory, and the few buffers of host memory through which they are moved.
 
-The file has exactly the bytes that a plan says, allocated before the first step. What is larger than planned makes it grow.
+The file has exactly the bytes that a plan says, allocated before the first step. What is larger than planned makes it grow. A part that is written once can
+be mapped: it is memory of the program then, of which the system keeps what there is room for.
 """
 
 import dataclasses
@@ -13,32 +14,13 @@ import torch
 
 from tightfit.capture.processes.simulated import is_simulated
 from tightfit.engine.disk_file import DiskFile
+from tightfit.engine.disk_places import HostBuffer, OnDisk
 from tightfit.engine.disk_sizes import PAGE_BYTES, in_pages, num_buffers_of, piece_bytes_of
 from tightfit.engine.free_ranges import FreeRanges
 from tightfit.engine.host_slab import HostSlab
 
 if TYPE_CHECKING:
     from tightfit.capture.observe.disk_traffic import VirtualFile
-    from tightfit.engine.disk_copies import Moving
-
-
-@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
-class OnDisk:
-    """`num_bytes` from `begin` on in `file`.
-
-    `checksums` has one for each piece that was written, `writing` is what is under way to it. `rescued` has the bytes in host memory, uint8, of shape
-    (num_bytes,), where they could not be written.
-    """
-
-    file: "DiskFile | VirtualFile"
-    begin: int
-    num_bytes: int
-    checksums: list[int] = dataclasses.field(default_factory=list)
-    writing: "Moving | None" = None
-    rescued: torch.Tensor | None = None
-
-    def __len__(self) -> int:
-        return self.num_bytes
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, weakref_slot=True, eq=False)
@@ -47,14 +29,6 @@ class DiskPart:
 
     bytes: OnDisk
     slab: "DiskSlab"
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class HostBuffer:
-    """A piece of host memory that begins at a page: as a tensor, uint8, and as memory that the system reads and writes."""
-
-    bytes: torch.Tensor
-    memory: memoryview
 
 
 class DiskSlab:
@@ -75,6 +49,7 @@ class DiskSlab:
         self.memory = HostSlab(max(buffer_bytes, 2 * PAGE_BYTES), near)
         self.host_part = self.memory.take(self.memory.num_bytes)
         self._process = os.getpid()
+        self._mapping: torch.Tensor | None = None
 
     def take(self, num_bytes: int) -> DiskPart:
         """A part of `num_bytes`; the file grows if no free range is large enough.
@@ -100,6 +75,13 @@ class DiskSlab:
         note_death = self._returned.append
         self._handed_out[weakref.ref(part, note_death)] = place
         return part
+
+    def mapped(self, part: DiskPart) -> torch.Tensor:
+        """A part that has been written, and will not be again, as memory; uint8, of shape (num_bytes,). What is written there does not go to the file."""
+        end = part.bytes.begin + part.bytes.num_bytes
+        if self._mapping is None or len(self._mapping) < end:
+            self._mapping = torch.frombuffer(self.file.mapped(), dtype=torch.uint8)
+        return self._mapping[part.bytes.begin : end]
 
     @property
     def num_bytes(self) -> int:

@@ -28,6 +28,11 @@ class Part:
     slab: "HostSlab"
     """Kept, since its memory is registered as long as it lives."""
 
+    @property
+    def source(self) -> torch.Tensor:
+        """What a copy engine copies from."""
+        return self.bytes
+
 
 class HostSlab:
     """`num_bytes` of host memory for a card; nothing is registered for a `near` device that is the host itself."""

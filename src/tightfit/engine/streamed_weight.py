@@ -13,6 +13,7 @@ import torch
 
 from tightfit.engine.copy_engines import CopyEngine
 from tightfit.engine.host_slab import Part
+from tightfit.engine.weights_in_files import PartOfFile
 
 if TYPE_CHECKING:
     from tightfit.engine.copy_engines import Ticket
@@ -28,9 +29,12 @@ class Residence(enum.Enum):
 
 
 class StreamedWeight:
-    """A parameter with `part`, host memory for the bytes of its storage, which `leave` takes it to. It is on `device`, the card, or was never moved there."""
+    """A parameter with `part`, host memory for the bytes of its storage, which `leave` takes it to, or a part of a file that has them already.
 
-    def __init__(self, parameter: torch.Tensor, part: Part, device: torch.device) -> None:
+    It is on `device`, the card, or was never moved there.
+    """
+
+    def __init__(self, parameter: torch.Tensor, part: Part | PartOfFile, device: torch.device) -> None:
         self.parameter = parameter
         self.part = part
         self.residence = Residence.CARD
@@ -44,8 +48,8 @@ class StreamedWeight:
             self._on_card: torch.Tensor | None = parameter.data.as_strided((num_elements,), (1,), 0).view(torch.uint8)
         # Writes are counted by the parameter's versions, which other data may have others of.
         self._num_writes, self._base = 0, parameter._version
-        # Nothing is at the host yet.
-        self._writes_there = -1
+        # Nothing is at the host yet, but what is in a file.
+        self._writes_there = 0 if isinstance(part, PartOfFile) else -1
         self._ticket: Ticket | None = None
         self._fetched: Ticket | None = None
         self.gradient: StreamedGradient | None = None
@@ -115,7 +119,7 @@ class StreamedWeight:
         if self._on_card is not None:
             return self._on_card
         whole = torch.empty(self.num_bytes, dtype=torch.uint8, device=self._device)
-        copies.wait(copies.begin(self.part.bytes, whole, to_host=False, held=(self.part,)))
+        copies.wait(copies.begin(self.part.source, whole, to_host=False, held=(self.part,)))
         return whole
 
     def bring_alone(self) -> None:
@@ -135,7 +139,7 @@ class StreamedWeight:
 
     def _copy_to_card(self, copies: CopyEngine) -> None:
         self._writes_there = self.num_writes
-        self._ticket = copies.begin(self.part.bytes, self.on_card, to_host=False, held=(self.part,))
+        self._ticket = copies.begin(self.part.source, self.on_card, to_host=False, held=(self.part,))
 
     def _wait(self, copies: CopyEngine) -> None:
         assert self._ticket is not None

@@ -15,9 +15,13 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tightfit.engine.copy_engines import CopyEngine, copies_for
-from tightfit.engine.host_slab import HostSlab, unregister_gone
+from tightfit.engine.descriptors import close_gone
+from tightfit.engine.disk_copies import DiskSpace
+from tightfit.engine.host_slab import HostSlab, Part, unregister_gone
 from tightfit.engine.streamed_gradient import StreamedGradient
 from tightfit.engine.streamed_weight import Residence, StreamedWeight
+from tightfit.engine.weights_in_files import PartOfFile, WeightFiles
+from tightfit.errors import ApplyError
 
 
 class Pass(enum.Enum):
@@ -92,11 +96,18 @@ class StreamedWeights:
         host_bytes: int,
         *,
         statistics: Counter[str],
+        disk: DiskSpace | None = None,
         when_unchanged: Callable[[StreamedWeight], object] = lambda _: None,
     ) -> None:
         self.slab = HostSlab(host_bytes, device)
-        self._device = device
-        self._copies: CopyEngine = copies_for(device)
+        self.device = device
+        link = copies_for(device)
+        self._copies: CopyEngine = link
+        self.files: WeightFiles | None = None
+        """For blocks whose weights are on disk."""
+        if disk is not None:
+            slab, self._copies = disk.opened(device, link)
+            self.files = WeightFiles(slab, self._copies)
         self._statistics = statistics
         self._when_unchanged = when_unchanged
         self._blocks: list[StreamedBlock] = []
@@ -106,23 +117,33 @@ class StreamedWeights:
         # The backward pass runs in threads of autograd's own.
         self._lock = threading.RLock()
 
-    def add(self, parameters: Sequence[torch.Tensor], *, with_gradients: bool = False) -> StreamedBlock:
-        """A block with these parameters, each alone in its storage, on the card or at the host; they leave the card at once. Their gradients too, as
-        they are made, if they are trained: `with_gradients`."""
+    def add(
+        self, parameters: Sequence[torch.Tensor], *, with_gradients: bool = False, on_disk: bool = False
+    ) -> StreamedBlock:
+        """A block with these parameters, each alone in its storage, on the card or at the host; they leave the card at once, to the host or to be `on_disk`. Their
+        gradients too, as they are made, if they are trained: `with_gradients`.
+
+        Raises:
+            ApplyError: the disk fails.
+        """
         with self._lock:
-            weights = [
-                StreamedWeight(p, self.slab.take(p.untyped_storage().nbytes()), self._device) for p in parameters
-            ]
+            weights = [StreamedWeight(p, self._part_for(p, on_disk=on_disk), self.device) for p in parameters]
             block = StreamedBlock(len(self._blocks), weights)
             self._blocks.append(block)
             self._expect_in_order(block.number)
             for weight in weights:
                 if with_gradients and weight.parameter.requires_grad:
-                    weight.gradient = StreamedGradient(weight.parameter, weight.num_bytes, self.slab, self._device)
+                    weight.gradient = StreamedGradient(weight.parameter, weight.num_bytes, self.slab, self.device)
                     self._begin_to_leave(weight.gradient)
                 weight.leave(self._copies)
             self._gradients_leave()
             return block
+
+    def _part_for(self, parameter: torch.Tensor, *, on_disk: bool) -> Part | PartOfFile:
+        if not on_disk:
+            return self.slab.take(parameter.untyped_storage().nbytes())
+        assert self.files is not None
+        return self.files.part_of(parameter)
 
     def _expect_in_order(self, number: int) -> None:
         if number:
@@ -189,19 +210,29 @@ class StreamedWeights:
             block.weights.clear()
 
     def end(self) -> None:
-        """Brings all weights back for good."""
+        """Brings all weights back for good.
+
+        Raises:
+            ApplyError: some cannot be read back from disk; all others are on the card.
+        """
+        failure: ApplyError | None = None
         with self._lock:
             for block in self._blocks:
                 block.weights = [weight for weight in block.weights if weight.is_ours()]
                 try:
                     self.stay(block)
+                except ApplyError as error:
+                    failure = failure or error
                 except RuntimeError:
-                    # The copying thread is gone, say; the weights are at the host all the same.
+                    # The link has failed, say; the weights are at the host all the same.
                     for weight in block.weights:
                         if weight.residence is not Residence.CARD:
                             weight.bring_alone()
                     block.weights.clear()
         unregister_gone()
+        close_gone()
+        if failure is not None:
+            raise failure
 
     def saved(self, block: StreamedBlock, tensor: torch.Tensor) -> SavedWeight | None:
         """What to save in place of `tensor`; None where it is not of a weight of `block`. The block is being called."""

@@ -12,6 +12,7 @@ _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "p
 _RUNNERS = ("<frozen runpy>", "<frozen importlib._bootstrap", runpy.__file__)
 IN_A_THREAD = "arguments from the 'CUDA' backend"
 """What torch says of an operator on a virtual tensor where no virtual GPU is: in threads that the program has started."""
+_ASSUMED = "_tightfit_assumed"
 # What is wrong with an environment and not with a program: what the error says, and what helps.
 _REMEDIES = {
     # PyPI's torchvision for Linux is built for CUDA, and its operators are not registered with a CPU build of torch; transformers imports it if it is there.
@@ -24,6 +25,20 @@ _REMEDIES = {
         "at least while it is traced"
     ),
 }
+
+
+def note_assumed(error: BaseException, where: str, answer: str) -> None:
+    """Notes on an exception of a traced program that a value of which it may be the result was assumed, at the line `where`."""
+    setattr(
+        error,
+        _ASSUMED,
+        f"; a trace has no values of the GPU: the one read at {where} was assumed to be {answer}, which may have led here",
+    )
+
+
+def assumed(error: BaseException) -> str:
+    """What `note_assumed` has noted on `error`, to be put behind its message."""
+    return getattr(error, _ASSUMED, "")
 
 
 def one_line(label: str, error: BaseException) -> str:
@@ -40,7 +55,7 @@ def one_line(label: str, error: BaseException) -> str:
     # torch goes on for a screen with what it was built with.
     if IN_A_THREAD in message:
         message = message[: message.index(IN_A_THREAD) + len(IN_A_THREAD)]
-    return f"{label} raised {type(error).__name__}{where}: {message}{cause}{helps}"
+    return f"{label} raised {type(error).__name__}{where}: {message}{cause}{helps}{assumed(error)}"
 
 
 def program_trace(error: BaseException) -> str:

@@ -10,7 +10,8 @@ HiGHS: Huangfu and Hall, "Parallelizing the dual revised simplex method" (2018);
 import dataclasses
 import itertools
 import time
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +50,12 @@ class Tricks:
     add_rows_when_broken: bool = True
 
 
+_Key = tuple[Hashable, ...]
+_proven: OrderedDict[_Key, "Solution | _Found"] = OrderedDict()
+"""What was proven of the latest problems: a search comes to the same ones again, with the same limits."""
+_MAX_PROVEN = 256
+
+
 def solve(
     problem: Problem,
     budget_bytes: int,
@@ -68,6 +75,19 @@ def solve(
     if not problem.options:
         return _solution(problem, (), budget_bytes, bound_seconds=0.0, is_proven=True)
     tricks = tricks or Tricks()
+    key = ("fastest", budget_bytes, breaks_ties, tricks, _content(problem))
+    known = _proven.get(key)
+    if isinstance(known, Solution):
+        return known
+    solution = _solved(problem, budget_bytes, time_limit_seconds, tricks, breaks_ties=breaks_ties)
+    if solution.is_proven:
+        _remember(key, solution)
+    return solution
+
+
+def _solved(
+    problem: Problem, budget_bytes: int, time_limit_seconds: float, tricks: Tricks, *, breaks_ties: bool
+) -> Solution:
     deadline = time.monotonic() + time_limit_seconds
     rows = [*_conflict_rows(problem), *(_order_rows(problem) if tricks.order_alike else ())]
     # Nearly always the first is enough.
@@ -232,10 +252,45 @@ class _Program:
 
 def _least(problem: Problem, rows: Sequence[_Row], tricks: Tricks, deadline: float) -> _Found:
     """The choice with the lowest peak, or, where it is not found in time, the best of those that were."""
+    key = ("least", tricks, _content(problem))
+    known = _proven.get(key)
+    if isinstance(known, _Found):
+        return known
     nothing = _Found(chosen=(), bound=0.0, is_proven=False)
     found = _Program(problem, rows, tricks, seen=nothing).run(None, deadline)
     assert found is not None
+    if found.is_proven:
+        _remember(key, found)
     return found
+
+
+def _content(problem: Problem) -> Hashable:
+    """All of a problem that a solution depends on."""
+    arrays = (problem.base_bytes, problem.changes, problem.seconds)
+    options = (
+        (
+            o.where,
+            o.equivalence_class,
+            o.slots,
+            o.host_bytes,
+            o.disk_bytes,
+            min((c.begin for c in o.changes), default=-1),
+        )
+        for o in problem.options
+    )
+    return (
+        *((array.shape, array.tobytes()) for array in arrays),
+        tuple(options),
+        problem.conflicts,
+        problem.host_bytes,
+        problem.disk_bytes,
+    )
+
+
+def _remember(key: _Key, answer: "Solution | _Found") -> None:
+    _proven[key] = answer
+    if len(_proven) > _MAX_PROVEN:
+        _proven.popitem(last=False)
 
 
 def _conflict_rows(problem: Problem) -> list[_Row]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
+from tightfit.capture.steps.wrapping_optimizers import holds_another
 from tightfit.tape.step_ends import ends_step
 from tightfit.torch_hooks.weak_references import WeakTable
 
@@ -50,7 +51,7 @@ class StepCounter:
         counts = self._num_steps_of
         if optimizer not in counts:
             for known in all_optimizers():
-                if known is optimizer or known not in self._made_before:
+                if known is optimizer or (known not in self._made_before and not holds_another(known)):
                     counts.setdefault(known, 0)
         counts[optimizer] += 1
         if not self._is_told_by_user and ends_step(list(counts.values()), counts[optimizer], self.num_steps):

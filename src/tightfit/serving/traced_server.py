@@ -121,7 +121,7 @@ class Server:
         """All of that, with the speed, and what becomes of `load`.
 
         Raises:
-            UsageError: there is a load, and the model is an encoder-decoder.
+            UsageError: there is a load, and it is not simulated for such a model or engine.
         """
         found = self.start_up(lengths)
         if not found.fits:
@@ -145,11 +145,15 @@ class Server:
         """The engine for a simulation of load, with a cache of so many bytes.
 
         Raises:
-            UsageError: the model is an encoder-decoder.
+            UsageError: the model is an encoder-decoder, or the engine computes prompts whole.
         """
         if self.model.facts.is_encoder_decoder:
             raise UsageError("the load of an encoder-decoder is not simulated; leave out --rate and --arrivals")
         settings = self.settings
+        if self.rules.chunked_prefill != "on" or not settings.is_chunked:
+            raise UsageError(
+                f"load is simulated as {self.rules.engine} schedules since it cuts all prompts into chunks, and {self.rules.version} does not; leave out --rate and --arrivals, or give a newer --engine-version"
+            )
         return LoadedEngine(
             costs=LoadCosts.of(costs, max_tokens=settings.max_num_batched_tokens, max_requests=settings.max_num_seqs),
             pages=CachePages.of(self.cache, kv_bytes),

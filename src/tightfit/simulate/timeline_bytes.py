@@ -1,11 +1,13 @@
 """The memory timeline of a tape: allocated and reserved bytes after each event, with or without a limit."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from tightfit.allocator.caching import CachingAllocator, OutOfDeviceMemory
+from tightfit.allocator.plain_replay import BeyondPlain, PlainReplay, is_plain
 from tightfit.allocator.pools import Block
 from tightfit.allocator.replay_tape import TapeReplay
 from tightfit.allocator.settings import AllocatorSettings
@@ -42,6 +44,9 @@ def replay_timeline(
     Raises:
         OutOfDeviceMemory: anything else does not fit.
     """
+    if watch is None and is_plain(settings):
+        with contextlib.suppress(BeyondPlain):
+            return _plain_timeline(tape, num_bytes=num_bytes, order=order, capacity_bytes=capacity_bytes)
     replay = TapeReplay(CachingAllocator(settings, capacity_bytes=capacity_bytes))
     allocator = replay.allocator
     num_events = len(tape.events)
@@ -76,6 +81,28 @@ def replay_timeline(
         reserved=np.asarray(reserved, dtype=np.int64),
         block_bytes=np.asarray(block_bytes, dtype=np.int64),
     )
+
+
+def _plain_timeline(
+    tape: Tape, *, num_bytes: Column | None, order: Column | None, capacity_bytes: int | None
+) -> MemoryTimeline:
+    """As `replay_timeline`, with the default settings.
+
+    Raises:
+        BeyondPlain: only the allocator that knows all settings can tell.
+    """
+    sizes = tape.storages.num_bytes if num_bytes is None else num_bytes
+    kind, storage = (c if order is None else c[order] for c in (tape.events.kind, tape.events.storage))
+    replay = PlainReplay(len(tape.storages), capacity_bytes)
+    replay.run(zip(kind.tolist(), storage.tolist(), strict=True), sizes.tolist(), tape.storages.stream.tolist())
+    block_bytes = np.asarray(replay.block_bytes, dtype=np.int64)
+    change = np.zeros(len(kind), dtype=np.int64)
+    for sign, of_kind in ((1, kind == EventKind.ALLOCATE), (-1, kind == EventKind.FREE)):
+        change[of_kind] = sign * block_bytes[storage[of_kind]]
+    reserved = np.zeros(len(kind), dtype=np.int64)
+    for at, reserved_bytes in replay.reserved:
+        reserved[at:] = reserved_bytes
+    return MemoryTimeline(allocated=np.cumsum(change), reserved=reserved, block_bytes=block_bytes)
 
 
 def timeline_on(

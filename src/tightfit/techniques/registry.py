@@ -27,6 +27,7 @@ _OURS: tuple[str, ...] = (
     "tightfit.techniques.optimizer.low_bit_states:LowBitStates",
     "tightfit.techniques.optimizer.factored_states:FactoredStates",
     "tightfit.techniques.optimizer.optimizer_offload:OptimizerOffload",
+    "tightfit.techniques.precision.low_bit_offload:LowBitOffload",
     "tightfit.techniques.recomputation.selective_checkpointing:SelectiveCheckpointing",
     "tightfit.techniques.recomputation.checkpointing:Checkpointing",
     "tightfit.techniques.recomputation.offloaded_checkpointing:OffloadedCheckpointing",

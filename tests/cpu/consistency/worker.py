@@ -63,7 +63,7 @@ def virtual():
     class NoKernels:
         """The host's kernels take no memory from the device's allocator."""
 
-        def add(self, operator, args, kwargs, outputs):
+        def add(self, operator, args, kwargs, outputs, remembered=None):
             pass
 
     eager.keep_compiler_out()

@@ -40,6 +40,22 @@ def a_move_keeps_parameters_the_objects_they_were():
     assert held[0].is_cuda
 
 
+def a_copy_of_a_module_moves_and_casts_like_any_other():
+    model = nn.Linear(WIDTH, WIDTH).cuda()
+    before = allocated()
+    for convert in (nn.Module.half, nn.Module.cpu, nn.Module.double, lambda copied: copied.to("meta")):
+        copied = convert(copy.deepcopy(model))
+        assert copied.weight.device.type == copied.weight.data.device.type
+        assert copied.weight.shape == model.weight.shape
+        assert copied.weight.is_leaf
+    assert copied.weight.is_meta
+    assert not copied.weight.is_cuda
+    del copied
+    assert allocated() == before
+    assert copy.deepcopy(model).to("meta").to_empty(device="cuda").weight.is_cuda
+    assert model.weight.detach().to("meta").is_meta
+
+
 def tied_weights_stay_tied():
     class Tied(nn.Module):
         def __init__(self):

@@ -10,7 +10,14 @@ import sys
 import traceback
 import warnings
 
-CHECKS = ("checks_of_copies", "checks_of_the_card", "checks_of_tensors", "checks_of_training")
+CHECKS = (
+    "checks_of_conditions",
+    "checks_of_copies",
+    "checks_of_repeated_calls",
+    "checks_of_the_card",
+    "checks_of_tensors",
+    "checks_of_training",
+)
 
 
 def names_of(module):

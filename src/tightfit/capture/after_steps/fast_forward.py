@@ -178,11 +178,13 @@ class FastForward:
         program, training = self.program, self.training
         if not program.steps[number]:
             return self._others.is_cut(number, at_turn=self._num_turns, max_operators=self._max_later)
+        running = list(program.around(sys._getframe(1)))
+        training.begin_turn(number, running)
         if training.is_in_last_step():
             training.note_gradients(number)
             return False
-        around = [n for n in program.around(sys._getframe(1)) if n != number]
-        waits = number in training.around and not program.loops[number].is_counting
+        around = [n for n in running if n != number]
+        waits = training.goes_through_stages(number)
         if not training.can_be_left(number, around) or (waits and not self._others.has_turned_alike(number)):
             return False
         training.leave(number, around)

@@ -153,7 +153,7 @@ class Rewriter:
                 last=loop.body[-1].end_lineno or loop.body[-1].lineno,
                 scope=around.scope,
                 is_for=isinstance(loop, ast.For),
-                is_counting=isinstance(loop, ast.While) or _counts(loop.iter),
+                is_counting=isinstance(loop, ast.While) or (_counts(loop.iter) and not _selects(loop)),
             )
         )
         inside = dataclasses.replace(around, loops=(*around.loops, number))
@@ -246,6 +246,21 @@ def _counts(iterable: ast.expr) -> bool:
     if name in _COUNTING:
         return True
     return name in _TRANSPARENT and bool(iterable.args) and _counts(iterable.args[0])
+
+
+def _selects(loop: ast.For) -> bool:
+    """Whether the number that a loop counts selects or scales something: `sizes[stage]`, `4 * 2**stage`."""
+    names = {n.id for n in ast.walk(loop.target) if isinstance(n, ast.Name)}
+
+    def is_number(node: ast.expr) -> bool:
+        return isinstance(node, ast.Name) and node.id in names
+
+    return any(
+        (isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load) and is_number(node.slice))
+        or (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow | ast.LShift) and is_number(node.right))
+        for statement in loop.body
+        for node in ast.walk(statement)
+    )
 
 
 def called(call: ast.Call) -> str:

@@ -99,6 +99,14 @@ class RewrittenProgram:
             yield from reversed(self._in_frame(frame))
             frame = frame.f_back
 
+    def inside(self, number: int) -> Iterator[int]:
+        """The loops that may run within a loop: those in its body, and those of other functions, which it may call."""
+        outer = self.loops[number]
+        for inner, loop in enumerate(self.loops):
+            is_elsewhere = (loop.file, loop.scope) != (outer.file, outer.scope)
+            if is_elsewhere or (inner != number and outer.first <= loop.line <= outer.last):
+                yield inner
+
     def loop_to_leave(self, frame: FrameType | None, num_steps: int) -> int | None:
         """The innermost loop of the user's in which so many training steps have ended, if nothing but the user's code, torch and Python is called
         from there on: what else is in between may not expect a `LoopLeft`."""

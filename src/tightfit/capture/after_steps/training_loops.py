@@ -71,6 +71,8 @@ class TrainingLoops:
         number = self._program.loop_to_leave(frame, self._num_steps)
         if number is None or number not in self._with_gradients:
             return
+        if self.goes_through_stages(number):
+            return
         running = list(self._program.around(frame))
         around = running[running.index(number) + 1 :]
         had_gradients = [p for p in (reference() for reference in self._with_gradients[number]) if p is not None]
@@ -80,6 +82,19 @@ class TrainingLoops:
                 parameter.grad = torch.empty_like(parameter)
         self._program.leaving = number
         raise LoopLeft
+
+    def begin_turn(self, number: int, running: Sequence[int]) -> None:
+        """A loop with training steps begins a turn, among those that are `running`. If other loops took the steps, and ended by themselves, it is
+        around them: each of its turns trains anew."""
+        steps = self._program.steps
+        if any(steps[inner] > 0 and inner not in running for inner in self._program.inside(number)):
+            self.around.add(number)
+        if self.goes_through_stages(number):
+            self._num_ended_since_left = 0
+
+    def goes_through_stages(self, number: int) -> bool:
+        """Whether a loop goes through a list of things that are trained one after the other."""
+        return number in self.around and not self._program.loops[number].is_counting
 
     def note_gradients(self, number: int) -> None:
         """Notes which parameters have gradients as a turn of a loop begins that may be left before it ends."""

@@ -1,20 +1,24 @@
 """Answers to reads of data that does not exist.
 
 Training code reads little: a loss to log it, a norm to clip by it, a flag. Where the true value is not known, a number reads as 1 and a
-boolean as False, each with an assumption that names the line. A loop that waits for a value to change gets a changed answer after a while;
-when that does not help, the run ends with an error that names the line.
+boolean as False, or as what a check of the program's own passes with, each with an assumption that names the line. A loop that waits for a value
+to change gets a changed answer after a while; when that does not help, the run ends with an error that names the line.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
+from tightfit.capture.observe.attribution import short
 from tightfit.errors import CaptureError
+from tightfit.errors.program_errors import note_assumed
 
 NUM_SAME_ANSWERS = 2_000
+NUM_PASSED_CHECKS = 10_000
 MAX_READS = 50_000
 MAX_FILLED_ELEMENTS = 1 << 16
+_MAX_LINES_BEFORE = 20
 
 
 class ReadPolicy:
@@ -24,6 +28,7 @@ class ReadPolicy:
         self._where = where
         self._assume = assume
         self._num_reads: Counter[str] = Counter()
+        self._answers: dict[str, str] = {}  # by the line
 
     def scalar(self, dtype: torch.dtype) -> bool | int | float | complex:
         """The result of `.item()`.
@@ -32,12 +37,7 @@ class ReadPolicy:
             CaptureError: the same line has read so often that its loop will not end.
         """
         where = self._where()
-        self._num_reads[where] += 1
-        num_reads = self._num_reads[where]
-        if num_reads > MAX_READS:
-            raise CaptureError(
-                f"{where}: a loop waits for a value that only a real run computes ({MAX_READS} reads); bound the loop, or estimate the step as a generator function"
-            )
+        num_reads = self._count_read(where)
         changed = (num_reads // NUM_SAME_ANSWERS) % 2 == 1
         if dtype == torch.bool:
             answer: bool | int | float | complex = changed
@@ -46,15 +46,56 @@ class ReadPolicy:
         else:
             # One and not zero, since programs divide by what they read and take its logarithm.
             answer = float(not changed) if dtype.is_floating_point else int(not changed)
+        self._answers[where] = str(answer)
         self._assume(where, f"a value read back from the GPU is assumed to be {answer}")
+        return answer
+
+    def note_on(self, error: BaseException, passed: Iterable[tuple[str, int, int]]) -> None:
+        """Notes on an exception of the program what was assumed just before the lines that it `passed`: it may follow from that alone.
+
+        Those are a file, the first line of a function, and the line, from the innermost out.
+        """
+        for file, first, last in passed:
+            for line in range(last, max(first, last - _MAX_LINES_BEFORE) - 1, -1):
+                where = f"{short(file)}:{line}"
+                if where in self._answers:
+                    note_assumed(error, where, self._answers[where])
+                    return
+
+    def passes(self, answer: bool) -> bool:
+        """What a check of the program's own reads as, which passes with `answer`: that one, but for one read of many at the same line: a loop may end by the
+        exception that the check raises.
+
+        Raises:
+            CaptureError: the same line has read so often that its loop will not end.
+        """
+        where = self._where()
+        if self._count_read(where) % NUM_PASSED_CHECKS == 0:
+            answer = not answer
+            self._answers[where] = str(answer)
+            self._assume(
+                where, f"a check of values on the GPU that has passed {NUM_PASSED_CHECKS - 1} times is assumed to fail"
+            )
+        else:
+            self._assume(where, "a check of values on the GPU is assumed to pass")
         return answer
 
     def fill(self, host: torch.Tensor) -> torch.Tensor:
         """Fills a host tensor with the policy's values; large ones stay zero, as untouched pages."""
         if host.dtype != torch.bool and host.numel() <= MAX_FILLED_ELEMENTS:
             host.fill_(1)
+        where = self._where()
+        self._answers[where] = "False" if host.dtype == torch.bool else "1 in each element, or 0 in a large tensor"
         self._assume(
-            self._where(),
+            where,
             "GPU data copied to the host is assumed to be ones (False for booleans, zeros for large tensors)",
         )
         return host
+
+    def _count_read(self, where: str) -> int:
+        self._num_reads[where] += 1
+        if self._num_reads[where] > MAX_READS:
+            raise CaptureError(
+                f"{where}: a loop waits for a value that only a real run computes ({MAX_READS} reads); bound the loop, or estimate the step as a generator function"
+            )
+        return self._num_reads[where]

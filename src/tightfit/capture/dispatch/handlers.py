@@ -1,5 +1,6 @@
 """Operators that torch's fake tensors do not run as a card does: copies between host and device, and data-dependent operators."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from tightfit.capture.dispatch import host_copies, sparse
 from tightfit.capture.dispatch.known_values import Unknown, limit
 from tightfit.capture.dispatch.operators import facts, is_dense
+from tightfit.capture.dispatch.passed_checks import passing_answer
 from tightfit.capture.dispatch.virtual import Handler, VirtualGpu
 from tightfit.errors import CaptureError
 from tightfit.tape import Category, WaitKind
@@ -24,6 +26,10 @@ def _to_copy(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Map
     if isinstance(source, FakeTensor) and source.device.type == "cuda":
         if to_device:
             return gpu.run(func, args, kwargs)
+        if torch.device(device).type == "meta":
+            gpu.note_operator(func, facts(func), args, {}, (), None)
+            strides = _stride_of_copy(source, kwargs.get("memory_format"))
+            return torch.empty_strided(source.size(), strides, dtype=kwargs.get("dtype") or source.dtype, device="meta")
         return _to_host(
             gpu, source, kwargs.get("dtype") or source.dtype, host_copies.is_non_blocking(func, args, kwargs)
         )
@@ -116,6 +122,9 @@ def _item(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mappin
     try:
         return gpu.shadows.values(args[0]).item()
     except Unknown:
+        passing = passing_answer(sys._getframe(1)) if args[0].dtype == torch.bool else None
+        if passing is not None:
+            return gpu.reads.passes(passing)
         if gpu.truths.holds(args[0]):
             return True
         return gpu.reads.scalar(args[0].dtype)
@@ -126,7 +135,8 @@ def _equal(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mappi
     try:
         return bool(gpu.shadows.run(func, args, kwargs))
     except Unknown:
-        return bool(gpu.reads.scalar(torch.bool))
+        passing = passing_answer(sys._getframe(1))
+        return bool(gpu.reads.scalar(torch.bool)) if passing is None else gpu.reads.passes(passing)
 
 
 def _synchronize(gpu: VirtualGpu) -> None:
@@ -266,6 +276,17 @@ def _ctc_loss_backward(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], k
     return gradient
 
 
+def _set_storage(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """`copy.deepcopy` of a tensor gives a new one a copy of its storage. Torch's cache of shapes would keep that among its keys (`_prep_args_for_hash` in
+    torch/_subclasses/fake_tensor.py), and it were never freed.
+    """
+    is_enabled, gpu.fake.cache_enabled = gpu.fake.cache_enabled, False
+    try:
+        return gpu.run(func, args, kwargs)
+    finally:
+        gpu.fake.cache_enabled = is_enabled
+
+
 def _refuse_compressed(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     raise CaptureError(
         f"{gpu.attribution.where()}: compressed sparse tensors (CSR, CSC, BSR, BSC) have no virtual kind in torch {torch.__version__}; use COO for the estimate"
@@ -295,6 +316,8 @@ HANDLERS: dict[OpOverload, Handler] = {
     aten._local_scalar_dense.default: _item,
     aten.equal.default: _equal,
     aten._pack_padded_sequence.default: _pack_padded,
+    aten.set_.source_Storage: _set_storage,
+    aten.set_.source_Storage_storage_offset: _set_storage,
     **dict.fromkeys(_CTC_LIBRARIES, _never),
     aten._ctc_loss.default: _ctc_loss,
     aten._ctc_loss_backward.default: _ctc_loss_backward,

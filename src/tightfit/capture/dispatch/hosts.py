@@ -6,8 +6,6 @@ a script builds on the host before `.to("cuda")` takes no host memory. Data load
 """
 
 import functools
-import mmap
-import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,6 +14,7 @@ import torch
 from torch._ops import OpOverload
 
 from tightfit.capture.observe.recorder import Recorder
+from tightfit.capture.observe.reserved_memory import reserved
 from tightfit.errors import faults
 from tightfit.tape import WaitKind
 from tightfit.units import KIB
@@ -29,9 +28,6 @@ MIN_BLANK_BYTES = 1 << 20
 # malloc maps large blocks too, but charges them against the system's commit limit: an 8B model would not fit a
 # small machine.
 MIN_MAPPED_BYTES = 1 << 28
-
-# Python 3.11 has no name for it (sys/mman.h of Linux and of macOS).
-_MAP_NORESERVE = {"linux": 0x4000, "darwin": 0x40}.get(sys.platform, 0)
 
 _FACTORIES = {
     aten.empty.memory_format,
@@ -206,6 +202,8 @@ class HostMemory:
         address = storage._cdata
         if address in self._held or address in self._pinned or storage.device.type != "cpu":
             return
+        if self._recorder.host.on_disk and storage.data_ptr() in self._recorder.host.on_disk:
+            return
         num_bytes = storage.nbytes()
         self._recorder.host.hold(num_bytes)
 
@@ -249,8 +247,12 @@ def _taking(table: dict[int, _Reference], address: int) -> Callable[[_Reference]
 
 
 def _mapped(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-    """A large host tensor of zeros that reserves addresses only; without MAP_NORESERVE a system refuses to reserve more than it has."""
+    """A large host tensor of zeros that reserves addresses only."""
     first = args[0]
+    device = kwargs.get("device") or (first.device if isinstance(first, torch.Tensor) else "cpu")
+    if torch.device(device).type != "cpu":
+        # One on the meta device has no memory anyway.
+        return None
     if isinstance(first, torch.Tensor):
         if first.layout != torch.strided or first.numel() * first.element_size() < MIN_BLANK_BYTES:
             return None
@@ -267,8 +269,7 @@ def _mapped(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 def mapped_zeros(num_bytes: int, shape: torch.Tensor) -> torch.Tensor:
     """Zeros of the shape, strides and dtype of `shape`, whose storage has `num_bytes`: memory is taken for the pages that are written, and for no other."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-    whole = torch.frombuffer(mmap.mmap(-1, num_bytes, flags=flags), dtype=torch.uint8)
+    whole = torch.frombuffer(reserved(num_bytes), dtype=torch.uint8)
     return whole.view(shape.dtype).as_strided(shape.size(), shape.stride())
 
 

@@ -91,7 +91,7 @@ class Shadows:
         """Computes the values of the outputs of an operator, and of what it writes to, where those of its arguments are known."""
         first = next(tensors(args), None)
         targets = list(written(operator, args, kwargs)) if known.is_mutable else []
-        small = all(t.numel() * t.element_size() <= limit(t.dtype) and t.layout == torch.strided for t in outputs)
+        small = all(map(is_small, outputs))
         # A factory has no tensor among its arguments; its values are known by its arguments alone (`arange`,
         # `zeros`).
         if small and (first is None or not isinstance(first, FakeTensor) or self.known(first)):
@@ -158,6 +158,11 @@ class Shadows:
         if isinstance(value, torch.Tensor) and value.device.type != "cpu":
             return self.values(value)
         return value
+
+
+def is_small(tensor: torch.Tensor) -> bool:
+    """Whether the values of a tensor of that size are kept, if they are known."""
+    return tensor.layout == torch.strided and tensor.numel() * tensor.element_size() <= limit(tensor.dtype)
 
 
 def limit(dtype: torch.dtype) -> int:

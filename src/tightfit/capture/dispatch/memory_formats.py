@@ -4,6 +4,7 @@ A build of torch without CUDA takes another backend for a `cuda` tensor and retu
 operators must copy, and whether a weight's gradient is kept as it is or copied to the format of the weight.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,16 +27,18 @@ def _convolution(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs:
     ):
         return gpu.run(func, args, kwargs)
 
-    def relaid(value: Any) -> Any:
-        if isinstance(value, tuple | list):
-            return tuple(relaid(item) for item in value)
-        # The third output of `convolution_backward` is the bias's gradient, which has one dimension and no
-        # memory format.
-        if isinstance(value, torch.Tensor) and value.dim() == weight.dim():
-            return gpu.fake.dispatch(aten.clone.default, (), (value,), {"memory_format": layout})
-        return value
+    # No function that calls itself: it would be in a cycle with its cell, and keep the weight until cycles are collected.
+    return gpu.run(func, args, kwargs, functools.partial(_relaid, gpu, weight.dim(), layout))
 
-    return gpu.run(func, args, kwargs, relaid)
+
+def _relaid(gpu: VirtualGpu, num_dims: int, layout: torch.memory_format, value: Any) -> Any:
+    """The outputs with `num_dims` dimensions in another memory format."""
+    if isinstance(value, tuple | list):
+        return tuple(_relaid(gpu, num_dims, layout, item) for item in value)
+    # The third output of `convolution_backward` is the bias's gradient, which has one dimension and no memory format.
+    if isinstance(value, torch.Tensor) and value.dim() == num_dims:
+        return gpu.fake.dispatch(aten.clone.default, (), (value,), {"memory_format": layout})
+    return value
 
 
 LAYOUT_HANDLERS: dict[OpOverload, Handler] = dict.fromkeys(

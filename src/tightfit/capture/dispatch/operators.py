@@ -19,6 +19,7 @@ class OperatorFacts:
 
     `is_composite`: is made of others and has no kernel of its own; it only arrives whole under `torch.inference_mode`.
     `flops` counts the operations of a call and `sizes` reads those of its product, where it is one. `updates_lists`: one of `torch._foreach_*_`, which writes to its first list and returns nothing.
+    `has_known_shape`: the metadata of its outputs follow from those of its tensors and from its other arguments; if `is_elementwise`, numbers among these say nothing of them.
     """
 
     name: str
@@ -28,6 +29,8 @@ class OperatorFacts:
     creates: bool
     is_composite: bool
     updates_lists: bool
+    has_known_shape: bool
+    is_elementwise: bool
     flops: Callable[..., int] | None
     sizes: Callable[[Sequence[Any], Any], Sizes | None] | None
 
@@ -53,6 +56,9 @@ def facts(operator: OpOverload) -> OperatorFacts:
         is_composite=operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
         and not operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.CUDA),
         updates_lists=schema.name.startswith("aten::_foreach_") and not schema.returns,
+        has_known_shape=_has_known_shape(operator),
+        is_elementwise=torch.Tag.pointwise in operator.tags
+        or schema.name.startswith(("aten::_foreach_", "aten::_fused_")),
         flops=formula(operator),
         sizes=sizes_of(operator),
     )
@@ -64,6 +70,36 @@ _RENAMES = {
     torch.ops.aten._unsafe_view.default,
     torch.ops.aten._reshape_alias.default,
     torch.ops.aten.lift_fresh.default,
+}
+
+
+def _has_known_shape(operator: OpOverload) -> bool:
+    """As `FakeTensorMode._validate_cache_key` (torch/_subclasses/fake_tensor.py) has it, for torch's own operators."""
+    if operator.namespace != "aten" or operator in _OF_STORAGES or any(a.is_out for a in operator._schema.arguments):
+        return False
+    if operator.is_view and operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+        return False
+    unknown = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
+    # The size of a selection is that of its indices, where these are no masks.
+    return operator is torch.ops.aten.index.Tensor or not unknown.intersection(operator.tags)
+
+
+# What they return depends on the size of a storage, or is a host tensor that became one of the card.
+_OF_STORAGES = {
+    getattr(packet, overload)
+    for packet in (
+        torch.ops.aten.as_strided,
+        torch.ops.aten.as_strided_,
+        torch.ops.aten.as_strided_copy,
+        torch.ops.aten.as_strided_scatter,
+        torch.ops.aten.lift,
+        torch.ops.aten.lift_fresh,
+        torch.ops.aten.lift_fresh_copy,
+        torch.ops.aten.resize_,
+        torch.ops.aten.resize_as_,
+        torch.ops.aten.set_,
+    )
+    for overload in packet.overloads()
 }
 
 

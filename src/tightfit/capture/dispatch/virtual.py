@@ -7,7 +7,7 @@ new storage is recorded, and recorded as freed when Python and autograd have dro
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch._ops import OpOverload
@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tightfit.capture.dispatch import fallback, one_card, program_operators, sparse
+from tightfit.capture.dispatch.call_cache import Call, CallCache, Row
 from tightfit.capture.dispatch.data_reads import ReadPolicy
 from tightfit.capture.dispatch.device_storages import DeviceStorages
 from tightfit.capture.dispatch.hosts import HostMemory
@@ -62,6 +63,13 @@ class _DtypeNames(dict["torch.dtype | None", int]):
         return index
 
 
+class _SharedFakeMode(FakeTensorMode):
+    """The fake tensors of one virtual GPU. A tensor refers to its mode, and a copy of it belongs to the same one."""
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+
 class VirtualGpu(TorchDispatchMode):
     """The mode. `handlers` replace single operators, `kernels` adds the scratch memory of CUDA kernels.
 
@@ -84,7 +92,9 @@ class VirtualGpu(TorchDispatchMode):
         self.host = HostMemory(recorder)
         # Without fallback kernels: torch would run an operator without a shape rule for real
         # (`run_fallback_kernel`), whatever its size and without a word. `fallback` does that within bounds.
-        self.fake = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+        self.fake = _SharedFakeMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+        self.fake.cache_enabled = False
+        self.calls = CallCache(self.fake)
         self.truths = Truths()
         self.storages = DeviceStorages(recorder, self.shadows, self.truths)
         self.has_side_streams = False
@@ -103,6 +113,11 @@ class VirtualGpu(TorchDispatchMode):
     def handle(self, func: OpOverload, handler: Handler) -> None:
         """Has `handler` run an operator that the program has defined."""
         self._handlers[func] = handler
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # torch would wrap the method below for its compiler, which never sees it.
+        return False
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -158,14 +173,36 @@ class VirtualGpu(TorchDispatchMode):
     ) -> Any:
         """Runs one operator on virtual tensors and records it; `adjust` corrects the outputs before they are recorded."""
         known = facts(func)
-        is_own = program_operators.is_own(func)
-        composed = program_operators.composed(func) if is_own else None
-        if composed is not None:
-            return program_operators.run_body(self, composed, args, kwargs)
         if "generator" in kwargs:
             # The virtual card's generators are host generators (patches/torch_api.py), which fake kernels
             # refuse for `cuda` tensors.
             kwargs = {**kwargs, "generator": None}
+        key = self.calls.key(func, known, args, kwargs, is_adjusted=adjust is not None)
+        call = None if key is None else self.calls.find(key)
+        if call is not None:
+            out = self.calls.outputs(call, args)
+            if not known.is_view:
+                self._recorded(func, known, args, kwargs, out, call)
+            return out
+        has_run, out = self._run_by_torch(func, known, args, kwargs)
+        if has_run:
+            return out
+        if adjust is not None:
+            out = adjust(out)
+        if key is not None:
+            call = self.calls.remember(key, known, args, out)
+        if not known.is_view:
+            self._recorded(func, known, args, kwargs, out, call)
+        return out
+
+    def _run_by_torch(
+        self, func: OpOverload, known: OperatorFacts, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[bool, Any]:
+        """Whether the operator was run and recorded, by operators that it is made of, and its outputs."""
+        is_own = program_operators.is_own(func)
+        composed = program_operators.composed(func) if is_own else None
+        if composed is not None:
+            return True, program_operators.run_body(self, composed, args, kwargs)
         lifted = [self.lift(a) if isinstance(a, torch.Tensor) and not isinstance(a, FakeTensor) else a for a in args]
         try:
             # Lists as long as a model has parameters, which torch's fake tensors would go through for nothing.
@@ -176,32 +213,46 @@ class VirtualGpu(TorchDispatchMode):
             if not isinstance(error, fallback.UNSUPPORTED) and not program_operators.lacks_fake(error):
                 raise
             has_run, out = program_operators.try_body(self, func, args, kwargs) if is_own else (False, None)
-            if has_run:
-                return out
-            out = fallback.run(self, func, args, kwargs)
-        else:
-            if is_own:
-                self.recorder.assume(self.attribution.where(), f"{known.name}: {_ASSUMED_OF_FAKES}")
-        if known.is_view:
-            return out
-        if adjust is not None:
-            out = adjust(out)
+            return has_run, out if has_run else fallback.run(self, func, args, kwargs)
+        if is_own:
+            self.recorder.assume(self.attribution.where(), f"{known.name}: {_ASSUMED_OF_FAKES}")
+        return False, out
+
+    def _recorded(
+        self,
+        func: OpOverload,
+        known: OperatorFacts,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        out: Any,
+        call: Call | None,
+    ) -> None:
         try:
-            self._record(func, known, args, kwargs, out)
+            self._record(func, known, args, kwargs, out, call)
         except CaptureError:
             raise
         except Exception as error:
             # Nothing of the program's runs here.
             raise faults.internal_error(error, f"the capture of {known.name}") from error
-        return out
 
     def _record(
-        self, func: OpOverload, known: OperatorFacts, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+        self,
+        func: OpOverload,
+        known: OperatorFacts,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        out: Any,
+        call: Call | None,
     ) -> None:
         outputs = (
             [out] if isinstance(out, torch.Tensor) else list(tensors(out)) if isinstance(out, list | tuple) else []
         )
-        self.note_operator(func, known, args, kwargs, outputs, out)
+        row = None if call is None else call.row
+        if row is None:
+            row = self._row(func, known, args, kwargs, outputs, out)
+            if call is not None:
+                call.row = row
+        self._note(func, known, row, args, kwargs)
         if known.creates:
             for tensor in outputs:
                 self.storages.add(tensor)
@@ -211,8 +262,9 @@ class VirtualGpu(TorchDispatchMode):
         if isinstance(out, torch.Tensor) and out.dtype == torch.bool:
             self.truths.follow(func, args, out)
         # After the outputs: most kernels ask for their scratch memory then (docs/how-it-works/cuda-rules.md).
-        self._kernels.add(func, args, kwargs, out)
-        self.shadows.follow(func, known, args, kwargs, outputs)
+        self._kernels.add(func, args, kwargs, out, None if call is None else call.scratch)
+        if call is None or call.has_small_outputs or known.is_mutable:
+            self.shadows.follow(func, known, args, kwargs, outputs)
 
     def note_operator(
         self,
@@ -224,6 +276,17 @@ class VirtualGpu(TorchDispatchMode):
         out: Any,
     ) -> None:
         """Adds a row to the tape's operators."""
+        self._note(func, known, self._row(func, known, args, kwargs, outputs, out), args, kwargs)
+
+    def _row(
+        self,
+        func: OpOverload,
+        known: OperatorFacts,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        outputs: Sequence[torch.Tensor],
+        out: Any,
+    ) -> Row:
         bytes_read = bytes_written = 0
         dtype = None
         for tensor in tensors(args):
@@ -233,17 +296,25 @@ class VirtualGpu(TorchDispatchMode):
         for tensor in outputs or written(func, args, kwargs):
             bytes_written += sparse.num_bytes(tensor)
             dtype = dtype or tensor.dtype
-        flops = known.flops(*args, **kwargs, out_val=out) if known.flops else 0
+        return Row(
+            dtype=dtype,
+            flops=known.flops(*args, **kwargs, out_val=out) if known.flops else 0,
+            bytes_read=bytes_read,
+            bytes_written=bytes_written,
+            sizes=None if known.sizes is None else known.sizes(args, out),
+        )
+
+    def _note(
+        self, func: OpOverload, known: OperatorFacts, row: Row, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
         name = self._names.get(func)
         if name is None:
             name = self._names[func] = self.recorder.intern(known.name)
         module, line = self.attribution.locate()
         recorder = self.recorder
-        recorder.operator(name, module, line, self._dtypes[dtype], flops, bytes_read, bytes_written)
-        if known.sizes is not None:
-            sizes = known.sizes(args, out)
-            if sizes is not None:
-                recorder.geometry.append((recorder.num_operators - 1, *sizes))
+        recorder.operator(name, module, line, self._dtypes[row.dtype], row.flops, row.bytes_read, row.bytes_written)
+        if row.sizes is not None:
+            recorder.geometry.append((recorder.num_operators - 1, *row.sizes))
         if self.on_write is not None and known.is_mutable:
             self.on_write(written(func, args, kwargs))
         if self.progress is not None and not recorder.num_operators % _OPERATORS_BETWEEN_PROGRESS:
@@ -265,10 +336,7 @@ class VirtualGpu(TorchDispatchMode):
         self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device = CUDA
     ) -> FakeTensor:
         """A tensor, by default on the device, that is not recorded yet."""
-        kwargs = {"dtype": dtype, "device": device}
-        out = self.fake.dispatch(aten.empty_strided.default, (), (size, stride), kwargs)
-        assert isinstance(out, FakeTensor)
-        return out
+        return self.calls.new(size, stride, dtype, device)
 
     def note_writes(self, targets: Sequence[torch.Tensor]) -> None:
         """Notes that a kernel has written unknown values to `targets`."""

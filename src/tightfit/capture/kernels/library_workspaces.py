@@ -23,7 +23,7 @@ aten = torch.ops.aten
 _LT_KIB = 1024
 _CONFIG = re.compile(r":([0-9]+):([0-9]+)")
 
-_PRODUCTS = frozenset(
+PRODUCTS = frozenset(
     operator
     for packet in (
         aten.mm,
@@ -48,6 +48,7 @@ _PRODUCTS = frozenset(
     )
     for operator in (getattr(packet, overload) for overload in packet.overloads())
 )
+"""The operators that call cuBLAS."""
 # Scaled and int8 products have no path through plain cuBLAS.
 _ALWAYS_LT = frozenset((aten._scaled_mm.default, aten._int_mm.default))
 
@@ -104,7 +105,7 @@ def workspaces(
     From torch 2.11 cuBLASLt works in cuBLAS's workspace unless `TORCH_CUBLASLT_UNIFIED_WORKSPACE=0` (PR 168175); before, and with that
     setting, it keeps its own of `CUBLASLT_WORKSPACE_SIZE` KiB (1024).
     """
-    if operator not in _PRODUCTS:
+    if operator not in PRODUCTS:
         return ()
     found = [Workspace(kind="cublas", num_bytes=cublas_workspace_bytes(card, environ, torch_version), persistent=True)]
     unified = (

@@ -8,16 +8,26 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch._ops import OpOverload
 
 from tightfit.capture.kernels.architecture import Card
-from tightfit.capture.kernels.library_workspaces import workspaces
+from tightfit.capture.kernels.library_workspaces import PRODUCTS, workspaces
 from tightfit.capture.kernels.rule import Uncertain
-from tightfit.capture.kernels.scratch import scratch_events
+from tightfit.capture.kernels.scratch import SCRATCH, scratch_events
 from tightfit.capture.observe.recorder import Recorder
 from tightfit.tape import Category, Source
 
 _SOURCES = {"cublas": Source.CUBLAS, "cublaslt": Source.CUBLASLT}
+
+
+def _settings() -> tuple[bool, ...]:
+    """What scratch memory depends on besides the card and the call (`tightfit.capture.kernels`)."""
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.backends.cudnn.allow_tf32,
+    )
 
 
 class KernelMemory:
@@ -27,9 +37,36 @@ class KernelMemory:
         self._recorder = recorder
         self._card = card
         self._kept: set[tuple[str, int, int]] = set()
+        # By address, as torch hashes operators in Python; with each operator, whether it is a product and whether its kernel asks for memory.
+        self._uses: dict[int, tuple[OpOverload, bool, bool]] = {}
 
-    def add(self, operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> None:
-        """Called when the operator's outputs have been allocated."""
+    def add(
+        self,
+        operator: OpOverload,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        outputs: Any,
+        remembered: dict[Any, tuple[int, ...]] | None = None,
+    ) -> None:
+        """Called when the operator's outputs have been allocated. `remembered` has the requests of earlier calls on tensors like these, by `_settings`."""
+        uses = self._uses.get(id(operator))
+        if uses is None:
+            uses = self._uses[id(operator)] = (operator, operator in PRODUCTS, operator in SCRATCH)
+        _, is_product, has_scratch = uses
+        if is_product:
+            self._add_workspaces(operator, args, kwargs)
+        if not has_scratch:
+            return
+        settings = _settings()
+        events = None if remembered is None else remembered.get(settings)
+        if events is None:
+            events = scratch_events(operator, args, kwargs, outputs, self._card)
+            if remembered is not None:
+                remembered[settings] = events
+        if events:
+            self._run_scratch(events)
+
+    def _add_workspaces(self, operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         recorder = self._recorder
         for workspace in workspaces(operator, args, kwargs, card=self._card, environ=os.environ):
             # PyTorch keeps workspaces by (handle, stream), and pools handles by thread
@@ -39,9 +76,6 @@ class KernelMemory:
             if key not in self._kept:
                 self._kept.add(key)
                 recorder.allocate(workspace.num_bytes, Category.WORKSPACE, _SOURCES[workspace.kind])
-        events = scratch_events(operator, args, kwargs, outputs, self._card)
-        if events:
-            self._run_scratch(events)
 
     def _run_scratch(self, events: Sequence[int]) -> None:
         blocks: list[int] = []

@@ -39,6 +39,8 @@ class HostBytes:
         self.num_bytes = 0
         """In pageable memory, or registered by the program."""
         self.pinned = PinnedHostAllocator()
+        self.on_disk: set[int] = set()
+        """Where memory begins that is mapped from files of techniques."""
         self.peak_bytes = 0
 
     def hold(self, num_bytes: int) -> None:

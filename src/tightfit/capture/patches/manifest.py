@@ -299,6 +299,17 @@ IN_CHILD: tuple[Name, ...] = (
     known("torch._C:Generator", "to have random generators of a card", "capture/patches"),
     known("torch._C:TensorBase.data", "to keep a parameter the same object when it moves", "capture/patches"),
     known("torch._C:_set_only_lift_cpu_tensors", "to see numbers that become tensors on the card", "capture/patches"),
+    known(
+        "torch._C:_DisableTorchDispatch",
+        "to make tensors without data that no mode takes for the program's",
+        "capture/dispatch",
+    ),
+    known(
+        "torch._C:_set_throw_on_mutable_data_ptr",
+        "to make tensors without data as torch does, in a tenth of the time",
+        "capture/dispatch",
+    ),
+    known("torch:Tensor._make_subclass", "to make tensors without data as torch does", "capture/dispatch"),
     known("torch._C:_swap_tensor_impl", "to keep a parameter the same object when it moves", "capture/patches"),
     known("torch:Tensor._indices", "to see the parts of a sparse tensor", "capture/dispatch"),
     known("torch:Tensor._values", "to see the parts of a sparse tensor", "capture/dispatch"),

@@ -4,6 +4,7 @@ In a generator a step ends at each `yield`. In a script it ends when an optimize
 steps least often has. In a script without an optimizer each backward pass ends a step.
 """
 
+import weakref
 from collections import Counter
 from collections.abc import Callable
 
@@ -15,6 +16,7 @@ from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.capture.steps.category_marks import CategoryMarks
 from tightfit.capture.steps.effects.effect_watch import EffectWatch
 from tightfit.capture.steps.step_hooks import StepHooks
+from tightfit.capture.steps.wrapping_optimizers import holds_another
 from tightfit.tape import Coverage, Effect, Phase, SpanKind
 from tightfit.tape.step_ends import ends_step
 
@@ -59,6 +61,7 @@ class StepWatch:
         self.by_yield = by_yield
         self._on_end = on_end
         self._num_optimizer_steps: Counter[int] = Counter()
+        self._stepped: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
         self._num_counted = 0  # steps since the optimizers' steps are counted
         self._has_stepped = False
         self._num_backwards = 0
@@ -137,9 +140,13 @@ class StepWatch:
     def _go_on(self, after: FastForward) -> None:
         """The steps asked for are over: the script runs on to what comes later."""
         # Optimizers that have done their part, such as that of a first stage, are not waited for.
-        self._num_optimizer_steps.clear()
-        self._num_counted = 0
+        self._count_anew()
         after.begin(is_stoppable=frameworks.stop(self.num_steps, after.training.framework_leaves))
+
+    def _count_anew(self) -> None:
+        self._num_optimizer_steps.clear()
+        self._stepped.clear()
+        self._num_counted = 0
 
     def settle(self) -> None:
         """Ends the trace, once: the tape can be taken."""
@@ -154,9 +161,13 @@ class StepWatch:
         if self.by_yield:
             return
         self._has_stepped = True
+        if any(reference() is None for reference in self._stepped.values()):
+            # The optimizer of a stage that is over; the next stage has its own steps.
+            self._count_anew()
         counts = self._num_optimizer_steps
         counts[id(optimizer)] += 1
-        waiting = [0 for o in self._marks.optimizers if not counts[id(o)]]
+        self._stepped[id(optimizer)] = weakref.ref(optimizer)
+        waiting = [0 for o in self._marks.optimizers if not counts[id(o)] and not holds_another(o)]
         if ends_step([*counts.values(), *waiting], counts[id(optimizer)], self._num_counted):
             self.end_step()
 

@@ -8,6 +8,7 @@ each framework can write to is named here. No framework is imported.
 import dataclasses
 import functools
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -127,6 +128,8 @@ class FrameworkGuard(StepOwner):
         self._of = of
         self._effects = OutsideEffects()
         self._effects.begin()
+        # For a training that ends with an error elsewhere, in its data loader say.
+        weakref.finalize(self, self._effects.end)
         self._leave = on_training_step(name, self)
 
     @property
@@ -139,7 +142,13 @@ class FrameworkGuard(StepOwner):
         step = self._step_of(owner, arguments)
         if self._attempts.is_running or not any(each is self._of for each in step.callbacks):
             return call()
-        return run_framework_step(self._attempts, self._effects, step, call)
+        self._effects.begin()
+        try:
+            return run_framework_step(self._attempts, self._effects, step, call)
+        except BaseException:
+            # It ends most trainings, and transformers calls no callback then: nothing may stay in the process.
+            self._effects.end()
+            raise
 
     def end(self, why_unguarded: str = "") -> None:
         """Takes everything off the model, its optimizers and the process. Says on stderr that no step was guarded, and why, if that is so and a reason is given."""

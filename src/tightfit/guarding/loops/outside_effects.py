@@ -1,17 +1,11 @@
 """Notes what the main thread does to the world outside of the process: files opened or written, directories changed, connections, processes.
 
 Python's audit events say all but writes to files and connections that are open, and what is given to other threads (the writer of a logger, say):
-those are noted at the files that `open` returns from `begin` on, and at the methods that give. What is printed to the terminal is no such effect: a
-turn that is run again prints the same text, which is dropped.
+those are noted at the files and connections that are opened from `begin` on, and at the methods that give. What is printed to the terminal is no
+such effect: a turn that is run again prints the same text, which is dropped.
 """
 
-import builtins
-import concurrent.futures
-import functools
-import io
 import os
-import queue
-import socket
 import sys
 import threading
 import weakref
@@ -21,6 +15,7 @@ from typing import Any
 
 from tightfit.guarding.loops.printed_text import PrintedText
 from tightfit.torch_hooks.audit_events import on_audit_events
+from tightfit.torch_hooks.library_calls import LibraryCallOwner, on_library_calls
 
 _EVENTS = {
     "os.remove": "removed a file",
@@ -36,46 +31,33 @@ _EVENTS = {
     "socket.sendto": "sent a message",
     "sqlite3.connect": "opened a database",
 }
-_HEARD = frozenset({*_EVENTS, "open", "sqlite3.connect/handle"})
+_HEARD = frozenset({*_EVENTS, "open"})
 # Of modules that are imported late Python writes the compiled code.
 _OF_PYTHON = "__pycache__"
 
 
-# What hands an object, or bytes, to another thread or process: a class of Python's library, the method, and what a turn that calls it has done.
-_GIVING = (
-    (queue.Queue, "put", "gave something to another thread"),
-    (concurrent.futures.ThreadPoolExecutor, "submit", "gave work to another thread"),
-    (concurrent.futures.ProcessPoolExecutor, "submit", "gave work to another process"),
-    (threading.Thread, "start", "started a thread"),
-    (socket.socket, "send", "sent a message"),
-    (socket.socket, "sendall", "sent a message"),
-)
-
-
-class OutsideEffects:
+class OutsideEffects(LibraryCallOwner):
     """The first effect since `clear`, in words; empty if there was none."""
 
     def __init__(self) -> None:
         self.first = ""
         self._is_on = False
         self._thread = threading.get_ident()
-        self._open = builtins.open
         self._streams = (PrintedText(), PrintedText())
         self._leave: list[Callable[[], object]] = []
 
     def begin(self) -> None:
-        """Effects are noted from now on."""
+        """Effects are noted from now on, until `end` or until this object is collected."""
+        if self._is_on:
+            return
         self._is_on = True
-        builtins.open = io.open = self._opened
         for printed, stream in zip(self._streams, (sys.stdout, sys.stderr), strict=True):
             printed.begin(stream)
-        self._leave = [_noted(kind, name, functools.partial(self._note, what)) for kind, name, what in _GIVING]
-        self._leave.append(on_audit_events(self, _HEARD))
+        self._leave = [on_library_calls(self), on_audit_events(self, _HEARD)]
 
     def end(self) -> None:
         """Nothing is noted any more."""
         self._is_on = False
-        builtins.open = io.open = self._open
         for printed in self._streams:
             printed.end()
         while self._leave:
@@ -127,32 +109,23 @@ class OutsideEffects:
             )
             if is_written and not _is_harmless(path):
                 self._note(f"opened {_name(path)} to write to it")
-        elif event == "sqlite3.connect/handle":
-            arguments[0].set_trace_callback(lambda statement: self._note("ran a statement in a database"))
         elif not (arguments and _is_harmless(arguments[0])):
             self._note(_EVENTS[event])
 
-    def _opened(self, file: Any, *args: Any, **kwargs: Any) -> Any:
-        opened = self._open(file, *args, **kwargs)
+    def gives(self, what: str) -> None:
+        """Something is given to another thread or process."""
+        self._note(what)
+
+    def opened(self, file: Any, opened: Any) -> None:
+        """A file is open: writes to it are noted."""
         if opened.writable() and not _is_harmless(file):
             opened.write = _counted(
                 weakref.ref(opened), type(opened).write, lambda: self._note(f"wrote to {_name(file)}")
             )
-        return opened
 
-
-def _noted(kind: type, name: str, note: Callable[[], None]) -> Callable[[], object]:
-    """Calls `note` before each call of a method, until the returned function is called."""
-    has_own = name in vars(kind)
-    plain = getattr(kind, name)
-
-    @functools.wraps(plain)
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        note()
-        return plain(*args, **kwargs)
-
-    setattr(kind, name, noted)
-    return functools.partial(setattr, kind, name, plain) if has_own else functools.partial(delattr, kind, name)
+    def connected(self, connection: Any) -> None:
+        """A database is open: statements are noted, unless the program sets a callback of its own for them."""
+        connection.set_trace_callback(lambda statement: self._note("ran a statement in a database"))
 
 
 def _counted(

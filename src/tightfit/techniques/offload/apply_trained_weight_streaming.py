@@ -1,5 +1,6 @@
 """Puts `trained_weight_streaming` on live objects: see `tightfit.techniques.offload.trained_weight_streaming` for what it is and where it comes from."""
 
+import dataclasses
 import functools
 import weakref
 from collections.abc import Collection, Iterable, Sequence
@@ -7,15 +8,27 @@ from typing import Any
 
 import torch
 
+from tightfit.engine.descriptors import close_gone
+from tightfit.engine.disk_sizes import buffer_bytes_for
+from tightfit.engine.slab_notes import notes_on
 from tightfit.engine.streamed_weights import StreamedWeights
 from tightfit.errors import ApplyError
 from tightfit.techniques.offload.apply_weight_streaming import stream_weights
 from tightfit.techniques.offload.streamable import streamable
-from tightfit.techniques.optimizer.at_host.host_codec import is_dense
+from tightfit.techniques.optimizer.at_host.host_codec import HostCodec, is_dense
+from tightfit.techniques.optimizer.states.quantized_states import EncodedStates, encode_now
+from tightfit.techniques.optimizer.states.state_sizes import LOST_STATES, MIN_ON_DISK
 from tightfit.techniques.optimizer.updates.optimizer_kernels import UPDATED_ON_HOST
-from tightfit.techniques.optimizer.updates.optimizer_steps import beside, check_separable, step_of, update_within_step
+from tightfit.techniques.optimizer.updates.optimizer_steps import (
+    beside,
+    check_separable,
+    groups_by_parameter,
+    step_of,
+    update_within_step,
+)
 from tightfit.techniques.session import Session
 from tightfit.techniques.technique import Choice
+from tightfit.techniques.wrappers.far_tiers import by_tier, disk_space_for
 from tightfit.torch_hooks.weak_references import WeakTable
 
 _NAME = "trained_weight_streaming"
@@ -59,11 +72,33 @@ def apply_trained_weight_streaming(session: Session, chosen: Sequence[Choice]) -
     for _, parameters in blocks.values():
         for parameter in parameters:
             moved[parameter] = None
+    codec = _states_on_disk(session, choice, streamed.device)
     for optimizer in session.optimizers:
         _states_to(optimizer, moved, torch.device("cpu"))
         session.when_undone(functools.partial(_states_back, weakref.ref(optimizer), moved))
         is_fused = choice.settings.get("kernel") == "fused" and type(optimizer).__name__ in UPDATED_ON_HOST
-        update_within_step(session, optimizer, _Updates(optimizer, streamed, moved, is_fused=is_fused))
+        updates = _Updates(optimizer, streamed, moved, is_fused=is_fused)
+        if codec is not None:
+            refuse = functools.partial(session.verdict.refuse, technique=_NAME)
+            window = int(choice.settings["window_bytes"])
+            updates.encoded = EncodedStates(optimizer, codec, window, refuse, only=moved, update_one=updates.update_one)
+            encode_now(session, optimizer, updates.encoded)
+        update_within_step(session, optimizer, updates)
+
+
+def _states_on_disk(session: Session, choice: Choice, card: torch.device) -> HostCodec | None:
+    _, on_disk = by_tier([choice])
+    if not on_disk:
+        return None
+    disk = disk_space_for(session, on_disk, _NAME, "optimizer states", LOST_STATES)
+    assert disk is not None
+    disk = dataclasses.replace(disk, buffer_bytes=buffer_bytes_for(disk.num_bytes))
+    least = int(choice.settings.get("least_elements", MIN_ON_DISK))
+    codec = HostCodec(torch.device("cpu"), 0, least_elements=least, disk=disk, card=card)
+    # When no state is on disk any more.
+    session.when_undone(close_gone)
+    session.notes.extend(notes_on(card, [codec.slab], "optimizer states"))
+    return codec
 
 
 def _states_to(
@@ -101,26 +136,53 @@ class _Updates:
         self._streamed = streamed
         self._moved = moved
         self._is_fused = is_fused
+        self.encoded: EncodedStates | None = None
+        """Of states that are on disk between the steps: updates are made one by one, while the states of the next parameters come."""
 
     def __call__(self) -> Iterable[torch.Tensor]:
         """Has all weights and gradients at the host; the parameters that are updated here, which the step itself is to skip."""
         self._streamed.end_pass()
-        optimizer = self._optimizer()
-        assert optimizer is not None
-        # A fused optimizer of the program's unscales gradients itself.
-        if not self._is_fused or getattr(optimizer, "grad_scale", None) is not None:
-            return []
-        groups: list[dict[str, Any]] = []
-        for group in optimizer.param_groups:
-            taken = [
-                p for p in group["params"] if p in self._moved and _can_be_fused(p, optimizer.state.get(p, {}), group)
-            ]
-            if taken:
-                flags = {name: value for name, value in _FLAGS.items() if name in group}
-                groups.append({**group, **flags, "params": taken})
+        optimizer = self._live()
+        if self.encoded is not None:
+            return self._one_by_one(optimizer, self.encoded)
+        groups = [
+            self._fused(group, taken)
+            for group in optimizer.param_groups
+            if (taken := [p for p in group["params"] if self._can_be_fused(p, group)])
+        ]
         if groups:
             self._step(beside(optimizer, groups, optimizer.state))
         return [parameter for group in groups for parameter in group["params"]]
+
+    def _one_by_one(self, optimizer: torch.optim.Optimizer, encoded: EncodedStates) -> list[torch.Tensor]:
+        groups = groups_by_parameter(optimizer)
+        taken = [parameter for parameter in groups if parameter in self._moved and parameter.grad is not None]
+        with encoded.expecting(taken):
+            for parameter in taken:
+                encoded.update(parameter, groups[parameter])
+        return taken
+
+    def update_one(self, parameter: torch.Tensor, group: int) -> None:
+        """Updates one parameter, whose states are at the host."""
+        optimizer = self._live()
+        own = optimizer.param_groups[group]
+        given = self._fused(own, [parameter]) if self._can_be_fused(parameter, own) else {**own, "params": [parameter]}
+        self._step(beside(optimizer, [given], optimizer.state))
+
+    def _live(self) -> torch.optim.Optimizer:
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        return optimizer
+
+    def _can_be_fused(self, parameter: torch.Tensor, group: dict[str, Any]) -> bool:
+        optimizer = self._live()
+        # A fused optimizer of the program's unscales gradients itself.
+        if not self._is_fused or getattr(optimizer, "grad_scale", None) is not None or parameter not in self._moved:
+            return False
+        return _can_be_fused(parameter, optimizer.state.get(parameter, {}), group)
+
+    def _fused(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> dict[str, Any]:
+        return {**group, **{name: value for name, value in _FLAGS.items() if name in group}, "params": parameters}
 
 
 def _can_be_fused(parameter: torch.Tensor, states: Any, group: dict[str, Any]) -> bool:

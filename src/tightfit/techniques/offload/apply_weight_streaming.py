@@ -1,5 +1,6 @@
 """Puts `weight_streaming` on live objects: see `tightfit.techniques.offload.weight_streaming` for what it is and where it comes from."""
 
+import dataclasses
 import functools
 import sys
 import weakref
@@ -17,18 +18,23 @@ from tightfit.effects.ambient import (
 )
 from tightfit.effects.asked_of_saved import question_of, told
 from tightfit.effects.state import MOVED
+from tightfit.engine.disk_copies import DiskSpace
 from tightfit.engine.saved_storage import Saved
+from tightfit.engine.slab_notes import notes_on
 from tightfit.engine.streamed_weight import StreamedWeight
 from tightfit.engine.streamed_weights import Pass, SavedWeight, StreamedBlock, StreamedWeights
+from tightfit.engine.weights_in_files import bytes_on_disk
 from tightfit.errors import ApplyError
-from tightfit.techniques.offload.streamable import streamable
+from tightfit.techniques.offload.streamable import seen_by_others, streamable
 from tightfit.techniques.session import Session, Verdict
 from tightfit.techniques.technique import Choice, check_each
+from tightfit.techniques.wrappers.far_tiers import by_tier, disk_space_for
 from tightfit.techniques.wrappers.forwards import OnlyHere
 from tightfit.torch_hooks.manifest import GRAPH_TASK_ID, TOP_SAVED_HOOKS
 from tightfit.torch_hooks.node_hooks import put_own_prehook
 
 _NAME = "weight_streaming"
+_LOST = "; this pass cannot be finished: the file that they are in is damaged, or its disk"
 
 
 def apply_weight_streaming(session: Session, chosen: Sequence[Choice]) -> None:
@@ -44,12 +50,20 @@ def apply_weight_streaming(session: Session, chosen: Sequence[Choice]) -> None:
     parameters = dict(check_each(chosen, lambda choice: _parameters_of(session, choice)))
     # Those that are not streamed are the clock.
     borders = {module for modules in beside for module in modules}
+    at_host, on_disk = by_tier(chosen)
+    places = {choice.where for choice in on_disk}
+    disk = disk_space_for(session, on_disk, _NAME, "weights", _LOST)
+    if disk is not None:
+        needed = [p for module, choice in choices.items() if choice.where in places for p in parameters[module]]
+        disk = dataclasses.replace(disk, num_bytes=bytes_on_disk(needed))
     stream_weights(
         session,
         {module: (choice.where, parameters[module]) for module, choice in choices.items()},
         borders,
-        host_bytes=sum(int(choice.settings["host_bytes"]) for choice in chosen),
+        host_bytes=sum(int(choice.settings["host_bytes"]) for choice in at_host),
         technique=_NAME,
+        disk=disk,
+        on_disk={module for module, choice in choices.items() if choice.where in places},
     )
 
 
@@ -61,27 +75,30 @@ def stream_weights(
     host_bytes: int,
     technique: str,
     are_trained: bool = False,
+    disk: DiskSpace | None = None,
+    on_disk: Collection[torch.nn.Module] = (),
 ) -> StreamedWeights:
-    """Moves the parameters of `blocks`, each with its place, to `host_bytes` of host memory, with their gradients if they `are_trained`, and wraps the
-    forwards of the blocks, and of `borders` beside them.
+    """Moves the parameters of `blocks`, each with its place, to `host_bytes` of host memory, or those of blocks `on_disk` to `disk`, with their gradients if they
+    `are_trained`, and wraps the forwards of the blocks, and of `borders` beside them.
 
     Raises:
-        ApplyError: the parameters are on several devices, or the host has too little memory.
+        ApplyError: the parameters are on several devices, or the host has too little memory or the disk too little space.
     """
     device = _device_of(session, blocks)
+    _check_not_seen(session, [parameter for _, of_block in blocks.values() for parameter in of_block])
     checks = _Checks(session.verdict, session.check_steps, technique)
-    streamed = StreamedWeights(device, host_bytes, statistics=session.statistics, when_unchanged=checks.about_to_leave)
+    streamed = StreamedWeights(
+        device, host_bytes, statistics=session.statistics, disk=disk, when_unchanged=checks.about_to_leave
+    )
     session.when_undone(functools.partial(_forget_moved, weakref.ref(session.model)))
     session.when_undone(streamed.end)
-    if device.type == "cuda" and not streamed.slab.is_registered:
-        session.notes.append(
-            "the host memory for weights could not be page-locked (a limit on locked memory?): copies will be slow"
-        )
+    slabs = [streamed.slab] if streamed.files is None else [streamed.slab, streamed.files.slab]
+    session.notes.extend(notes_on(device, slabs, "weights"))
     _move_others({module: parameters for module, (_, parameters) in blocks.items()}, device)
     for module in session.model.modules():
         if module in blocks or module in borders:
             where, of_block = blocks.get(module, ("", ()))
-            block = streamed.add(of_block, with_gradients=are_trained)
+            block = streamed.add(of_block, with_gradients=are_trained, on_disk=module in on_disk)
             MOVED.update(dict.fromkeys(of_block))
             session.wrap_forward(module, _Around(streamed, block, session.verdict, where, technique).run)
             for part in module.modules():
@@ -131,6 +148,15 @@ def _device_of(session: Session, blocks: Iterable[torch.nn.Module]) -> torch.dev
         found = ", ".join(sorted(map(str, devices))) or "none"
         raise ApplyError(f"weights are streamed to one device, and the parameters of this model are on {found}")
     return devices.pop()
+
+
+def _check_not_seen(session: Session, parameters: Sequence[torch.Tensor]) -> None:
+    seen = seen_by_others(parameters)
+    if seen is not None:
+        name = next((name for name, parameter in session.model.named_parameters() if parameter is seen), "a weight")
+        raise ApplyError(
+            f"{name} lies in a file that another tensor of the program's sees too: weights there cannot be streamed"
+        )
 
 
 def _check_apart(choices: Mapping[torch.nn.Module, Choice]) -> None:

@@ -1,9 +1,15 @@
 """Which weights of a block can be streamed: those that are not trained, and that nothing but the block itself holds."""
 
+import bisect
+import gc
+from collections.abc import Iterable
+
 import torch
 
+from tightfit.engine.weights_in_files import file_range_of
 from tightfit.torch_hooks.manifest import STORAGE_USES
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _USES = 2
 """The parameter, and the name of its storage that is looked at."""
 
@@ -31,9 +37,31 @@ def _is_alone(parameter: torch.Tensor, smallest_bytes: int) -> bool:
     num_bytes = storage.nbytes()
     if num_bytes < smallest_bytes or num_bytes % parameter.element_size():
         return False
-    # Memory of numpy, of a file or of another process is not ours to move.
+    # Memory of numpy or of another process is not ours to move; that of a file is, if what is written to it stays in this process.
     is_shared = parameter.device.type == "cpu" and storage.is_shared()
-    return storage.resizable() and not is_shared and STORAGE_USES.value()(storage._cdata) == _USES
+    is_ours = storage.resizable() or file_range_of(parameter) is not None
+    return is_ours and not is_shared and STORAGE_USES.value()(storage._cdata) == _USES
+
+
+def seen_by_others(parameters: Iterable[torch.Tensor]) -> torch.Tensor | None:
+    """The first of these parameters, some of which lie in mapped files, whose memory another tensor sees too: a file that is read twice by one handle is in
+    memory once, and each tensor of it has a storage of its own."""
+    mapped = sorted(
+        ((p.untyped_storage().data_ptr(), p.untyped_storage().nbytes(), p) for p in parameters if file_range_of(p)),
+        key=lambda found: found[0],
+    )
+    if not mapped:
+        return None
+    own = {id(parameter) for _, _, parameter in mapped}
+    begins = [begin for begin, _, _ in mapped]
+    for other in gc.get_objects():
+        if type(other) not in _PLAIN or id(other) in own or other.device.type != "cpu" or other.layout != torch.strided:
+            continue
+        begin = other.untyped_storage().data_ptr()
+        at = bisect.bisect_right(begins, begin + other.untyped_storage().nbytes() - 1) - 1
+        if at >= 0 and begin < begins[at] + mapped[at][1]:
+            return mapped[at][2]
+    return None
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -7,6 +7,7 @@ import numpy as np
 from tightfit.analysis.profile import Profile
 from tightfit.analysis.streamed_uses import StreamedUses, WeightBlock
 from tightfit.cost.copies import copy_seconds
+from tightfit.cost.disks import disk_seconds
 from tightfit.tape import Column
 
 MIN_BLOCKS = 2
@@ -32,9 +33,12 @@ def slots_of(profile: Profile, block: WeightBlock) -> frozenset[str]:
     return frozenset(f"weights@{module}" for module in (block.path, *inside))
 
 
-def not_hidden(profile: Profile, uses: StreamedUses, number: int, num_bytes: int) -> float:
-    """Seconds of the copies to the card that the block before does not hide."""
+def not_hidden(profile: Profile, uses: StreamedUses, number: int, num_bytes: int, *, from_disk: bool = False) -> float:
+    """Seconds of the copies to the card, or of reading them `from_disk`, that the block before does not hide."""
     copy, found = copy_seconds(num_bytes, profile.device, to_card=True), 0.0
+    if from_disk:
+        # Piece by piece, so the slower of both counts.
+        copy = max(copy, disk_seconds(num_bytes, to_disk=False))
     for before, use in itertools.pairwise((None, *uses.uses)):
         assert use is not None
         if use.block == number:

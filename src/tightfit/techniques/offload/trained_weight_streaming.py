@@ -1,23 +1,29 @@
 """Trained weight streaming: the weights, gradients and optimizer states of whole blocks live in host memory; weights come to the card one block ahead.
 
+The states may be on disk, and come to the host for the update of their parameter.
+
 Rajbhandari et al., "ZeRO-Infinity" (arXiv:2104.07857), on one card, with the update on the host's processor as in Ren et al., "ZeRO-Offload"
 (arXiv:2101.06840): gradients leave as they are made, and the optimizer updates what is at the host there. Nothing is copied to a second place.
 """
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, final
 
 import numpy as np
 
 from tightfit.analysis.gradient_readers import updates_in_backward
-from tightfit.analysis.optimizer_algorithm import family_of
+from tightfit.analysis.optimizer_algorithm import element_bytes_of, family_of
 from tightfit.analysis.profile import Profile
 from tightfit.analysis.streamed_uses import StreamedUses
 from tightfit.cost.copies import copy_seconds
+from tightfit.cost.disks import disk_seconds
 from tightfit.cost.host_bandwidth import HOST_BYTES_PER_SECOND
+from tightfit.engine.disk_sizes import buffer_bytes_for, in_pages
 from tightfit.planner.option import Change, Option, merged
 from tightfit.tape import Category, Column, CopyDirection, Phase
 from tightfit.techniques.offload.streamed_blocks import ALIGNMENT, MIN_BLOCKS, not_hidden, slots_of, smallest_of
+from tightfit.techniques.optimizer.states.state_sizes import MIN_ON_DISK
 from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
 
 if TYPE_CHECKING:
@@ -25,6 +31,8 @@ if TYPE_CHECKING:
 
 # How many of the blocks are streamed, the first ones: the last are used last in the forward pass and first in the backward pass.
 _SHARES = (1.0, 0.75, 0.5, 0.25)
+# At the host, the states of so many of the largest parameter: what comes from disk, is updated, and leaves.
+_WINDOW = 3
 
 
 @final
@@ -38,7 +46,7 @@ class TrainedWeightStreaming(AbstractTechnique):
     tolerance = 0.15
 
     def options(self, profile: Profile) -> Iterable[Option]:
-        """All blocks of a model, three quarters of them, a half, and a quarter."""
+        """All blocks of a model, three quarters of them, a half, and a quarter; each with the optimizer's states at the host, and on disk."""
         run = profile.optimizer
         if len(profile.tape.weights) and run.step_ranges and not updates_in_backward(run) and family_of(run) != "other":
             yield from _options(self.name, profile)
@@ -65,16 +73,17 @@ def _options(technique: str, profile: Profile) -> Iterator[Option]:
         streamed = {number: storages for number, storages in streamed.items() if len(storages)}
         if len(streamed) < MIN_BLOCKS:
             return
-        yield _option(technique, profile, uses, streamed, root, smallest)
+        yield from _options_of(technique, profile, uses, streamed, root, smallest)
 
 
 def _at_least(sizes: Column, storages: Column, smallest: int) -> Column:
     return storages[sizes[storages] >= smallest]
 
 
-def _option(
+def _options_of(
     technique: str, profile: Profile, uses: StreamedUses, streamed: dict[int, Column], root: str, smallest: int
-) -> Option:
+) -> Iterator[Option]:
+    """The option of streaming these storages of blocks, with the optimizer's states at the host, and the one with them on disk."""
     run, sizes = profile.optimizer, profile.tape.storages.num_bytes
     everything = np.concatenate(list(streamed.values()))
     of_weights = int((-(-sizes[everything] // ALIGNMENT) * ALIGNMENT).sum())
@@ -97,12 +106,11 @@ def _option(
     seconds += profile.num_steps * _not_hidden_of_gradients(profile, uses, streamed)
     # Each weight and state is read and written, the gradient is read; the card updates the rest meanwhile.
     on_host = (3 * weight_bytes + 2 * state_bytes) / HOST_BYTES_PER_SECOND
-    paths = [uses.blocks[number].path for number in streamed]
-    return Option(
+    at_host = Option(
         technique=technique,
         where=root,
         settings={
-            "blocks": [path.partition(".")[2] for path in paths],
+            "blocks": [uses.blocks[number].path.partition(".")[2] for number in streamed],
             "smallest_bytes": smallest,
             "host_bytes": 2 * of_weights,
             "kernel": "fused",
@@ -112,6 +120,29 @@ def _option(
         exact=True,
         slots=frozenset({"optimizer"}).union(*(slots_of(profile, uses.blocks[number]) for number in streamed)),
         host_bytes=2 * of_weights + state_bytes,
+    )
+    yield at_host
+    large = sizes[everything][sizes[everything] >= MIN_ON_DISK * element_bytes_of(run)]
+    num_states = round(state_bytes / max(1, weight_bytes))
+    if num_states and len(large):
+        yield _with_states_on_disk(at_host, large, num_states, state_bytes, on_host)
+
+
+def _with_states_on_disk(
+    at_host: Option, large: Column, num_states: int, state_bytes: int, seconds_on_host: float
+) -> Option:
+    """States of small weights stay at the host, those of a few others are there while they are updated."""
+    disk_bytes = num_states * sum(map(in_pages, large.tolist()))
+    window = _WINDOW * num_states * int(large.max())
+    beside = max(0, state_bytes - disk_bytes) + window + buffer_bytes_for(disk_bytes)
+    # The disk either reads or writes, beside the updates.
+    moved = disk_seconds(disk_bytes, to_disk=True) + disk_seconds(disk_bytes, to_disk=False)
+    return dataclasses.replace(
+        at_host,
+        settings={**at_host.settings, "tier": "disk", "disk_bytes": disk_bytes, "window_bytes": window},
+        seconds=at_host.seconds + max(0.0, moved - seconds_on_host),
+        host_bytes=at_host.settings["host_bytes"] + beside,
+        disk_bytes=disk_bytes,
     )
 
 

@@ -1,12 +1,12 @@
-"""Weight streaming: weights that are not trained live in host memory, and come to the card one block ahead of their use.
+"""Weight streaming: weights that are not trained live in host memory or on disk, and come to the card one block ahead of their use.
 
 Rajbhandari et al., "ZeRO-Infinity" (arXiv:2104.07857), on one card and for frozen weights: the base of a low-rank fine-tune, or a model that only predicts.
 They are never copied back, as nobody writes to them. A copy takes no time of its own where the block beside it computes longer.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, final
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from tightfit.analysis.profile import Profile
 from tightfit.analysis.relative_places import relative_place
 from tightfit.analysis.streamed_uses import StreamedUses
 from tightfit.cost.steps import step_operators
+from tightfit.engine.disk_sizes import buffer_bytes_for, in_pages
 from tightfit.planner.option import Change, Option, merged
 from tightfit.tape import Column, CopyDirection, Phase
 from tightfit.techniques.offload.streamed_blocks import ALIGNMENT, MIN_BLOCKS, not_hidden, slots_of, smallest_of
@@ -22,17 +23,20 @@ from tightfit.techniques.technique import AbstractTechnique, Choice
 if TYPE_CHECKING:
     from tightfit.techniques.session import Session
 
+# How many blocks on disk together have the buffers in host memory that one file is moved through.
+_BLOCKS_FOR_BUFFERS = 16
+
 
 @final
 class WeightStreaming(AbstractTechnique):
-    """Trades host memory and traffic on the link for the frozen weights of a block."""
+    """Trades host memory or disk, and traffic on the link, for the frozen weights of a block."""
 
     name = "weight_streaming"
     exact = True
     exactness = "bit for bit: the same values are copied to the card"
 
     def options(self, profile: Profile) -> Iterable[Option]:
-        """One option for each layer that has weights which are not trained."""
+        """Two options for each layer that has weights which are not trained: to the host, and to disk."""
         if len(profile.tape.weights):
             yield from _options(self.name, profile)
 
@@ -56,26 +60,60 @@ def _options(technique: str, profile: Profile) -> Iterator[Option]:
         streamed = block.storages[sizes[block.storages] >= smallest]
         if not len(streamed):
             continue
-        num_bytes = profile.modules.bytes_of(streamed)
-        host_bytes = int((-(-sizes[streamed] // ALIGNMENT) * ALIGNMENT).sum())
         preceding, following = (relative_place(block.path, path) if path else "" for path in beside[block.path])
-        yield Option(
-            technique=technique,
-            where=block.path,
-            equivalence_class=f"{technique}:{re.sub(r'[0-9]+', '*', block.path)}#{num_bytes}:{preceding}:{following}",
-            settings={
-                "preceding": preceding,
-                "following": following,
-                "smallest_bytes": smallest,
-                "host_bytes": host_bytes,
-                **({"without_gradients": True} if uses.is_prediction else {}),
-            },
-            changes=_changes(profile, uses, number, streamed, first),
-            seconds=not_hidden(profile, uses, number, num_bytes) / profile.num_steps,
-            exact=True,
-            slots=slots_of(profile, block),
-            host_bytes=host_bytes,
-        )
+        for tier in ("host", "disk"):
+            yield _option(
+                technique,
+                profile,
+                uses,
+                number,
+                streamed,
+                changes=_changes(profile, uses, number, streamed, first),
+                settings={
+                    "preceding": preceding,
+                    "following": following,
+                    "smallest_bytes": smallest,
+                    **({"without_gradients": True} if uses.is_prediction else {}),
+                },
+                to_disk=tier == "disk",
+            )
+
+
+def _option(
+    technique: str,
+    profile: Profile,
+    uses: StreamedUses,
+    number: int,
+    streamed: Column,
+    *,
+    changes: tuple[Change, ...],
+    settings: Mapping[str, Any],
+    to_disk: bool,
+) -> Option:
+    """The option of streaming these storages of one block from the host's memory, or from disk."""
+    block, sizes = uses.blocks[number], profile.tape.storages.num_bytes[streamed]
+    num_bytes = profile.modules.bytes_of(streamed)
+    host_bytes, disk_bytes = int((-(-sizes // ALIGNMENT) * ALIGNMENT).sum()), 0
+    if to_disk:
+        disk_bytes = sum(map(in_pages, sizes.tolist()))
+        host_bytes = in_pages(buffer_bytes_for(disk_bytes) // _BLOCKS_FOR_BUFFERS)
+    kind = f"{settings['preceding']}:{settings['following']}:{'disk' * to_disk}"
+    return Option(
+        technique=technique,
+        where=block.path,
+        equivalence_class=f"{technique}:{re.sub(r'[0-9]+', '*', block.path)}#{num_bytes}:{kind}",
+        settings={
+            **settings,
+            "host_bytes": host_bytes,
+            **({"tier": "disk", "disk_bytes": disk_bytes} if to_disk else {}),
+        },
+        changes=changes,
+        seconds=not_hidden(profile, uses, number, num_bytes, from_disk=to_disk) / profile.num_steps,
+        exact=True,
+        slots=slots_of(profile, block),
+        host_bytes=host_bytes,
+        disk_bytes=disk_bytes,
+    )
 
 
 def _first_operator(profile: Profile, uses: StreamedUses) -> int:

@@ -2,14 +2,16 @@
 
 from collections.abc import Sequence
 
-from tightfit.engine.disk_file import close_gone
+import torch
+
+from tightfit.engine.descriptors import close_gone
 from tightfit.engine.host_slab import HostSlab, unregister_gone
 from tightfit.engine.slab_notes import notes_on
 from tightfit.errors import ApplyError
 from tightfit.techniques.optimizer.at_host.host_codec import HostCodec
 from tightfit.techniques.optimizer.at_host.host_updates import HostUpdates
 from tightfit.techniques.optimizer.states.quantized_states import encode_states
-from tightfit.techniques.optimizer.states.state_sizes import MIN_NUMBERS
+from tightfit.techniques.optimizer.states.state_sizes import LOST_STATES, MIN_NUMBERS
 from tightfit.techniques.optimizer.updates.optimizer_kernels import UPDATED_ON_HOST
 from tightfit.techniques.optimizer.updates.update_settings import UpdateSettings
 from tightfit.techniques.session import Session
@@ -17,7 +19,6 @@ from tightfit.techniques.technique import Choice
 from tightfit.techniques.wrappers.far_tiers import by_tier, disk_space_for
 
 _NAME = "optimizer_offload"
-_LOST = "; the step is not complete, and what the optimizer had there is lost: load the last checkpoint"
 
 
 def apply_optimizer_offload(session: Session, chosen: Sequence[Choice]) -> None:
@@ -28,18 +29,13 @@ def apply_optimizer_offload(session: Session, chosen: Sequence[Choice]) -> None:
             parameter.
     """
     (choice,) = chosen
-    held = [p for optimizer in session.optimizers for group in optimizer.param_groups for p in group["params"]]
-    devices = {parameter.device for parameter in held}
-    if len(devices) != 1:
-        found = ", ".join(sorted(map(str, devices))) or "none"
-        raise ApplyError(f"states are offloaded from one device, and the parameters of the optimizers are on {found}")
-    device = devices.pop()
+    device = device_of_optimizers(session)
     on_host = choice.settings.get("executor", "card") == "host"
     if on_host:
         _check_updates_on_host(session, choice)
     least = int(choice.settings.get("least_elements", MIN_NUMBERS))
     _, on_disk = by_tier(chosen)
-    disk = disk_space_for(session, on_disk, _NAME, "optimizer states", _LOST)
+    disk = disk_space_for(session, on_disk, _NAME, "optimizer states", LOST_STATES)
     codec = HostCodec(device, int(choice.settings["host_bytes"]), least_elements=least, disk=disk)
     slab = codec.slab
     # Undone last, when no state is at the host or on disk any more.
@@ -58,6 +54,20 @@ def apply_optimizer_offload(session: Session, chosen: Sequence[Choice]) -> None:
         else None,
     )
     session.notes.extend(notes_on(device, [slab], "optimizer states"))
+
+
+def device_of_optimizers(session: Session) -> torch.device:
+    """The device of all parameters that the optimizers update.
+
+    Raises:
+        ApplyError: there are several.
+    """
+    held = [p for optimizer in session.optimizers for group in optimizer.param_groups for p in group["params"]]
+    devices = {parameter.device for parameter in held}
+    if len(devices) != 1:
+        found = ", ".join(sorted(map(str, devices))) or "none"
+        raise ApplyError(f"states are offloaded from one device, and the parameters of the optimizers are on {found}")
+    return devices.pop()
 
 
 def _check_updates_on_host(session: Session, choice: Choice) -> None:

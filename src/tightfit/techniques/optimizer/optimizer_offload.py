@@ -42,7 +42,7 @@ from tightfit.techniques.optimizer.states.quantized_state_options import (
     fraction_left,
     smaller_states,
 )
-from tightfit.techniques.optimizer.states.state_sizes import MIN_NUMBERS
+from tightfit.techniques.optimizer.states.state_sizes import MIN_NUMBERS, MIN_ON_DISK
 from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
 
 if TYPE_CHECKING:
@@ -51,8 +51,6 @@ if TYPE_CHECKING:
 # Parts of the host memory begin at multiples of this.
 _ALIGNMENT = 512
 _CODING = Coding(bytes_kept=0.0, bytes_moved=0, num_passes=0, kernels_per_piece=0, bytes_between=0)
-# A smaller state is not worth a file's latency, and stays on the card.
-_LEAST_ON_DISK = 1 << 16
 # Memory on the card for the states of so many parameters, of the largest one: what comes, is updated, and leaves. A wider window has to be faster.
 _WINDOWS = (1, 2, 3)
 _FASTER = 0.99
@@ -170,7 +168,7 @@ def _on_host(technique: str, run: OptimizerProfile) -> Iterator[Option]:
 def _on_disk(technique: str, run: OptimizerProfile) -> Iterator[Option]:
     """In the optimizer's step, tensor by tensor and with the fused kernel, with the states on disk."""
     sizes = run.tape.storages.num_bytes[run.state(run.step_ranges[-1])]
-    sizes = sizes[sizes >= _LEAST_ON_DISK * element_bytes_of(run)].tolist()
+    sizes = sizes[sizes >= MIN_ON_DISK * element_bytes_of(run)].tolist()
     if not sizes:
         return
     # The states of two parameters are there at the same time: those that come, and those that leave.
@@ -185,7 +183,7 @@ def _on_disk(technique: str, run: OptimizerProfile) -> Iterator[Option]:
             yield dataclasses.replace(
                 option,
                 exact=True,
-                settings={**option.settings, **settings, "least_elements": _LEAST_ON_DISK},
+                settings={**option.settings, **settings, "least_elements": MIN_ON_DISK},
                 seconds=option.seconds + seconds,
                 host_bytes=buffer_bytes_for(disk_bytes),
                 disk_bytes=disk_bytes,

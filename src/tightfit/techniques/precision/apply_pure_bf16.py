@@ -6,7 +6,7 @@ import gc
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Never
+from typing import Any, Never, Protocol
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -20,7 +20,7 @@ from tightfit.techniques.lazy_tensors.asked_gradients import watch_inputs_of_bac
 from tightfit.techniques.optimizer.updates.optimizer_steps import check_separable, update_within_step
 from tightfit.techniques.precision.casts import cast, cast_results
 from tightfit.techniques.precision.stochastic_rounding import LowPrecisionUpdate, WideStates
-from tightfit.techniques.session import Session
+from tightfit.techniques.session import Session, Verdict
 from tightfit.techniques.technique import Choice
 from tightfit.torch_hooks.manifest import STORAGE_USES
 
@@ -31,40 +31,78 @@ _USES_OF_A_NAME = 1
 _ABOUT_TYPES = re.compile(r"bfloat16|dtype|scalar ?type", re.IGNORECASE)
 
 
+class MasterWeights(Protocol):
+    """What updates parameters in bfloat16, and knows more of them than their 16 bits."""
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """Whether it does."""
+        ...
+
+    def whole(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The parameter in float32."""
+        ...
+
+
+class _Refusing:
+    """Refuses for one technique, as `Verdict.refuse`."""
+
+    def __init__(self, verdict: Verdict, technique: str) -> None:
+        self._verdict, self.technique = verdict, technique
+
+    def __call__(self, message: str) -> ApplyError:
+        return self._verdict.refuse(message, technique=self.technique)
+
+
 def apply_pure_bf16(session: Session, chosen: Sequence[Choice]) -> None:
     """Casts parameters, buffers, and the model's inputs and outputs, and takes over the optimizers' updates."""
     (choice,) = chosen
+    updates: list[LowPrecisionUpdate] = []
+
+    def update_of(optimizer: torch.optim.Optimizer, lowered: Mapping[torch.Tensor, None]) -> LowPrecisionUpdate:
+        updates.append(LowPrecisionUpdate(optimizer, lowered, choice.settings["rounding"]))
+        return updates[-1]
+
+    lower_model(session, _NAME, update_of)
+    for optimizer, update in zip(session.optimizers, updates, strict=True):
+        update_within_step(session, optimizer, update)
+
+
+def lower_model(
+    session: Session,
+    technique: str,
+    update_of: Callable[[torch.optim.Optimizer, Mapping[torch.Tensor, None]], MasterWeights],
+) -> None:
+    """Casts parameters, buffers, and the model's inputs and outputs to bfloat16 until the session is undone. `update_of` makes what updates the parameters of an
+    optimizer, given those that are cast; it is asked for their values in float32 when they are cast back. The states that are loaded stay in float32.
+
+    Raises:
+        ApplyError: the model has no float32 parameter, something refers to the memory of one, or an optimizer is not known to update each parameter by itself.
+    """
     for optimizer in session.optimizers:
-        check_separable(optimizer, _NAME)
+        check_separable(optimizer, technique)
+    remedy = f"leave {technique} out of the plan"
     lowered: dict[torch.Tensor, None] = {p: None for p in session.model.parameters() if p.dtype == torch.float32}
     if not lowered:
-        raise ApplyError(f"{type(session.model).__name__} has no float32 parameter; leave pure_bf16 out of the plan")
+        raise ApplyError(f"{type(session.model).__name__} has no float32 parameter; {remedy}")
     # DistributedDataParallel's buckets and hand-written flat buffers: the optimizer would read another
     # gradient than the buffer's owner.
     if any(p.grad is not None and p.grad._is_view() for p in lowered):
-        raise ApplyError(
-            "gradients are views of a buffer of the script's own, which stays in float32; leave pure_bf16 out of the plan"
-        )
+        raise ApplyError(f"gradients are views of a buffer of the script's own, which stays in float32; {remedy}")
     if shared := _shared(session, lowered):
-        raise ApplyError(
-            f"{shared} shares its memory with a tensor that is not cast with it; leave pure_bf16 out of the plan"
-        )
+        raise ApplyError(f"{shared} shares its memory with a tensor that is not cast with it; {remedy}")
     # Setting `.data` of another dtype drops the parameter's AccumulateGrad node (`VariableHooks::set_data`,
     # torch/csrc/autograd/variable.cpp): hooks on the old one would never be called again.
     if _are_accumulators_held(lowered):
         raise ApplyError(
             "the program holds on to where gradients of parameters arrive (register_multi_grad_hook, or a hook on such a node), which a cast "
-            "replaces; leave pure_bf16 out of the plan"
+            f"replaces; {remedy}"
         )
-    updates = [LowPrecisionUpdate(o, lowered, choice.settings["rounding"]) for o in session.optimizers]
-    _lower(session, lowered, updates)
-    for optimizer, update in zip(session.optimizers, updates, strict=True):
-        update_within_step(session, optimizer, update)
+    _lower(session, lowered, [update_of(optimizer, lowered) for optimizer in session.optimizers])
+    for optimizer in session.optimizers:
         wide = WideStates()
         session.hook(optimizer.register_load_state_dict_pre_hook, wide.before)
         session.hook(optimizer.register_load_state_dict_post_hook, wide.after)
-
-    refuse = functools.partial(session.verdict.refuse, technique=_NAME)
+    refuse = _Refusing(session.verdict, technique)
     for module in session.model.modules():
         # Scripts call parts of a model as well.
         if module is not session.model and any(p in lowered for p in module.parameters(recurse=False)):
@@ -72,9 +110,9 @@ def apply_pure_bf16(session: Session, chosen: Sequence[Choice]) -> None:
     session.wrap_forward(session.model, functools.partial(_whole_in_bfloat16, refuse))
     watch_inputs_of_backward(session)
     for optimizer in session.optimizers:
-        session.set(optimizer, "__deepcopy__", _refuse_copy)
-        session.set(optimizer, "__reduce_ex__", _refuse_copy)
-    session.notes.append("checkpoints of the model are in bfloat16 while pure_bf16 is on")
+        session.set(optimizer, "__deepcopy__", functools.partial(_refuse_copy, remedy))
+        session.set(optimizer, "__reduce_ex__", functools.partial(_refuse_copy, remedy))
+    session.notes.append(f"checkpoints of the model are in bfloat16 while {technique} is on")
 
 
 def _shared(session: Session, lowered: Mapping[torch.Tensor, None]) -> str:
@@ -114,9 +152,7 @@ def _in_bfloat16(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> A
     return cast(forward(*args, **kwargs), torch.bfloat16, torch.float32)
 
 
-def _whole_in_bfloat16(
-    refuse: Callable[[str], ApplyError], forward: Callable[..., Any], /, *args: Any, **kwargs: Any
-) -> Any:
+def _whole_in_bfloat16(refuse: _Refusing, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     args, kwargs = cast((args, kwargs), torch.float32, torch.bfloat16)
     with _told_of_types(refuse):
         result = forward(*args, **kwargs)
@@ -124,7 +160,7 @@ def _whole_in_bfloat16(
 
 
 @contextlib.contextmanager
-def _told_of_types(refuse: Callable[[str], ApplyError]) -> Iterator[None]:
+def _told_of_types(refuse: _Refusing) -> Iterator[None]:
     """Converts errors about dtypes, which the model would not raise in float32, to a refusal that explains them."""
     try:
         yield
@@ -132,12 +168,10 @@ def _told_of_types(refuse: Callable[[str], ApplyError]) -> Iterator[None]:
         if not _ABOUT_TYPES.search(str(error)):
             raise
         why = str(error).splitlines()[0]
-        raise refuse(f"the model does not run in bfloat16 ({why}); leave pure_bf16 out of the plan") from error
+        raise refuse(f"the model does not run in bfloat16 ({why}); leave {refuse.technique} out of the plan") from error
 
 
-def _part_in_bfloat16(
-    refuse: Callable[[str], ApplyError], forward: Callable[..., Any], /, *args: Any, **kwargs: Any
-) -> Any:
+def _part_in_bfloat16(refuse: _Refusing, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Casts only if there are float32 inputs: bfloat16 inputs come from the model itself."""
     if any(isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32 for leaf in tree_leaves((args, kwargs))):
         with _told_of_types(refuse):
@@ -145,13 +179,13 @@ def _part_in_bfloat16(
     return forward(*args, **kwargs)
 
 
-def _refuse_copy(*_: object) -> Never:
+def _refuse_copy(remedy: str, *_: object) -> Never:
     raise ApplyError(
-        "a copy of this optimizer would train in bfloat16 without the bits that are cut off; copy its state_dict, or leave pure_bf16 out of the plan"
+        f"a copy of this optimizer would train in bfloat16 without the bits that are cut off; copy its state_dict, or {remedy}"
     )
 
 
-def _lower(session: Session, lowered: Mapping[torch.Tensor, None], updates: Sequence[LowPrecisionUpdate]) -> None:
+def _lower(session: Session, lowered: Mapping[torch.Tensor, None], updates: Sequence[MasterWeights]) -> None:
     """Casts parameters and buffers to bfloat16 in place, so that all references see it."""
     # A number without dimensions decides no operator's dtype and takes no memory, and is what a program keeps its own statistics in.
     buffers = [b for b in session.model.buffers() if b.dtype == torch.float32 and b.dim()]

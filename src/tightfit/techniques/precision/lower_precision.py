@@ -6,14 +6,19 @@ from typing import Literal
 import numpy as np
 
 from tightfit.analysis.gradient_readers import fraction_in_low_precision, scales_loss
-from tightfit.analysis.optimizer import OptimizerProfile
+from tightfit.analysis.intervals import changes, memory_timeline
+from tightfit.analysis.optimizer import OptimizerProfile, seconds_of_kernels, seconds_of_update
 from tightfit.analysis.profile import Profile
 from tightfit.cost.classes import TENSOR_CORE_CLASSES, operator_class
 from tightfit.cost.roofline import operator_seconds
-from tightfit.tape import Column, Phase, Tape
+from tightfit.planner.option import Change
+from tightfit.tape import Category, Column, Phase, Tape
 
 Rounding = Literal["stochastic", "compensated"]
 
+# float32 tensors of the size of one parameter while it is updated: itself, its gradient, and the optimizer's two intermediate results.
+_NUM_COPIES_IN_UPDATE = 4
+_KERNELS_PER_UPDATE = 8  # to float32 and back, and the random numbers, besides the optimizer's own
 # Cards from this compute capability on multiply in bfloat16 (CUDA C++ programming guide, table of arithmetic instructions).
 _FIRST_WITH_BFLOAT16 = (8, 0)
 # Below this part of all FLOPs in 16 bits a run is one in float32.
@@ -66,3 +71,37 @@ def born_in_float32(tape: Tape) -> Column:
 
 def _is_pass(tape: Tape) -> Column:
     return np.isin(tape.operators.phase, (Phase.FORWARD, Phase.BACKWARD))
+
+
+def changes_in_bfloat16(run: OptimizerProfile, rounding: Rounding) -> tuple[Change, ...]:
+    """What is held otherwise with weights, gradients and activations in bfloat16 and each weight in float32 while it is updated."""
+    storages, num_events = run.tape.storages, len(run.tape.events)
+    parameters = storages.category == Category.PARAMETERS
+    halved = np.flatnonzero(parameters | (storages.category == Category.GRADIENTS) | born_in_float32(run.tape))
+    found = list(
+        changes(memory_timeline(run.allocated_at[halved], run.freed_at[halved], run.block_bytes[halved]), -0.5)
+    )
+    for step_range in run.step_ranges:
+        found += changes(run.held(step_range), -1.0)
+        largest = int(run.block_bytes[run.gradients(step_range)].max(initial=0))
+        found.append(
+            Change(begin=step_range.begin_event, end=step_range.end_event, num_bytes=_NUM_COPIES_IN_UPDATE * largest)
+        )
+    if rounding == "compensated":
+        first = run.step_ranges[0]
+        rest_bytes = int(run.block_bytes[run.gradients(first)].sum()) // 2
+        found.append(Change(begin=first.end_event, end=num_events, num_bytes=rest_bytes))
+    return tuple(change for change in found if change.end > change.begin)
+
+
+def seconds_of_updates_in_float32(run: OptimizerProfile) -> float:
+    """The time to cast each tensor to float32, update it by itself, and round it."""
+    total = 0.0
+    for step_range in run.steady:
+        gradients = run.gradients(step_range)
+        kernels = sum(len(gradients) if "_foreach_" in name else 1 for name in run.names(step_range))
+        casts = seconds_of_update(
+            run, _KERNELS_PER_UPDATE * int(run.block_bytes[gradients].sum()), _KERNELS_PER_UPDATE * len(gradients)
+        )
+        total += seconds_of_kernels(run, step_range, kernels) + casts
+    return total

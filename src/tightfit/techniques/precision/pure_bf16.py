@@ -7,27 +7,19 @@ thousandth per step would not change at all with eight significant bits.
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, final
 
-import numpy as np
-
-from tightfit.analysis.intervals import changes, memory_timeline
-from tightfit.analysis.optimizer import OptimizerProfile, seconds_of_kernels, seconds_of_update
 from tightfit.analysis.profile import Profile
-from tightfit.planner.option import Change, Option
-from tightfit.tape import Category
+from tightfit.planner.option import Option
 from tightfit.techniques.precision.lower_precision import (
     Rounding,
-    born_in_float32,
     can_be_lowered,
+    changes_in_bfloat16,
+    seconds_of_updates_in_float32,
     seconds_saved_in_bfloat16,
 )
 from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
 
 if TYPE_CHECKING:
     from tightfit.techniques.session import Session
-
-# float32 tensors of the size of one parameter while it is updated: itself, its gradient, and the optimizer's two intermediate results.
-_NUM_COPIES_IN_UPDATE = 4
-_KERNELS_PER_UPDATE = 8  # to float32 and back, and the random numbers, besides the optimizer's own
 
 
 @final
@@ -52,8 +44,8 @@ class PureBf16(AbstractTechnique):
                 technique=self.name,
                 where="precision",
                 settings={"rounding": rounding},
-                changes=_changes(run, rounding),
-                seconds=_update_seconds(run) - run.seconds - saved_seconds,
+                changes=changes_in_bfloat16(run, rounding),
+                seconds=seconds_of_updates_in_float32(run) - run.seconds - saved_seconds,
                 exact=self.exact,
                 slots=frozenset({"precision", "optimizer"}),
                 needs_new_trace=True,
@@ -66,36 +58,3 @@ class PureBf16(AbstractTechnique):
         from tightfit.techniques.precision.apply_pure_bf16 import apply_pure_bf16
 
         apply_pure_bf16(session, chosen)
-
-
-def _changes(run: OptimizerProfile, rounding: Rounding) -> tuple[Change, ...]:
-    storages, num_events = run.tape.storages, len(run.tape.events)
-    parameters = storages.category == Category.PARAMETERS
-    halved = np.flatnonzero(parameters | (storages.category == Category.GRADIENTS) | born_in_float32(run.tape))
-    found = list(
-        changes(memory_timeline(run.allocated_at[halved], run.freed_at[halved], run.block_bytes[halved]), -0.5)
-    )
-    for step_range in run.step_ranges:
-        found += changes(run.held(step_range), -1.0)
-        largest = int(run.block_bytes[run.gradients(step_range)].max(initial=0))
-        found.append(
-            Change(begin=step_range.begin_event, end=step_range.end_event, num_bytes=_NUM_COPIES_IN_UPDATE * largest)
-        )
-    if rounding == "compensated":
-        first = run.step_ranges[0]
-        rest_bytes = int(run.block_bytes[run.gradients(first)].sum()) // 2
-        found.append(Change(begin=first.end_event, end=num_events, num_bytes=rest_bytes))
-    return tuple(change for change in found if change.end > change.begin)
-
-
-def _update_seconds(run: OptimizerProfile) -> float:
-    """The time to cast each tensor to float32, update it by itself, and round it."""
-    total = 0.0
-    for step_range in run.steady:
-        gradients = run.gradients(step_range)
-        kernels = sum(len(gradients) if "_foreach_" in name else 1 for name in run.names(step_range))
-        casts = seconds_of_update(
-            run, _KERNELS_PER_UPDATE * int(run.block_bytes[gradients].sum()), _KERNELS_PER_UPDATE * len(gradients)
-        )
-        total += seconds_of_kernels(run, step_range, kernels) + casts
-    return total

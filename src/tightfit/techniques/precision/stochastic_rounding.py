@@ -31,6 +31,24 @@ def round_stochastically(value: torch.Tensor, generator: torch.Generator) -> tor
     return bits.view(torch.float32).masked_fill_(value.isnan(), torch.nan).to(torch.bfloat16)
 
 
+class Rounded:
+    """Rounds with random numbers of its own: the script's do not change. A fixed seed: two runs of one program round alike."""
+
+    def __init__(self) -> None:
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def of(self, value: torch.Tensor) -> torch.Tensor:
+        """`value` (float32, any shape) in bfloat16."""
+        return round_stochastically(value, self.generator(value.device))
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        """The generator for tensors on `device`."""
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device)
+            self._generators[device].manual_seed(0)
+        return self._generators[device]
+
+
 @dataclasses.dataclass(slots=True)
 class _Rest:
     """The truncated part of a parameter, and a checksum of its bfloat16 bits: after any other write, also through `.data`, the part is not used."""
@@ -39,7 +57,7 @@ class _Rest:
     bits: torch.Tensor
 
 
-def _sum_of_bits(value: torch.Tensor) -> torch.Tensor:
+def sum_of_bits(value: torch.Tensor) -> torch.Tensor:
     """A sum over the elements of a tensor in bfloat16 as integers."""
     return value.detach().view(torch.int16).sum(dtype=torch.int64)
 
@@ -56,7 +74,7 @@ class LowPrecisionUpdate:
         self._step = step_of(optimizer)
         self._update_whole = update_alone(optimizer)
         self._rests: dict[torch.Tensor, _Rest] = {}
-        self._generators: dict[torch.device, torch.Generator] = {}
+        self._rounded = Rounded()
 
     def __call__(self) -> list[torch.Tensor]:
         """Updates all parameters that have a gradient, and returns them."""
@@ -79,7 +97,7 @@ class LowPrecisionUpdate:
         rest = self._rests.get(parameter)
         if rest is not None and rest.value.shape == value.shape:
             # No branch, for which the host would wait: a parameter that was written to since gets nothing.
-            value.add_(rest.value * (rest.bits == _sum_of_bits(parameter)))
+            value.add_(rest.value * (rest.bits == sum_of_bits(parameter)))
         return value
 
     def _update(self, parameter: torch.Tensor, group: int) -> None:
@@ -89,7 +107,7 @@ class LowPrecisionUpdate:
         value.grad = parameter.grad.float()
         states: dict[torch.Tensor, Any] = defaultdict(dict)
         if parameter in optimizer.state:
-            states[value] = {name: _wide(state) for name, state in optimizer.state[parameter].items()}
+            states[value] = {name: wide(state) for name, state in optimizer.state[parameter].items()}
         self._step(beside(optimizer, [{**optimizer.param_groups[group], "params": [value]}], states))
         if value in states:
             optimizer.state[parameter] = states[value]
@@ -98,22 +116,14 @@ class LowPrecisionUpdate:
 
     def _write(self, parameter: torch.Tensor, value: torch.Tensor) -> None:
         if self._rounding == "stochastic":
-            parameter.copy_(round_stochastically(value, self._generator(value.device)))
+            parameter.copy_(self._rounded.of(value))
             return
         parameter.copy_(value)
         rest = value.sub_(parameter).to(torch.bfloat16)
-        self._rests[parameter] = _Rest(rest, _sum_of_bits(parameter))
-
-    def _generator(self, device: torch.device) -> torch.Generator:
-        """A separate generator: the script's random numbers do not change."""
-        if device not in self._generators:
-            self._generators[device] = torch.Generator(device)
-            # A fixed seed: two runs of one program round alike.
-            self._generators[device].manual_seed(0)
-        return self._generators[device]
+        self._rests[parameter] = _Rest(rest, sum_of_bits(parameter))
 
 
-def _wide(state: Any) -> Any:
+def wide(state: Any) -> Any:
     """A state in float32, also if an optimizer made it for a bfloat16 parameter."""
     return state.float() if isinstance(state, torch.Tensor) and state.dtype == torch.bfloat16 else state
 

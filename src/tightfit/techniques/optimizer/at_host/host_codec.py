@@ -10,6 +10,7 @@ from typing import final
 
 import torch
 
+from tightfit.capture.processes.simulated import is_simulated
 from tightfit.engine.copy_engines import CopyEngine, Ticket, copies_for
 from tightfit.engine.disk_copies import DiskSpace
 from tightfit.engine.disk_slab import DiskPart, DiskSlab
@@ -36,7 +37,8 @@ class ComingState(Encoded):
 
 @final
 class HostCodec(AbstractCodec):
-    """Copies to `host_bytes` of host memory, or to `disk`, and back, for states on `device` of at least `least_elements`."""
+    """Copies to `host_bytes` of host memory, or to `disk`, and back, for states on `device` of at least `least_elements`; `card` is that of the program where these
+    states are at the host themselves."""
 
     is_exact = True
 
@@ -47,16 +49,19 @@ class HostCodec(AbstractCodec):
         *,
         least_elements: int = MIN_NUMBERS,
         disk: DiskSpace | None = None,
+        card: torch.device | None = None,
     ) -> None:
         self._least_elements = least_elements
         self._device = device
-        link = copies_for(device)
+        near = device if card is None else card
+        # Nothing is copied on the virtual GPU, so no thread is needed there.
+        link = copies_for(near if is_simulated() else device)
         self.slab: HostSlab | DiskSlab
         self.copies: CopyEngine
         if disk is None:
             self.slab, self.copies = HostSlab(host_bytes, device), link
         else:
-            self.slab, self.copies = disk.opened(device, link)
+            self.slab, self.copies = disk.opened(near, link)
         self._leaving: deque[Ticket] = deque()
         self._num_begun = 0
 

@@ -81,6 +81,8 @@ class HostUpdates:
         self._forget_changed(parameters)
         self._make_room(max(parameter.nbytes for parameter in parameters))
         left, under_way, uploads = deque(enumerate(parameters)), deque[_Coming](), list[Ticket]()
+        # Updated at the host, and not yet on its way to the card.
+        updated: list[torch.Tensor] = []
         try:
             while left or under_way:
                 while left and len(under_way) <= HOST_AHEAD:
@@ -89,8 +91,13 @@ class HostUpdates:
                 for ticket in coming.tickets:
                     self._copies.finish(ticket)
                 self._update(coming, groups[coming.parameter])
+                updated.append(coming.parameter)
                 uploads.append(self._upload(coming.parameter))
+                updated.clear()
         finally:
+            for parameter in updated:
+                # Its states are those of after the update: so is to be the weight.
+                _write(parameter, self._weights[parameter].part)
             for ticket in itertools.chain.from_iterable(coming.tickets for coming in under_way):
                 self._copies.finish(ticket)
             for ticket in uploads:
@@ -161,6 +168,11 @@ class HostUpdates:
     def _upload(self, parameter: torch.Tensor) -> Ticket:
         part = self._weights[parameter].part
         return self._copies.begin(part.bytes, flat_bytes(parameter.detach()), to_host=False, held=(part,))
+
+
+def _write(parameter: torch.Tensor, part: Part) -> None:
+    with torch.no_grad():
+        flat_bytes(parameter.detach()).copy_(part.bytes)
 
 
 def _can_be_updated(parameter: torch.Tensor, states: dict[str, Any], group: Mapping[str, Any]) -> bool:

@@ -7,7 +7,7 @@ device memory; loaded states are quantised again.
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, final
 
@@ -22,6 +22,7 @@ from tightfit.techniques.optimizer.states.states_ahead import StatesAhead
 from tightfit.techniques.optimizer.updates.backward_updates import Updates
 from tightfit.techniques.optimizer.updates.optimizer_kernels import check_kernel, set_kernel
 from tightfit.techniques.optimizer.updates.optimizer_steps import (
+    UpdateOne,
     check_separable,
     groups_by_parameter,
     update_alone,
@@ -51,8 +52,8 @@ class EncodedState(AbstractSource):
 
     @property
     def num_bytes(self) -> int:
-        """Of the dequantised state."""
-        return self._shape.numel() * self._dtype.itemsize
+        """Of what `begin` brings."""
+        return self._codec.num_bytes(self._shape, self._dtype)
 
     def begin(self) -> None:
         """Begins to bring what the next `whole` needs."""
@@ -89,9 +90,10 @@ class UpdatesElsewhere(Protocol):
 
 
 class EncodedStates:
-    """Steps `optimizer` parameter by parameter; between steps, the states that `codec` takes are quantised.
+    """Steps `optimizer` parameter by parameter; between steps, the states that `codec` takes are quantised, those of `only` these parameters if they are given.
 
-    With `window_bytes`, what decoding needs is brought ahead of the updates, in the order that they are expected in.
+    With `window_bytes`, what decoding needs is brought ahead of the updates, in the order that they are expected in. `update_one` is the update itself, by
+    default the optimizer's own.
     """
 
     def __init__(
@@ -100,13 +102,17 @@ class EncodedStates:
         codec: AbstractCodec,
         window_bytes: int | None = None,
         refuse: Refuse = ApplyError,
+        *,
+        only: Container[torch.Tensor] | None = None,
+        update_one: UpdateOne | None = None,
     ) -> None:
         self._optimizer = optimizer
         self._refuse = refuse
+        self._only = only
         # Of states that are updated where they are.
         self._num_updates_on_host = 0
         self._codec = codec
-        self._update_whole = update_alone(optimizer)
+        self._update_whole = update_alone(optimizer) if update_one is None else update_one
         self.on_host: UpdatesElsewhere | None = None
         """Updates what it takes in place of the optimizer's implementation on the card."""
         self._ahead: StatesAhead | None = None
@@ -219,6 +225,7 @@ class EncodedStates:
             and not isinstance(value, LazyTensor)
             # Step counters are states too, of one element.
             and value.shape == parameter.shape
+            and (self._only is None or parameter in self._only)
             and self._codec.takes(name, parameter.shape)
         )
 
@@ -309,20 +316,26 @@ def encode_states(
         if given.kernel == "fused":
             set_kernel(session, optimizer, "fused")
 
-        def undo(encoded: EncodedStates = encoded, optimizer: torch.optim.Optimizer = optimizer) -> None:
-            for parameter in list(optimizer.state):
-                encoded.decode(parameter)
-
-        session.when_undone(undo)
-        encoded.loaded(optimizer)
+        encode_now(session, optimizer, encoded)
         if not given.in_backward:
             update_within_step(session, optimizer, encoded)
-        # The lazy tensors of the states would be dequantised one by one on the device by whatever serialises
-        # the checkpoint.
-        session.hook(optimizer.register_state_dict_post_hook, encoded.saved)
-        session.hook(optimizer.register_load_state_dict_pre_hook, encoded.loads)
-        session.hook(optimizer.register_load_state_dict_post_hook, encoded.loaded)
     if given.in_backward:
         updates = {optimizer: encoded.update for optimizer, encoded in states.items()}
         expecting = {optimizer: encoded.expecting for optimizer, encoded in states.items()}
         Updates(session, updates, updates_all=True, expecting=expecting).install()
+
+
+def encode_now(session: Session, optimizer: torch.optim.Optimizer, encoded: EncodedStates) -> None:
+    """Quantises the states that there are, and has checkpoints of the optimizer as without it, until the session is undone."""
+
+    def undo() -> None:
+        for parameter in list(optimizer.state):
+            encoded.decode(parameter)
+
+    session.when_undone(undo)
+    encoded.loaded(optimizer)
+    # The lazy tensors of the states would be dequantised one by one on the device by whatever serialises
+    # the checkpoint.
+    session.hook(optimizer.register_state_dict_post_hook, encoded.saved)
+    session.hook(optimizer.register_load_state_dict_pre_hook, encoded.loads)
+    session.hook(optimizer.register_load_state_dict_post_hook, encoded.loaded)

@@ -49,6 +49,10 @@ class AbstractCodec(abc.ABC):
         """Begins to bring what `decode` needs; it is given the result in place of `encoded`, on whatever became of that meanwhile."""
         return encoded
 
+    def num_bytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
+        """What `begin` brings to the card."""
+        return shape.numel() * dtype.itemsize
+
     @property
     def num_begun(self) -> int:
         """How many states have been encoded so far, as `settle` counts them."""
@@ -103,6 +107,11 @@ class BlockCodec(AbstractCodec):
             single = torch.stack((codes >> 4, codes & 15), 2).flatten(1) if self.bits == 4 else codes
             piece.copy_(table[single.int()].mul_(scales[:, None]).view(-1)[: piece.numel()])
         return whole
+
+    def num_bytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
+        size = BLOCK_SIZE[self.bits]
+        num_blocks = -(-shape.numel() // size)
+        return num_blocks * (size * self.bits // 8 + torch.float32.itemsize)
 
 
 @final

@@ -161,23 +161,42 @@ class _Steps:
         (kept,) = mine
         parameters = {parameter: None for parameter in kept.waiting if parameter in groups}
         through_host = not self._can_update_in(kept)
+        num_updated = 0
+
+        def update(parameter: torch.Tensor) -> None:
+            nonlocal num_updated
+            num_updated += 1
+            self._update_one(parameter, optimizer, groups[parameter])
+
         try:
             # In the order in which the first pass has come to them.
             with self._steppers[optimizer].expecting(parameters):
-                updated = kept.use(
-                    lambda p: self._update_one(p, optimizer, groups[p]), parameters, _USED, through_host=through_host
-                )
-        except BaseException:
-            # Some parameters may be updated already: nothing may be trained on from here.
-            self.session.refuse(
-                f"the second backward pass, in which parameters are updated, was not finished; {REMEDY}"
-            )
+                updated = kept.use(update, parameters, _USED, through_host=through_host)
+        except BaseException as error:
+            # Nothing may be trained on from here.
+            refusal = self._refuse_to_go_on(error, num_updated, len(parameters))
+            if isinstance(error, ApplyError):
+                raise refusal from error
             raise
         self._passes.used(kept)
         if len(updated) < len(parameters):
             self.session.statistics["gradients kept to the step"] += len(parameters) - len(updated)
             _tell(self.session, "a parameter's memory is also held by something else when its gradient is there")
         return updated
+
+    def _refuse_to_go_on(self, error: BaseException, num_updated: int, num_parameters: int) -> ApplyError:
+        """The error of a second pass that was not finished, with what it has left half done."""
+        if isinstance(error, ApplyError) and not num_updated:
+            return self.session.refuse(str(error))
+        lost = f" {num_updated} of {num_parameters} parameters may have been updated: load the last checkpoint;" * bool(
+            num_updated
+        )
+        self.session.verdict.forget()
+        if isinstance(error, ApplyError):
+            return self.session.refuse(f"{error};{lost.removesuffix(';')}")
+        return self.session.refuse(
+            f"the second backward pass, in which parameters are updated, was not finished;{lost} {REMEDY}"
+        )
 
     def _can_update_in(self, kept: KeptPass) -> bool:
         """Whether parameters may be updated within the second pass: not in the first steps, in which a trial runs, nor if a tensor was written to

@@ -1,14 +1,10 @@
 """Traffic, host memory, disk and hidden copies of activation offload, beside torch's `save_on_cpu`: layers of Llama-8B on the virtual GPU.
 
     python -m benchmarks.engine [--layers 6] [--tokens 8192]
-    python -m benchmarks.engine --storages      which part of a layer moves, by GPU and length
-    python -m benchmarks.engine --budgets       plans that mix, beside those that do one thing
-    python -m benchmarks.engine --reach         how large a model is trained in full with a host of so much memory
 
 All figures are read from tapes: bytes from their copies between card and host, seconds from the timeline of a step. Nothing is run on a card.
 """
 
-import argparse
 import contextlib
 import dataclasses
 from collections.abc import Iterator
@@ -17,9 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.engine_optimizer import print_optimizers
-from benchmarks.engine_reach import reach
-from benchmarks.engine_storages import budgets, storages
 from tightfit.analysis.profile import Profile
 from tightfit.capture.targets import GeneratorFunction
 from tightfit.capture.trace import Preparation, trace
@@ -64,45 +57,25 @@ def layers(num_layers: int = 6, num_tokens: int = 8192, hooks: str = "") -> Iter
         yield loss
 
 
-def main() -> None:
+def traffic(num_layers: int, num_tokens: int) -> None:
     """Prints a row for each way and card."""
-    parser = argparse.ArgumentParser(prog="benchmarks.engine", description=__doc__)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--storages", action="store_true")
-    parser.add_argument("--budgets", action="store_true")
-    parser.add_argument("--reach", action="store_true")
-    parser.add_argument("--width", type=int, default=4096)
-    parser.add_argument("--streamed", type=int, help="layers that are streamed, the first ones; all if it is not given")
-    parser.add_argument("--card", default="RTX 4090")
-    parser.add_argument("--host", default="64GiB")
-    given = parser.parse_args()
-    if given.reach:
-        reach(given.layers, given.streamed or given.layers, given.width, given.tokens, given.card, given.host)
-        return
-    if given.storages or given.budgets:
-        if given.storages:
-            storages(given.layers)
-        if given.budgets:
-            budgets(given.layers, given.tokens, "H200", "64GiB")
-        return
-    plain = _traced(given, [])
+    plain = _traced(num_layers, num_tokens, [])
     offered = list(technique(NAME).options(Profile(plain, find(CARDS[0]))))
     layers_of = [o for o in offered if o.where.rpartition(".")[2].isdigit() and o.settings["share"] == 1.0]
     whole = [o for o in layers_of if not o.disk_bytes]
     ways = {
         "plain": plain,
-        "activation_offload": _traced(given, whole),
-        "the same, to disk": _traced(given, [o for o in layers_of if o.disk_bytes]),
-        "save_on_cpu": _traced(given, [], hooks="save_on_cpu"),
+        "activation_offload": _traced(num_layers, num_tokens, whole),
+        "the same, to disk": _traced(num_layers, num_tokens, [o for o in layers_of if o.disk_bytes]),
+        "save_on_cpu": _traced(num_layers, num_tokens, [], hooks="save_on_cpu"),
     }
-    print(f"{given.layers} layers of Llama-8B, {given.tokens:,} tokens, bfloat16; {len(whole)} layers are offloaded")
+    print(f"{num_layers} layers of Llama-8B, {num_tokens:,} tokens, bfloat16; {len(whole)} layers are offloaded")
     print(f"the plan's host memory: {format_bytes(sum(option.host_bytes for option in whole))}")
     for name, tape in ways.items():
         moved = _bytes_to_host(tape)
-        layers_moved = given.layers if name in ("plain", "save_on_cpu") else len(whole)
+        layers_moved = num_layers if name in ("plain", "save_on_cpu") else len(whole)
         print(
-            f"{name:20} to the host {format_bytes(moved):>10} in a step, {moved / given.tokens / layers_moved / 1e3:6.1f} KB per token and layer, "
+            f"{name:20} to the host {format_bytes(moved):>10} in a step, {moved / num_tokens / layers_moved / 1e3:6.1f} KB per token and layer, "
             f"host peak {format_bytes(tape.host_peak_bytes):>10}, disk {format_bytes(tape.disk_peak_bytes):>10}, allocated peak {format_bytes(_allocated(tape)):>10}"
         )
     for card in CARDS:
@@ -117,11 +90,10 @@ def main() -> None:
                 else ""
             )
             print(f"{card:12} {name:20} {format_seconds(step.seconds):>10} {step.seconds / base - 1:+8.1%}  {share}")
-    print_optimizers()
 
 
-def _traced(given: argparse.Namespace, options: list[Option], hooks: str = "") -> Tape:
-    parameters = {"num_layers": given.layers, "num_tokens": given.tokens, "hooks": hooks}
+def _traced(num_layers: int, num_tokens: int, options: list[Option], hooks: str = "") -> Tape:
+    parameters = {"num_layers": num_layers, "num_tokens": num_tokens, "hooks": hooks}
     choices = [
         Choice(technique=NAME, where=o.where, settings=o.settings, saves_bytes=0, adds_seconds=0.0, exact=True)
         for o in options
@@ -145,7 +117,3 @@ def _bytes_to_host(tape: Tape) -> int:
 def _allocated(tape: Tape) -> int:
     profile = Profile(tape, find(CARDS[0]))
     return int(profile.trained_parts.memory_timeline.max(initial=0))
-
-
-if __name__ == "__main__":
-    main()

@@ -27,7 +27,7 @@ from tightfit.units import format_bytes, format_seconds
 
 CARDS = ("RTX 4090", "A100 80GB", "H200")
 LENGTHS = (4096, 8192, 16384)
-LAYERS = str(Path(__file__).with_name("engine.py"))
+LAYERS = str(Path(__file__).with_name("traffic.py"))
 # What computes the same without copies.
 _BESIDE = {
     "all": "plain",

@@ -1,0 +1,53 @@
+"""Where the steps of programs end whose optimizers hold others, which step in their place."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+import tightfit
+
+HELD_BYTES = 1 << 20
+PRELUDE = f"""
+import torch
+model = torch.nn.Linear(512, 512).cuda()
+held = []
+def backward():
+    model.zero_grad()
+    model(torch.randn(4, 512, device="cuda")).sum().backward()
+    held.append(torch.empty({HELD_BYTES}, dtype=torch.int8, device="cuda"))
+"""
+PROGRAMS = {
+    "one that holds another": """
+class Averaged(torch.optim.Optimizer):
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+    def second_step(self):
+        self.inner.step()
+optimizer = Averaged(torch.optim.SGD(model.parameters(), 0.1))
+for turn in range(20):
+    backward()
+    optimizer.second_step()
+""",
+    "one that holds a list": """
+class Both(torch.optim.Optimizer):
+    def __init__(self, *inner):
+        super().__init__(model.parameters(), {})
+        self.inner = inner
+optimizer = Both(torch.optim.SGD([model.weight], 0.1), torch.optim.SGD([model.bias], 0.1))
+for turn in range(20):
+    backward()
+    for inner in optimizer.inner:
+        inner.step()
+""",
+}
+
+
+@pytest.mark.parametrize("kind", PROGRAMS)
+def test_a_turn_is_a_step_with(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(PRELUDE + PROGRAMS[kind])
+    found = tightfit.estimate(str(path), "RTX 4090")
+    ends = [span.end_allocated_bytes for span in found.spans if span.kind == "step"]
+    assert [after - before for before, after in itertools.pairwise(ends)] == [HELD_BYTES, HELD_BYTES]
