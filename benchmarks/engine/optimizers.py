@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.engine import others
 from tightfit.analysis.profile import Profile
 from tightfit.capture.targets import GeneratorFunction
 from tightfit.capture.trace import Preparation, trace
@@ -30,12 +31,12 @@ MODELS = {"gpt2": "GPT-2 124M, batch 4 x 512, autocast", "llama": "2 layers of L
 _NUM_STEPS = 3
 
 
-def gpt2() -> Iterator[Any]:
-    """GPT-2 with AdamW."""
+def gpt2(way: str = "") -> Iterator[Any]:
+    """GPT-2 with AdamW, or with torchao's offload of it."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     model = GPT2LMHeadModel(GPT2Config()).cuda()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    optimizer = _adamw(model, way)
     while True:
         ids = torch.randint(0, 50257, (4, 512), device="cuda")
         with torch.autocast("cuda", torch.bfloat16):
@@ -46,8 +47,8 @@ def gpt2() -> Iterator[Any]:
         yield loss
 
 
-def llama() -> Iterator[Any]:
-    """Decoder layers of Llama-3-8B's widths with AdamW."""
+def llama(way: str = "") -> Iterator[Any]:
+    """Decoder layers of Llama-3-8B's widths with AdamW, or with torchao's offload of it."""
     from transformers import LlamaConfig, LlamaModel
 
     config = LlamaConfig(
@@ -59,7 +60,7 @@ def llama() -> Iterator[Any]:
         vocab_size=1024,
     )
     model = LlamaModel(config).to(torch.bfloat16).cuda()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    optimizer = _adamw(model, way)
     while True:
         ids = torch.randint(0, 1024, (1, 4096), device="cuda")
         loss = model(input_ids=ids, use_cache=False).last_hidden_state.float().mean()
@@ -69,16 +70,24 @@ def llama() -> Iterator[Any]:
         yield loss
 
 
+def _adamw(model: torch.nn.Module, way: str) -> torch.optim.Optimizer:
+    if way == others.TORCHAO:
+        return others.torchao_optimizer(model.parameters(), lr=1e-4)
+    return torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+
 def print_optimizers() -> None:
     """Prints a row for each model, card and way."""
     for name, title in MODELS.items():
         print(f"\n{title}: optimizer states at the host")
         tapes: dict[str, Tape] = {}
 
-        def traced(settings: Mapping[str, Any] | None = None, name: str = name, tapes: dict[str, Tape] = tapes) -> Tape:
-            key = str(settings)
+        def traced(
+            settings: Mapping[str, Any] | None = None, name: str = name, tapes: dict[str, Tape] = tapes, way: str = ""
+        ) -> Tape:
+            key = f"{settings}{way}"
             if key not in tapes:
-                tapes[key] = _traced(name, settings)
+                tapes[key] = _traced(name, settings, way)
             return tapes[key]
 
         for card in CARDS:
@@ -105,7 +114,16 @@ def _print_card(card: str, traced: Any) -> None:
         predicted = "" if way == "one by one" else f"predicted {format_seconds(base + option.seconds)}"
         print(
             f"{card:10} {way:40} {format_seconds(step.seconds):>10} {step.seconds / base - 1:+8.1%}  peak {format_bytes(_allocated(Profile(tape, device))):>10}, "
-            f"{hidden / copied:6.1%} of {format_seconds(copied)} of copies hidden, idle: {idle}; {predicted}"
+            f"{hidden / copied:6.1%} of {format_seconds(copied)} of copies hidden, idle: {idle}; host {format_bytes(tape.host_peak_bytes)}; {predicted}"
+        )
+
+    if others.is_installed(others.TORCHAO):
+        tape = traced(way=others.TORCHAO)
+        step = step_timeline(priced(tape, device, None))
+        way = f"torchao {others.version_of(others.TORCHAO)} CPUOffloadOptimizer"
+        print(
+            f"{card:10} {way:40} {format_seconds(step.seconds):>10} {step.seconds / base - 1:+8.1%}  peak {format_bytes(_allocated(Profile(tape, device))):>10}, "
+            f"host {format_bytes(tape.host_peak_bytes)}"
         )
 
 
@@ -115,6 +133,7 @@ def _ways(options: list[Option]) -> dict[str, Option]:
             option
             for option in options
             if option.settings.get("kernel", "same") == kernel
+            and not option.disk_bytes
             and all(option.settings.get(name) == wanted.get(name) for name in ("in_backward", "executor"))
         ]
         return max(fitting, key=lambda option: option.settings["window_bytes"])
@@ -128,7 +147,7 @@ def _ways(options: list[Option]) -> dict[str, Option]:
     }
 
 
-def _traced(name: str, settings: Mapping[str, Any] | None) -> Tape:
+def _traced(name: str, settings: Mapping[str, Any] | None, way: str = "") -> Tape:
     choices = []
     if settings is not None:
         choices = [
@@ -138,7 +157,7 @@ def _traced(name: str, settings: Mapping[str, Any] | None) -> Tape:
         function="tightfit.runtime.attach:prepare",
         argument={"choices": [dataclasses.asdict(choice) for choice in choices]},
     )
-    target = GeneratorFunction(location=__file__, function=name, parameters={})
+    target = GeneratorFunction(location=__file__, function=name, parameters={"way": way})
     return trace(target, label=name, device="H200", num_steps=_NUM_STEPS, preparation=preparation).tape
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.engine import others
 from tightfit.analysis.profile import Profile
 from tightfit.capture.targets import GeneratorFunction
 from tightfit.capture.trace import Preparation, trace
@@ -30,7 +31,7 @@ NAME = "activation_offload"
 
 
 def layers(num_layers: int = 6, num_tokens: int = 8192, hooks: str = "") -> Iterator[Any]:
-    """Decoder layers of Llama-3-8B's widths in bfloat16, trained on one sequence without an optimizer; `hooks` may be "save_on_cpu"."""
+    """Decoder layers of Llama-3-8B's widths in bfloat16, trained on one sequence without an optimizer; `hooks` may be "save_on_cpu" or "torchtune"."""
     from transformers import LlamaConfig, LlamaModel
 
     config = LlamaConfig(
@@ -48,13 +49,18 @@ def layers(num_layers: int = 6, num_tokens: int = 8192, hooks: str = "") -> Iter
     head = nn.Linear(4096, 1, bias=False).to(torch.bfloat16).cuda()
     while True:
         ids = torch.randint(0, 1024, (1, num_tokens), device="cuda")
-        way = torch.autograd.graph.save_on_cpu(pin_memory=True) if hooks else contextlib.nullcontext()
-        with way:
+        with _hooks(hooks):
             loss = head(model(input_ids=ids, use_cache=False).last_hidden_state).float().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         yield loss
+
+
+def _hooks(name: str) -> contextlib.AbstractContextManager[Any]:
+    if name == others.TORCHTUNE:
+        return others.torchtune_offload()
+    return torch.autograd.graph.save_on_cpu(pin_memory=True) if name else contextlib.nullcontext()
 
 
 def traffic(num_layers: int, num_tokens: int) -> None:
@@ -69,11 +75,14 @@ def traffic(num_layers: int, num_tokens: int) -> None:
         "the same, to disk": _traced(num_layers, num_tokens, [o for o in layers_of if o.disk_bytes]),
         "save_on_cpu": _traced(num_layers, num_tokens, [], hooks="save_on_cpu"),
     }
+    if others.is_installed(others.TORCHTUNE):
+        name = f"torchtune {others.version_of(others.TORCHTUNE)}"
+        ways[name] = _traced(num_layers, num_tokens, [], hooks=others.TORCHTUNE)
     print(f"{num_layers} layers of Llama-8B, {num_tokens:,} tokens, bfloat16; {len(whole)} layers are offloaded")
     print(f"the plan's host memory: {format_bytes(sum(option.host_bytes for option in whole))}")
     for name, tape in ways.items():
         moved = _bytes_to_host(tape)
-        layers_moved = num_layers if name in ("plain", "save_on_cpu") else len(whole)
+        layers_moved = len(whole) if name in ("activation_offload", "the same, to disk") else num_layers
         print(
             f"{name:20} to the host {format_bytes(moved):>10} in a step, {moved / num_tokens / layers_moved / 1e3:6.1f} KB per token and layer, "
             f"host peak {format_bytes(tape.host_peak_bytes):>10}, disk {format_bytes(tape.disk_peak_bytes):>10}, allocated peak {format_bytes(_allocated(tape)):>10}"

@@ -47,7 +47,7 @@ REFUSED: dict[tuple[str, str], str] = {
     for names, techniques, words in (
         (("never_clears", "zeroes_through_an_alias", "steps_twice"), IN_TWO, "used up"),
         (("sharpness_aware", "weight_decay_by_hand_before_the_step"), IN_TWO, "was written to"),
-        (("weight_decay_through_data_before_the_step", "a_function_with_a_memory"), IN_TWO, "other gradients"),
+        (("weight_decay_through_data_before_the_step",), IN_TWO, "other gradients"),
         (
             (
                 "goes_on_with_a_deepcopy",

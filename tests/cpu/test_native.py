@@ -1,5 +1,6 @@
 """What the virtual GPU relies on inside torch: a release that moves any of it breaks these tests, and not the product."""
 
+import os
 import re
 import subprocess
 import sys
@@ -43,6 +44,17 @@ os._exit(0)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.stdout == "cuda cuda:0 (3, 3)\n", done.stderr
+
+
+def test_a_process_that_ends_by_itself_ends_without_a_fault():
+    program = """
+from tightfit.capture.patches import native
+native.pretend_cuda_is_built()
+"""
+    # What is freed is overwritten.
+    environ = {**os.environ, "PYTHONMALLOC": "malloc", "MALLOC_PERTURB_": "85"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environ)
+    assert done.returncode == 0, done.stderr
 
 
 def test_every_private_name_that_is_replaced_or_called_exists():

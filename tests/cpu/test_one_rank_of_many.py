@@ -11,28 +11,32 @@ import pytest
 from tightfit.capture.targets import Script
 from tightfit.capture.trace import trace
 from tightfit.capture.world import World
+from tightfit.cli.main import run
 from tightfit.errors import UsageError
 from tightfit.tape import Category, CollectiveKind, EventKind, Tape
 
 PROGRAM = Path(__file__).with_name("distributed_program.py")
 
 
-def real_ranks(kind: str, folder: Path) -> list[dict[str, int]]:
-    """What each of two real processes holds after two steps, on the host."""
-    out = folder / "held"
+EXPECTED = {
+    "ddp": {CollectiveKind.ALL_REDUCE},
+    "fsdp1": {CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER},
+    "fsdp2": {CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER},
+    "zero": {CollectiveKind.ALL_REDUCE, CollectiveKind.BROADCAST},
+    "pipeline": {CollectiveKind.SEND, CollectiveKind.RECEIVE},
+}
+"""The ways to shard, and some of the collectives of each."""
+
+
+@pytest.fixture(scope="module")
+def real_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, int]]]:
+    """What each of two real processes holds after two steps, on the host, by the way to shard."""
+    out = tmp_path_factory.mktemp("real") / "held"
     addressed = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        str(PROGRAM),
-        kind,
-        str(out),
-    ]
-    subprocess.run(command, check=True, capture_output=True, timeout=120, env={**os.environ, **addressed})
-    return [json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(2)]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*launch, str(PROGRAM), ",".join(EXPECTED), str(out)]
+    subprocess.run(command, check=True, capture_output=True, timeout=180, env={**os.environ, **addressed})
+    return {kind: [json.loads(Path(f"{out}.{kind}.{rank}").read_text()) for rank in range(2)] for kind in EXPECTED}
 
 
 def held_at_the_end(tape: Tape) -> dict[str, int]:
@@ -44,20 +48,19 @@ def held_at_the_end(tape: Tape) -> dict[str, int]:
     }
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_a_rank_holds_the_bytes_of_the_real_one(kind: str, tmp_path: Path) -> None:
-    real = real_ranks(kind, tmp_path)
+# The second rank of those whose ranks differ: it has the shorter shards, and what a stage receives.
+@pytest.mark.parametrize(
+    ("kind", "rank"), [("ddp", 0), ("fsdp1", 1), ("fsdp2", 0), ("fsdp2", 1), ("zero", 1), ("pipeline", 1)]
+)
+def test_a_rank_holds_the_bytes_of_the_real_one(
+    kind: str, rank: int, real_ranks: dict[str, list[dict[str, int]]], tmp_path: Path
+) -> None:
+    real = real_ranks[kind]
     script = Script(path=str(PROGRAM), arguments=(kind, str(tmp_path / "none")))
-    for rank, held in enumerate(real):
-        tape = trace(script, label=kind, device="H100", num_steps=2, world=World(num_ranks=2, rank=rank)).tape
-        assert held_at_the_end(tape) == held
-        kinds = {CollectiveKind(k) for k in tape.collectives.kind.tolist()}
-        expected = (
-            {CollectiveKind.ALL_REDUCE} if kind == "ddp" else {CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER}
-        )
-        assert expected <= kinds
-        assert tape.communicators == ((0, 1),)
-    # Uneven shards: the two ranks differ where parameters are sharded, and only there.
+    tape = trace(script, label=kind, device="H100", num_steps=2, world=World(num_ranks=2, rank=rank)).tape
+    assert held_at_the_end(tape) == real[rank]
+    assert {CollectiveKind(k) for k in tape.collectives.kind.tolist()} >= EXPECTED[kind]
+    assert tape.communicators == ((0, 1),)
     assert (real[0] == real[1]) is (kind == "ddp")
 
 
@@ -65,3 +68,18 @@ def test_a_rank_holds_the_bytes_of_the_real_one(kind: str, tmp_path: Path) -> No
 def test_ranks_that_do_not_exist_are_refused(num_ranks: int, num_nodes: int, rank: int) -> None:
     with pytest.raises(UsageError):
         World(num_ranks=num_ranks, num_nodes=num_nodes, rank=rank)
+
+
+def test_the_estimate_of_a_rank_has_collectives_and_their_buffers(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--device", "H100", "--gpus", "16", "--nodes", "2", "--steps", "1", "--json"]
+    assert run(["estimate", str(PROGRAM), *asked, "--", "ddp", "none"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (reduced,) = [c for c in found["collectives"] if c["kind"] == "all_reduce"]
+    # The gradients, 33,217 numbers of 4 bytes.
+    assert (reduced["bytes"], reduced["group_size"]) == (4 * 33_217, 16)
+    assert 0 < reduced["seconds"] <= found["seconds_per_step"]
+    (rank,) = found["ranks"]
+    assert (rank["rank"], rank["role"], rank["peak"]) == (0, "every rank", found["peak"])
+    assert found["at_peak"]["nccl"] > 0
+    assert sum(found["at_peak"].values()) == found["peak"]["device_bytes"]
+    assert run(["estimate", str(PROGRAM), *asked, "--node", "p9", "--", "ddp", "none"]) == 2

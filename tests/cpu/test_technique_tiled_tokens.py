@@ -109,6 +109,27 @@ def test_frozen_parameters_and_inputs_without_gradients_are_left_without():
     assert "layers.0.mlp.gate.weight" not in other.gradients[0]
 
 
+def critic() -> nn.Module:
+    model = nn.Sequential(Gated(8, 32))
+    model.made = nn.Parameter(torch.randn(3, 21, 8))
+    return model
+
+
+def of_data_and_of_what_was_made(model: nn.Module, step: int) -> torch.Tensor:
+    data = torch.randn(3, 21, 8, generator=torch.Generator().manual_seed(step))
+    return model(data).square().mean() - model(model.made).square().mean()
+
+
+def in_two_lengths(model: nn.Module, step: int) -> torch.Tensor:
+    long, short = torch.randn(3, 21, 8), torch.randn(3, 9, 8, requires_grad=bool(step % 2))
+    return model(long).square().mean() + model(short).square().mean()
+
+
+@pytest.mark.parametrize("loss", [of_data_and_of_what_was_made, in_two_lengths])
+def test_calls_whose_graphs_differ_are_each_compared_with_their_like(loss):
+    assert_same(train(critic, loss), train(critic, loss, [choice(NAME, "Sequential.0", num_tiles=4)]), **ORDER)
+
+
 @pytest.mark.parametrize("is_half", [False, True])
 def test_in_half_precision_weight_gradients_are_summed_in_float32(is_half):
     kind = torch.bfloat16 if is_half else torch.float32

@@ -3,9 +3,11 @@
 import pytest
 
 from tightfit.cost.collectives import Group, bus_bytes_per_second, collective_seconds
+from tightfit.cost.communicators import communicator_bytes
 from tightfit.devices.catalogue import all_devices, find
 from tightfit.devices.nodes import all_nodes, node_of
 from tightfit.errors import UsageError
+from tightfit.units import MIB
 
 H100 = node_of(find("h100"))
 
@@ -49,3 +51,26 @@ def test_a_node_with_other_cards_is_refused() -> None:
         node_of(find("h100"), "p4d.24xlarge")
     with pytest.raises(UsageError, match="no such node"):
         node_of(find("h100"), "p9")
+
+
+def test_messages_to_all_ranks_of_a_node_hold_what_was_measured() -> None:
+    # NVIDIA/nccl#1685: 3.28 GB more after the first all-to-all on 8 H100.
+    node = Group.of(8, stride=1, num_linked=8)
+    assert communicator_bytes(H100, node, ("all_to_all",)) == pytest.approx(3.28e9, rel=0.05)
+
+
+def test_a_communicator_holds_buffers_for_what_it_has_run() -> None:
+    node, nodes = Group.of(8, stride=1, num_linked=8), Group.of(64, stride=1, num_linked=8)
+    for group in (node, nodes):
+        held = [
+            communicator_bytes(H100, group, kinds)
+            for kinds in ((), ("all_gather",), ("all_gather", "all_reduce"), ("all_gather", "all_reduce", "send"))
+        ]
+        assert held[0] == 0
+        assert held == sorted(set(held))
+    assert communicator_bytes(H100, Group.of(1, stride=1, num_linked=8), ("all_reduce",)) == 0
+    # 30 to 60 MiB were measured for a communicator over PCIe.
+    assert 30 * MIB <= communicator_bytes(node_of(find("l4")), node, ("all_reduce",)) <= 60 * MIB
+    assert communicator_bytes(H100, node, ("send",), num_peers=1) * 2 == communicator_bytes(
+        H100, node, ("send",), num_peers=2
+    )

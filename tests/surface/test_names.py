@@ -72,6 +72,7 @@ def test_an_estimate_is_frozen_and_knows_how_to_show_itself() -> None:
         "disk_peak_bytes",
         "seconds_band",
         "counts",
+        "input_pipeline",
     ]
 
 

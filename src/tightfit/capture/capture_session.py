@@ -22,6 +22,7 @@ from tightfit.capture.observe.kernel_memory import KernelMemory
 from tightfit.capture.observe.recorder import LiveMemory, Recorder, tape_of
 from tightfit.capture.patches import eager, largest_batch, loaders, native, threads, torch_api
 from tightfit.capture.patches.cuda_api import CudaApi
+from tightfit.capture.patches.loading_times import LoadingTimes
 from tightfit.capture.steps.detector import StepWatch
 from tightfit.capture.world import World
 from tightfit.devices.catalogue import find
@@ -91,6 +92,8 @@ class CaptureSession:
         self.watch.on_prediction = self._note_weights
         self.watch.install()
         loaders.install(lambda: self.watch.num_ended)
+        self._loading = LoadingTimes(self.recorder)
+        self._loading.install()
         self._tape: Tape | None = None
         self._seen_weights: dict[tuple[int, int], bool] = {}
 
@@ -107,6 +110,7 @@ class CaptureSession:
             coverage=coverage,
             weights=self._weights(),
             strings=tuple(self.recorder.texts),
+            loaders=self._loading.uses(),
         )
         for look in WHEN_TAKEN:
             look(self)

@@ -61,7 +61,7 @@ class Request:
     until: list[Any] | None = None
     largest_batch_from: int | None = None
     follows_threads: bool = False
-    world: dict[str, int] | None = None
+    world: dict[str, Any] | None = None
 
 
 def main(path: str, parent: str) -> None:

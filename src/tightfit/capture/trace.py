@@ -19,6 +19,7 @@ from tightfit.capture.processes.containment.policy import CLOSED, Policy, contai
 from tightfit.capture.processes.containment.written import dropped_notes
 from tightfit.capture.processes.fork_server import NOT_CLOSED_IN, ForkedChild, forked_child
 from tightfit.capture.processes.trace_progress import StatusReader, TraceProgress, user_place
+from tightfit.capture.ranks import RankTraces
 from tightfit.capture.targets import Target, words_of
 from tightfit.capture.trace_settings import DEFAULT_NUM_STEPS, DEFAULT_TIMEOUT_SECONDS
 from tightfit.capture.world import World
@@ -83,6 +84,7 @@ def trace(
     largest_batch_from: int | None = None,
     policy: Policy = CLOSED,
     world: World | None = None,
+    ranks: RankTraces | None = None,
 ) -> Traced:
     """The tape of `num_steps` steps of `target` on a virtual `device`, a name of the catalogue or the path of a card's TOML file.
 
@@ -90,7 +92,7 @@ def trace(
     until a line of a file, an absolute path, is reached. After `largest_batch_from` steps data loaders give their largest batch.
     `policy` says what the program may do to this machine; by default what it writes is dropped, and it reaches no network. `used_bytes` are held by
     other processes, and not free to a program that asks. `meanwhile` is called once while the child runs, `on_progress` a few times a second.
-    `world`: the target is a distributed program, of which one process is traced. `with_effects`: the tape also has the side effects of modules and accesses to gradients.
+    `world`: the target is a distributed program, of which one process is traced; `ranks` keeps what others send it, for the trace of another one. `with_effects`: the tape also has the side effects of modules and accesses to gradients.
 
     Raises:
         UsageError: `timeout_seconds` is not positive.
@@ -112,8 +114,32 @@ def trace(
         "follows": None if follows is None else follows.to_json(),
         "until": until,
         "largest_batch_from": largest_batch_from,
-        "world": None if world is None else dataclasses.asdict(world),
     }
+
+    def once(world: World | None) -> Traced:
+        return _with_threads(
+            target,
+            {**fields, "world": None if world is None else dataclasses.asdict(world)},
+            policy,
+            on_progress,
+            meanwhile,
+        )
+
+    if world is None or world.num_ranks == 1:
+        return once(world)
+    traced = (RankTraces() if ranks is None else ranks).trace(once, world)
+    assert isinstance(traced, Traced)
+    return traced
+
+
+def _with_threads(
+    target: Target,
+    fields: dict[str, Any],
+    policy: Policy,
+    on_progress: Callable[[TraceProgress], None] | None,
+    meanwhile: Callable[[], None] | None,
+) -> Traced:
+    """One trace, and another one that follows threads where the program turns out to use the GPU in some."""
     program = repr(target)
     if program not in _programs_with_threads:
         try:
@@ -168,7 +194,7 @@ def _attempt(
         return traced
 
 
-def _environment(policy: Policy, world: dict[str, int] | None) -> dict[str, str]:
+def _environment(policy: Policy, world: dict[str, Any] | None) -> dict[str, str]:
     # Where there is a card, it is hidden: the virtual one is the same everywhere, and no context is made on the real one.
     hidden = {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
     distributed = {} if world is None else World(**world).environment()

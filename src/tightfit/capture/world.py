@@ -1,6 +1,7 @@
 """The processes that a distributed program believes in: how many there are, and which of them is traced. No torch."""
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 
 from tightfit.errors import UsageError
 
@@ -9,6 +10,9 @@ from tightfit.errors import UsageError
 class World:
     """One process for each of `num_ranks` GPUs, on `num_nodes` machines with as many GPUs each, of which the process `rank` is traced.
 
+    `received` are the objects that other ranks send it (`tightfit.capture.collectives.objects`), by their channels. With `ends_after`, a channel and a number, the process ends when it has sent that many
+    objects there.
+
     Raises:
         UsageError: there are no such ranks or nodes.
     """
@@ -16,6 +20,8 @@ class World:
     num_ranks: int
     num_nodes: int = 1
     rank: int = 0
+    received: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+    ends_after: tuple[str, int] | None = None
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1:

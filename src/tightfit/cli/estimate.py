@@ -28,12 +28,15 @@ from tightfit.cli.devices import own_card
 from tightfit.cli.progress import ProgressLine
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.catalogue import find
+from tightfit.devices.nodes import node_of
 from tightfit.errors import UsageError
 from tightfit.output_files import check_outputs
 from tightfit.reports.redacted import redacted
 
 if TYPE_CHECKING:
     from tightfit.capture.world import World
+    from tightfit.devices.device import Device
+    from tightfit.reports.ranks import RankEstimate
     from tightfit.simulate.estimate import Estimate
     from tightfit.tape import Tape
 
@@ -82,7 +85,7 @@ def estimate(
     """
     from tightfit import fit
     from tightfit.recordings.write import write_tape
-    from tightfit.reports.ranks import rank_of
+    from tightfit.reports.ranks import worst_of
 
     started = time.monotonic()
     devices, end = device or (own_card(),), fit.margin_named(margin)
@@ -96,17 +99,18 @@ def estimate(
     if save_recording is not None and len(cards) > 1:
         raise UsageError("--save-recording writes the run on one GPU: give one --device")
     asked = {"arguments": arguments, "parameters": parameter, "options": model.given()}
-    how = {"tracing": tracing, "used": used}
-    world = _world(ranks, target, sweep)
+    how, costs = {"tracing": tracing, "used": used}, {"used": used, "margin": end, "node": ranks.node}
+    world = _world(ranks, target, sweep, cards)
     if sweep:
         if target.endswith(".npz") or save_tape is not None or save_recording is not None:
             raise UsageError(
                 "--sweep traces a workload once for each row: it takes no saved run, --save-tape or --save-recording"
             )
         return _sweep(target, sweep, list(zip(devices, cards, strict=True)), settings, measured, asked, json, how)
-    tape = _tape(target, devices[0], asked, how if world is None else {**how, "world": world})
-    tape = redacted(tape) if redact else tape
-    estimates = [fit.cost(tape, card, settings, measured, used=used, margin=end) for card in cards]
+    traced = _tapes(target, devices[0], asked, how, world, is_chosen=ranks.rank is not None)
+    tapes = [redacted(tape) if redact else tape for tape in traced]
+    found = [_ranks(tapes, [fit.cost(tape, card, settings, measured, **costs) for tape in tapes]) for card in cards]
+    tape, estimates = worst_of(found[0]).tape, [worst_of(of_ranks).estimate for of_ranks in found]
     elapsed_seconds = time.monotonic() - started
     try:
         if save_tape is not None:
@@ -115,12 +119,50 @@ def estimate(
             write_tape(save_recording, tape, cards[0], settings, measured)
     finally:
         # Also where a file could not be written: the answer has been worked out by now.
-        _print(estimates, rank_of(tape), json=json, elapsed_seconds=elapsed_seconds)
+        _print(estimates, _described(found, cards, ranks.node), json=json, elapsed_seconds=elapsed_seconds)
     return 0 if all(e.fits for e in estimates) else 1
 
 
-def _world(ranks: RankOptions, target: str, sweep: Sequence[str]) -> "World | None":
+def _tapes(
+    target: str, device: str, asked: dict[str, Any], how: dict[str, Any], world: "World | None", *, is_chosen: bool
+) -> "list[Tape]":
+    """The trace, or those of the ranks that differ."""
+    from tightfit.fit.ranks import trace_ranks
+
+    if world is None:
+        return [_tape(target, device, asked, how)]
+    return list(
+        trace_ranks(
+            lambda each, sent: _tape(target, device, asked, {**how, "world": each, "ranks": sent}),
+            world,
+            is_chosen=is_chosen,
+        )
+    )
+
+
+def _ranks(tapes: "Sequence[Tape]", estimates: "Sequence[Estimate]") -> "list[RankEstimate]":
+    from tightfit.fit.ranks import role_of
+    from tightfit.reports.ranks import RankEstimate
+
+    return [
+        RankEstimate(role=role_of(tape, tapes), tape=tape, estimate=estimate)
+        for tape, estimate in zip(tapes, estimates, strict=True)
+    ]
+
+
+def _described(
+    found: "Sequence[Sequence[RankEstimate]]", cards: "Sequence[Device]", node: str | None
+) -> list[dict[str, Any]]:
+    from tightfit.reports.ranks import ranks_of
+
+    return [ranks_of(ranks, node_of(card, node)) for ranks, card in zip(found, cards, strict=True)]
+
+
+def _world(ranks: RankOptions, target: str, sweep: Sequence[str], cards: "Sequence[Device]") -> "World | None":
     world = ranks.world()
+    for card in cards:
+        # A node without such cards is refused before anything is traced.
+        node_of(card, ranks.node)
     if world is not None and (sweep or target.endswith(".npz")):
         raise UsageError("--gpus traces a script: it takes no --sweep and no saved run")
     return world
@@ -164,18 +206,20 @@ def _saved_tape(path: str) -> "Tape":
     return read_tape(path)
 
 
-def _print(estimates: "Sequence[Estimate]", rank: dict[str, Any], *, json: bool, elapsed_seconds: float) -> None:
+def _print(
+    estimates: "Sequence[Estimate]", ranks: Sequence[dict[str, Any]], *, json: bool, elapsed_seconds: float
+) -> None:
     from tightfit.reports.ranks import rank_words
     from tightfit.reports.text import estimates as text_report
 
     if json:
-        for estimate in estimates:
-            sys.stdout.write(
-                jsonlib.dumps(estimate.to_json() | rank | {"elapsed_seconds": round(elapsed_seconds, 2)}) + "\n"
-            )
-    elif len(estimates) == 1:
+        for estimate, of_ranks in zip(estimates, ranks, strict=True):
+            answer = estimate.to_json() | of_ranks | {"elapsed_seconds": round(elapsed_seconds, 2)}
+            sys.stdout.write(jsonlib.dumps(answer) + "\n")
+        return
+    if len(estimates) == 1:
         text_report.write_estimate(estimates[0], elapsed_seconds=elapsed_seconds)
     else:
         text_report.write_comparison(estimates, elapsed_seconds=elapsed_seconds)
-    if rank and not json:
-        sys.stdout.write(rank_words(rank) + "\n")
+    if ranks[0]:
+        sys.stdout.write(rank_words(ranks[0]) + "\n")

@@ -9,7 +9,7 @@ A group is how many ranks take part and how many of those share a node's fast li
 each with three protocols (LL: a quarter of the bandwidth and the least latency, LL128: 0.92 of it, Simple: all of it), of which the fastest is taken. A ring over
 whole nodes has one channel per adapter, so its bus bandwidth is that of the GPU's own link or that of all the node's adapters together, whichever is less; groups
 that have only some GPUs of a node share its adapters with the other groups of the same kind, which run at the same time. `all_to_all` sends n-1 of n parts
-directly: those to other nodes through the share of the network that a GPU has. Buffers and channels are `communicator_bytes`.
+directly: those to other nodes through the share of the network that a GPU has. What NCCL holds is in `tightfit.cost.communicators`.
 """
 
 import dataclasses
@@ -87,15 +87,6 @@ def bus_bytes_per_second(group: Group, node: Node) -> float:
     if group.num_nodes == 1:
         return node.ring_bytes_per_second
     return min(node.ring_bytes_per_second, _network_share(group, node))
-
-
-def communicator_bytes(node: Node, num_groups: int) -> int:
-    """GPU memory of NCCL for `num_groups` communicators of a rank.
-
-    Each channel of a connection has buffers for LL (256 KiB), LL128 (about 2 MiB at most) and Simple (4 MiB, NCCL_BUFFSIZE), and a communicator has up to 16 channels to
-    two neighbours on NVLink, 2 to 4 otherwise; connections are made when first used. Measured growth per communicator is 100 to 400 MiB on NVLink, 30 to 60 MiB on PCIe.
-    """
-    return num_groups * (200 << 20 if node.link != "pcie" else 48 << 20)
 
 
 def _network_share(group: Group, node: Node) -> float:

@@ -37,6 +37,7 @@ class ErrorKind(enum.IntEnum):
     LINK = 10
     DISK = 11
     HOST = 12
+    COLLECTIVES = 13
 
 
 WORDS: Mapping[ErrorKind, str] = {
@@ -53,6 +54,7 @@ WORDS: Mapping[ErrorKind, str] = {
     ErrorKind.LINK: "copies between host and GPU",
     ErrorKind.DISK: "copies to and from disk",
     ErrorKind.HOST: "work of the host",
+    ErrorKind.COLLECTIVES: "collectives",
 }
 
 
@@ -86,6 +88,8 @@ DOUBTS: Mapping[ErrorKind, Doubt] = {
     ErrorKind.LINK: Doubt(shared=0.15, own=0.0, of_card=0.0, of_architecture=0.0),
     ErrorKind.DISK: Doubt(shared=0.70, own=0.0, of_card=0.0, of_architecture=0.0),
     ErrorKind.HOST: Doubt(shared=0.50, own=0.0, of_card=0.0, of_architecture=0.0),
+    # Links by topology, and ranks that come late: no collective was measured here.
+    ErrorKind.COLLECTIVES: Doubt(shared=0.40, own=0.0, of_card=0.0, of_architecture=0.0),
 }
 
 # A kernel that finds in the cache what the one before has written is faster, by how much is not modelled. Steps on cards of up to 50 MiB do not show it, those of 72 MiB do.
@@ -198,4 +202,5 @@ def error_kinds(tape: Tape, arithmetic: npt.NDArray[np.str_], device: Device) ->
     copies = tape.copies
     is_disk = (copies.direction == CopyDirection.TO_DISK) | (copies.direction == CopyDirection.FROM_DISK)
     kinds[copies.operator] = np.where(is_disk, ErrorKind.DISK, ErrorKind.LINK)
+    kinds[tape.collectives.operator] = ErrorKind.COLLECTIVES
     return kinds

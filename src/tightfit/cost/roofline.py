@@ -85,7 +85,7 @@ def operator_seconds(
         arithmetic = np.array(types)[kind_of][row]
         seconds[row] = shaped_seconds(tape, device, efficiency, arithmetic) + fixed_seconds[row]
     seconds[tape.copies.operator] = _copying(tape, device, calibration)
-    # Not priced yet, and the capture says so among its assumptions.
+    # What they take depends on the node, which is not the GPU's (`tightfit.cost.traced_collectives`).
     seconds[tape.collectives.operator] = 0.0
     return seconds
 

@@ -18,6 +18,7 @@ from tightfit.diagnosis.growth import MIN_STEPS, Growth, growth_of
 from tightfit.diagnosis.named_leaks import named_leaks
 from tightfit.diagnosis.step_spans import StepSpan, steps_of
 from tightfit.diagnosis.suggestions.from_history import suggestions_of
+from tightfit.diagnosis.suggestions.from_loading import suggestions_on_loading
 from tightfit.planner.suggestion import Suggestion, in_order
 from tightfit.recordings.allocator_trace import settings_text
 from tightfit.recordings.frames import AllocationSite
@@ -150,7 +151,13 @@ def diagnose(subject: DiagnosedRun, *, seconds: float = DEFAULT_SECONDS) -> Diag
         pinned_by=_pinned_by(history, places, fragmented_at, found),
         oom=_out_of_memory(subject, found),
         settings_tried=settings,
-        remedies=in_order([*suggestions_of(history, places, subject.phases, subject.costs), *_of_settings(settings)]),
+        remedies=in_order(
+            [
+                *suggestions_of(history, places, subject.phases, subject.costs),
+                *suggestions_on_loading(subject.pipeline),
+                *_of_settings(settings),
+            ]
+        ),
         assumptions=history.assumptions,
     )
 

@@ -19,6 +19,8 @@ from tightfit.recordings.frames import AllocationSite, place_of
 from tightfit.recordings.read import Action, Recording
 from tightfit.runtime.leaks.found_leaks import LeakHolder
 from tightfit.simulate.history import History
+from tightfit.simulate.input_pipeline import InputPipeline, input_pipeline
+from tightfit.simulate.step_work import priced
 from tightfit.simulate.timeline_bytes import Watch, timeline_on
 from tightfit.simulate.workspaces import with_workspaces_of
 from tightfit.tape import Column, Phase, Tape
@@ -59,7 +61,8 @@ class SettingTried:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DiagnosedRun:
-    """One run. `phases` has the `Phase` of each block, `places` the allocation site of each stack, `holders` what keeps a block, as far as it was traced.
+    """One run. `phases` has the `Phase` of each block, `places` the allocation site of each stack, `holders` what keeps a block, as far as it was traced,
+    `pipeline` what feeds the steps.
 
     `again` replays the run for a watch, and `try_settings(seconds)` searches settings that reserve less, best first, in about that time.
     """
@@ -70,6 +73,7 @@ class DiagnosedRun:
     costs: Costs | None
     holders: Mapping[int, LeakHolder]
     failure: Failure | None
+    pipeline: InputPipeline | None = None
     again: Callable[[Watch], Any]
     try_settings: Callable[[float], tuple[SettingTried, ...]]
 
@@ -126,6 +130,7 @@ def subject_of_tape(
             block: found for block, number in enumerate(storage.tolist()) if (found := (holders or {}).get(number))
         },
         failure=None,
+        pipeline=input_pipeline(priced(tape, device, calibration), device, calibration),
         again=lambda watch: history_of_tape(tape, device, settings, calibration, watch=watch),
         try_settings=try_settings,
     )

@@ -31,7 +31,6 @@ def question_of(caller: types.FrameType | None) -> str:
     return question_in(backward) if isinstance(backward, types.FunctionType) else ""
 
 
-@functools.lru_cache(maxsize=256)
 def question_in(backward: types.FunctionType) -> str:
     """The line where a backward function, or one that it calls, asks what a saved tensor is, or nothing."""
     names = saved_names(backward.__code__)
@@ -39,7 +38,7 @@ def question_in(backward: types.FunctionType) -> str:
         (
             line
             for function, depth in called(backward)
-            for line in _questions(function, names if not depth else frozenset())
+            for line in _questions(function.__code__, names if not depth else frozenset())
         ),
         "",
     )
@@ -80,7 +79,7 @@ def _is_full(cell: types.CellType) -> bool:
         return False
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def saved_names(code: types.CodeType) -> frozenset[str]:
     """The variables that are given saved tensors: what is stored behind each read of `saved_tensors`."""
     instructions = list(dis.get_instructions(code))
@@ -96,8 +95,14 @@ def saved_names(code: types.CodeType) -> frozenset[str]:
     return frozenset(found)
 
 
-def _questions(function: types.FunctionType, saved: frozenset[str]) -> Iterator[str]:
-    code, line = function.__code__, function.__code__.co_firstlineno
+# By code, which does not keep what the program has in its globals.
+@functools.lru_cache(maxsize=1024)
+def _questions(code: types.CodeType, saved: frozenset[str]) -> tuple[str, ...]:
+    return tuple(_asked(code, saved))
+
+
+def _asked(code: types.CodeType, saved: frozenset[str]) -> Iterator[str]:
+    line = code.co_firstlineno
     names = set(code.co_names)
     before: dis.Instruction | None = None
     for each in dis.get_instructions(code):

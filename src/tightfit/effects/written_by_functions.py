@@ -55,11 +55,9 @@ def may_write(function: Any) -> bool:
     """Whether a call of `function` may change something that a second call would find changed."""
     if isinstance(function, types.MethodType):
         function = function.__func__
-    return not isinstance(function, types.FunctionType) or _any_writes(function)
-
-
-@functools.lru_cache(maxsize=256)
-def _any_writes(function: types.FunctionType) -> bool:
+    if not isinstance(function, types.FunctionType):
+        return True
+    # What it names may be another function the next time.
     return any(_writes(one.__code__) or _holds_methods(one) for one, _ in called(function))
 
 
@@ -77,6 +75,8 @@ def _holds_methods(function: types.FunctionType) -> bool:
     )
 
 
+# By code, which does not keep what the program has in its globals.
+@functools.lru_cache(maxsize=1024)
 def _writes(code: types.CodeType) -> bool:
     saved, instructions = saved_names(code), [each for each in dis.get_instructions(code) if each.opname != "CACHE"]
     for position, each in enumerate(instructions):

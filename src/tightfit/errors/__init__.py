@@ -5,7 +5,8 @@
     │   └── UnknownDevice   2  no such GPU; lists the nearest names
     ├── CaptureError        3  the workload could not be traced to its end
     │   ├── ProgramError    3  the workload itself raised an exception
-    │   └── MissingExtra    3  a package that this target needs is not installed
+    │   ├── MissingExtra    3  a package that this target needs is not installed
+    │   └── WaitsForRank    3  a traced rank needs an object that another rank sends
     ├── UnsupportedTorch    3  the installed torch lacks a name that is needed
     ├── RecordingError      3  a recording could not be read
     ├── OutputError         3  a file could not be written
@@ -18,7 +19,7 @@
 The message is one line for a person; the command line shows a traceback for these only with `--debug`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 
@@ -52,6 +53,21 @@ class ProgramError(CaptureError):
 
 class MissingExtra(CaptureError):
     """A package that this target needs is not installed; the message says what to install."""
+
+
+class WaitsForRank(CaptureError):
+    """A traced rank needs the object number `index` of `channel`, which another rank sends; `channel` is empty where the rank has sent all that was asked for.
+
+    `sent` are the objects that it has sent so far, by their channels (`tightfit.capture.collectives.objects`).
+    """
+
+    def __init__(
+        self, message: str, *, channel: str = "", index: int = 0, sent: Mapping[str, Sequence[str]] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.channel = channel
+        self.index = index
+        self.sent = {name: list(objects) for name, objects in (sent or {}).items()}
 
 
 class UnsupportedTorch(TightfitError):

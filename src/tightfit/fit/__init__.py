@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tightfit.allocator.settings import AllocatorSettings
+from tightfit.capture.ranks import RankTraces
 from tightfit.capture.targets import HuggingFaceConfig, Script, parse_target
 from tightfit.capture.trace import Preparation, Traced, trace
 from tightfit.capture.trace_settings import AS_USUAL, DEFAULT_NUM_STEPS, DEFAULT_TIMEOUT_SECONDS, Steps, TraceSettings
@@ -13,6 +14,8 @@ from tightfit.capture.world import World
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.catalogue import find
 from tightfit.devices.device import Device
+from tightfit.devices.node import Node
+from tightfit.devices.nodes import node_of
 from tightfit.errors import UnknownDevice, UsageError
 from tightfit.errors.faults import answering, theirs
 from tightfit.fit.available import Used, used_bytes_of, with_note, without_used
@@ -21,6 +24,7 @@ from tightfit.fit.card_settings import allocator_settings as allocator_settings
 from tightfit.fit.card_settings import margin_named as margin_named
 from tightfit.fit.extent import extent_of, policy_of
 from tightfit.fit.planning_progress import OnProgress, ProgressLog
+from tightfit.fit.ranks import pipeline_of
 from tightfit.recordings.read import read_recording
 from tightfit.recordings.replayed import Replay, devices_of, limit_of, together
 from tightfit.recordings.replayed import replay as replay_recording
@@ -43,9 +47,10 @@ def capture(
     used: Used = None,
     on_progress: OnProgress | None = None,
     world: World | None = None,
+    ranks: RankTraces | None = None,
 ) -> Tape:
     """The tape of `target` on a virtual `device`; see `tightfit.capture.targets` for what a target is. `world`: it is a distributed script, of which one
-    rank is traced.
+    rank is traced; `ranks` keeps what others send it.
 
     Raises:
         UsageError: no such target or device, or other processes use all of it.
@@ -62,6 +67,7 @@ def capture(
         used=used,
         on_progress=on_progress,
         world=world,
+        ranks=ranks,
     ).tape
 
 
@@ -101,6 +107,7 @@ def _traced(
     on_progress: OnProgress | None,
     preparation: Preparation | None = None,
     world: World | None = None,
+    ranks: RankTraces | None = None,
 ) -> Traced:
     used_bytes = used_bytes_of(find(device), used)
     parsed = parse_target(target, arguments=arguments, parameters=parameters, options=options)
@@ -129,6 +136,7 @@ def _traced(
         on_progress=log.on_trace,
         preparation=preparation,
         world=world,
+        ranks=ranks,
     )
 
 
@@ -206,13 +214,15 @@ def cost(
     *,
     used: Used = None,
     margin: str = "likely",
+    node: str | None = None,
 ) -> Estimate:
     """What `tape` needs on `card`, of which other processes have `used`, judged with `margin`; says so among its assumptions, and where the tape was
-    traced for a card of other kernels.
+    traced for a card of other kernels. `node` names the kind of node that the ranks of a distributed program are on, by default the first with such cards.
     """
     used_bytes = used_bytes_of(card, used)
-    found = estimate_peak(tape, without_used(card, used_bytes), settings, calibration)
-    assumptions = (*found.assumptions, *_other_kernels(tape, card))
+    kind = node_of(card, node) if tape.num_ranks > 1 else None
+    found = estimate_peak(tape, without_used(card, used_bytes), settings, calibration, node=kind)
+    assumptions = (*found.assumptions, *_other_kernels(tape, card), *_of_ranks(tape, kind))
     return with_note(Estimate.of(dataclasses.replace(found, assumptions=assumptions, margin=margin)), card, used_bytes)
 
 
@@ -242,6 +252,16 @@ def replay(
             for index in devices_of(found, device)
         ]
     )
+
+
+def _of_ranks(tape: Tape, node: Node | None) -> list[Assumption]:
+    """What is taken to be so of the nodes and the other ranks of a distributed program."""
+    if node is None:
+        return []
+    found = [f"collectives and NCCL's buffers are those of {node.name}: another one by --node"]
+    if pipeline_of(tape):
+        found.append("a stage is not made to wait for the others: the time per step has no pipeline bubble")
+    return [Assumption(where="", what=what) for what in found]
 
 
 def _other_kernels(tape: Tape, card: Device) -> list[Assumption]:

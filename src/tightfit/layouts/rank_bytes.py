@@ -9,7 +9,8 @@ other          inputs, NCCL's buffers, the CUDA context, and what the caching al
 
 import dataclasses
 
-from tightfit.cost.collectives import communicator_bytes
+from tightfit.cost.collectives import Group
+from tightfit.cost.communicators import communicator_bytes
 from tightfit.devices.device import Device
 from tightfit.devices.node import Node
 from tightfit.layouts.layout import Layout
@@ -64,7 +65,7 @@ def rank_bytes(model: ModelParts, layout: Layout, stage: Stage, device: Device, 
             "activations": activations,
             "working": working,
             "inputs": inputs,
-            "nccl": communicator_bytes(node, _num_groups(layout)),
+            "nccl": _communicators(layout, node),
             "cache": round(FRAGMENTATION * moving),
             "context": device.context_bytes,
         },
@@ -151,9 +152,24 @@ def _activations(model: ModelParts, layout: Layout, stage: Stage, share: float) 
     return round(per_rank * stage.in_flight), round(working)
 
 
-def _num_groups(layout: Layout) -> int:
-    sizes = (layout.sharded_over, layout.num_replicas, layout.tp, layout.pp, layout.cp, layout.ep)
-    return sum(size > 1 for size in sizes)
+def _communicators(layout: Layout, node: Node) -> int:
+    """NCCL's buffers for the groups of a rank."""
+    tp, cp = layout.tp, layout.cp
+    rings = ("all_gather", "reduce_scatter")
+    # Size, how far apart its ranks are, and what it runs.
+    groups = [
+        (layout.sharded_over, tp, rings if layout.zero_stage else ("all_reduce",)),
+        (layout.num_replicas, tp * layout.sharded_over, ("all_reduce",)),
+        (tp, 1, rings),
+        (cp, tp, rings),
+        (layout.ep, tp * cp, ("all_to_all",)),
+    ]
+    found = sum(
+        communicator_bytes(node, Group.of(size, stride=stride, num_linked=node.num_linked), kinds)
+        for size, stride, kinds in groups
+    )
+    neighbours = Group.of(min(2, layout.pp), stride=layout.num_gpus // layout.pp, num_linked=node.num_linked)
+    return found + communicator_bytes(node, neighbours, ("send",), num_peers=min(2, layout.pp - 1))
 
 
 def _role(stage: Stage, layout: Layout) -> str:

@@ -16,9 +16,8 @@ from tightfit.layouts.layout import Layout
 from tightfit.layouts.model_parts import ModelParts, Part
 from tightfit.layouts.part_seconds import PartSeconds, PricedParts
 from tightfit.layouts.stages import Stage, stages_of
+from tightfit.simulate.contention import CONTENTION
 
-CONTENTION = 0.15
-"""How much slower kernels are while NCCL runs beside them. It takes 16 to 32 of a card's 108 to 132 multiprocessors, 12 to 25 %, and part of the bandwidth."""
 _BLOCK_HALVES = 2
 
 

@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tightfit.cost.collectives import communicator_bytes
+from tightfit.cost.collectives import Group
+from tightfit.cost.communicators import communicator_bytes
 from tightfit.devices.device import Device
 from tightfit.devices.nodes import node_of
 from tightfit.serving.cache_size import CacheSize, mean_request_bytes, num_tokens
@@ -105,7 +106,9 @@ def estimate_serving(
     weights = weights_bytes(facts, weight_format, degree)
     is_reserved = rules.activation_peak == "reserved"
     activation = profiled.reserved_bytes if is_reserved else profiled.allocated_bytes
-    communicators = communicator_bytes(node_of(device), 1) if degree > 1 else 0
+    node = node_of(device)
+    # Small all-reduces are the engine's own kernels, the large ones of a prefill NCCL's rings.
+    communicators = communicator_bytes(node, Group.of(degree, stride=1, num_linked=node.num_linked), ("all_gather",))
     context = device.context_bytes
     graphs = graph_bytes(facts, rules, settings)
     charged = weights + activation + communicators + (context if rules.charges_context else 0)

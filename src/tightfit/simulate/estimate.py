@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from tightfit.simulate.input_pipeline import InputPipeline
 from tightfit.simulate.seconds_band import SecondsBand
 from tightfit.simulate.throughput import StepCounts
 from tightfit.tape import Assumption, Coverage
@@ -94,7 +95,8 @@ class Estimate:
     """The memory and time of a workload on a GPU. `at_peak` adds up to `peak.device_bytes`. `margin`, one of the `MARGINS`, decides whether it fits;
     `coverage` says what of the program was seen. `pinned_peak_bytes` of the host's memory are reserved by torch's allocator of pinned memory, for tensors of
     `pinned_tensor_bytes`; `disk_peak_bytes` are in files of techniques. In `idle_seconds_per_step` of a step the GPU runs no kernel: it waits for the host, or for copies.
-    `seconds_band` is the range of `seconds_per_step`, and `counts` what a step does in them; None without a whole step.
+    `seconds_band` is the range of `seconds_per_step`, and `counts` what a step does in them; None without a whole step. `input_pipeline` is what feeds the steps,
+    whose loading is not among their seconds.
     """
 
     target: str
@@ -118,6 +120,7 @@ class Estimate:
     disk_peak_bytes: int = 0
     seconds_band: SecondsBand | None = None
     counts: StepCounts | None = None
+    input_pipeline: InputPipeline | None = None
 
     @property
     def fits(self) -> bool:
@@ -159,6 +162,7 @@ class Estimate:
             "seconds_per_step": self.seconds_per_step,
             "idle_seconds_per_step": self.idle_seconds_per_step,
             **self._seconds_to_json(),
+            "input_pipeline": None if self.input_pipeline is None else self.input_pipeline.to_json(),
             "versions": dict(self.versions),
             "assumptions": [dataclasses.asdict(a) for a in self.assumptions],
             "coverage": self.coverage.to_json(),

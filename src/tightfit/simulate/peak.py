@@ -4,13 +4,19 @@ The likely peak comes from the likely sizes, on a GPU of the given capacity: a l
 cuDNN does. The range comes from replays under other assumptions (`tightfit.simulate.band`).
 """
 
+import dataclasses
+
 import numpy as np
 
 from tightfit.allocator.settings import AllocatorSettings
+from tightfit.cost.traced_collectives import traced_communicator_bytes
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.device import Device
+from tightfit.devices.node import Node
 from tightfit.simulate.band import reserved_band
+from tightfit.simulate.contention import with_contention
 from tightfit.simulate.estimate import Band, Estimate, Peak, PeakMoment, SiteAtPeak, SpanPeak
+from tightfit.simulate.input_pipeline import input_pipeline
 from tightfit.simulate.seconds_band import seconds_band
 from tightfit.simulate.step_work import priced
 from tightfit.simulate.throughput import counts_of_step
@@ -19,14 +25,23 @@ from tightfit.simulate.timeline_bytes import MemoryTimeline, timeline_on
 from tightfit.simulate.workspaces import libraries_of, with_workspaces_of
 from tightfit.tape import Category, Column, EventKind, Phase, SpanKind, Tape
 
+# The buffers follow the number of channels, which NCCL chooses by the links that it finds.
+_COMMUNICATORS_DOUBT = 0.5
+
 # What fits a screen; the JSON has as many, so that both say the same.
 NUM_HOLDERS = 12
 
 
 def estimate_peak(
-    tape: Tape, device: Device, settings: AllocatorSettings | None = None, calibration: Calibration | None = None
+    tape: Tape,
+    device: Device,
+    settings: AllocatorSettings | None = None,
+    calibration: Calibration | None = None,
+    *,
+    node: Node | None = None,
 ) -> Estimate:
-    """The estimate of `tape` on `device`, with the context, workspaces and speeds that `calibration` measured. An empty tape needs the context only.
+    """The estimate of `tape` on `device`, with the context, workspaces and speeds that `calibration` measured. An empty tape needs the context only. The collectives and
+    communicators of a distributed program are those of `node`.
 
     Raises:
         UsageError: the calibration was made on another GPU.
@@ -36,7 +51,8 @@ def estimate_peak(
     # The tape may have been traced for another GPU, whose cuBLAS workspace has another size.
     tape = with_workspaces_of(device, tape, calibration)
     storages = tape.storages
-    timeline = timeline_on(device, tape, settings)
+    communicators = 0 if node is None else traced_communicator_bytes(tape, node)
+    timeline = timeline_on(_beside(device, communicators), tape, settings)
     peak_reserved, peak_allocated = int(timeline.reserved.max(initial=0)), int(timeline.allocated.max(initial=0))
     band = (
         Band(
@@ -44,18 +60,25 @@ def estimate_peak(
             less_bytes=device.context_bytes - device.context_low_bytes,
             more_bytes=device.context_high_bytes - device.context_bytes,
         ),
-        *reserved_band(tape, settings, timeline, room_bytes=device.capacity_bytes - device.context_low_bytes),
+        *reserved_band(
+            tape, settings, timeline, room_bytes=device.capacity_bytes - device.context_low_bytes - communicators
+        ),
     )
-    device_bytes = peak_reserved + device.context_bytes
+    if communicators:
+        off = round(_COMMUNICATORS_DOUBT * communicators)
+        band = (*band, Band(cause="buffers of NCCL", less_bytes=off, more_bytes=off))
+    device_bytes = peak_reserved + device.context_bytes + communicators
     at = int(timeline.allocated.argmax()) if len(timeline.allocated) else 0
     alive = _alive(tape, at)
     at_peak = {c.name.lower(): int(timeline.block_bytes[alive & (storages.category == c)].sum()) for c in Category}
     if tape.num_ranks == 1:
         del at_peak["communication"]
+    else:
+        at_peak["nccl"] = communicators
     # The allocated and the reserved peak need not coincide; their difference is stated as cache so that the categories add up to
     # the device peak.
     at_peak |= {"cache": peak_reserved - peak_allocated, "context": device.context_bytes}
-    prices = priced(tape, device, calibration)
+    prices = with_contention(priced(tape, device, calibration, node=node))
     seconds, busy = seconds_of_steps(prices), busy_seconds_of_steps(prices)
     return Estimate(
         target=tape.target,
@@ -83,10 +106,16 @@ def estimate_peak(
         idle_seconds_per_step=max(0.0, seconds[-1] - busy[-1]) if seconds else 0.0,
         seconds_band=seconds_band(prices, device, calibration) if seconds and seconds[-1] else None,
         counts=counts_of_step(tape, device, seconds[-1]) if seconds and seconds[-1] else None,
+        input_pipeline=input_pipeline(prices, device, calibration) if seconds else None,
         versions=tape.versions,
         assumptions=tape.assumptions,
         coverage=tape.coverage,
     )
+
+
+def _beside(device: Device, num_bytes: int) -> Device:
+    """The device with that much less memory for tensors."""
+    return dataclasses.replace(device, capacity_bytes=device.capacity_bytes - num_bytes) if num_bytes else device
 
 
 def _alive(tape: Tape, at: int) -> Column:

@@ -14,8 +14,10 @@ from tightfit.cost.copies import copy_seconds
 from tightfit.cost.efficiency import efficiency_of
 from tightfit.cost.host_bandwidth import HOST_BYTES_PER_SECOND, host_bytes_per_second
 from tightfit.cost.roofline import is_kernel, operator_seconds
+from tightfit.cost.traced_collectives import traced_collective_seconds
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.device import Device
+from tightfit.devices.node import Node
 from tightfit.tape import Column, SpanKind, Tape, WaitKind
 from tightfit.units import KIB
 
@@ -65,11 +67,15 @@ def priced(
     *,
     tf32_matmul: bool = False,
     tf32_convolution: bool = True,
+    node: Node | None = None,
 ) -> PricedTape:
-    """`tape` priced on `device`; the options are those of `operator_seconds`."""
+    """`tape` priced on `device`; the options are those of `operator_seconds`. The collectives of a distributed program are on nodes of the kind `node`, and cost nothing without one."""
+    seconds = operator_seconds(tape, device, calibration, tf32_matmul=tf32_matmul, tf32_convolution=tf32_convolution)
+    if node is not None and len(tape.collectives):
+        seconds[tape.collectives.operator] = traced_collective_seconds(tape, node)
     return PricedTape(
         tape=tape,
-        seconds=operator_seconds(tape, device, calibration, tf32_matmul=tf32_matmul, tf32_convolution=tf32_convolution),
+        seconds=seconds,
         issue_seconds=is_kernel(tape) * efficiency_of(device, calibration).issue_seconds,
         read_seconds=copy_seconds(0, device, to_card=False, calibration=calibration),
         update_seconds_per_byte=1.0 / host_bytes_per_second(calibration),

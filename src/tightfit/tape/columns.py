@@ -22,6 +22,7 @@ import numpy.typing as npt
 from tightfit.errors import RecordingError
 from tightfit.output_files import writing
 from tightfit.tape.coverage import Coverage
+from tightfit.tape.loader_use import LoaderUse
 
 SCHEMA = 1
 
@@ -336,7 +337,7 @@ class Tape:
     its path ("GPT2LMHeadModel.transformer.h.0": "GPT2Block"); tapes from before it was recorded have none. `random_operators`
     are the names of the operators of this run that draw random numbers (torch's tag `nondeterministic_seeded`), those of the program's own among them.
     Of a distributed program the tape has one process, `rank` of `num_ranks` on `num_nodes` machines; `communicators` are the ranks of each group that communicates on cards.
-    `operators_of_steps` are the operators `[begin, end)` of each span of kind `STEP`. Tapes from before these, `copies`, `waits`, `weights` and `geometry` were recorded have none.
+    `operators_of_steps` are the operators `[begin, end)` of each span of kind `STEP`; `loaders` are those that batches were taken from. Tapes from before these, `copies`, `waits`, `weights` and `geometry` were recorded have none.
     """
 
     target: str
@@ -367,6 +368,7 @@ class Tape:
     num_nodes: int = 1
     communicators: tuple[tuple[int, ...], ...] = ()
     geometry: Geometry = dataclasses.field(default_factory=lambda: _empty(Geometry))
+    loaders: tuple[LoaderUse, ...] = ()
 
     def of_steps(self) -> Self:
         """The tape up to the end of its last step, without what comes after the steps; the same tape where it has no step or nothing follows."""
@@ -413,6 +415,7 @@ class Tape:
             "num_ranks": self.num_ranks,
             "num_nodes": self.num_nodes,
             "communicators": self.communicators,
+            "loaders": [loader.to_json() for loader in self.loaders],
         }
         arrays = {f"{t}.{c}": column for t in _TABLES for c, column in getattr(self, t).columns().items()}
         buffer = io.BytesIO()
@@ -450,6 +453,7 @@ class Tape:
         head["random_operators"] = tuple(head.get("random_operators", ()))
         head["operators_of_steps"] = tuple((begin, end) for begin, end in head.get("operators_of_steps", ()))
         head["communicators"] = tuple(tuple(ranks) for ranks in head.get("communicators", ()))
+        head["loaders"] = tuple(LoaderUse.from_json(loader) for loader in head.get("loaders", ()))
         return cls(**head, **tables)
 
 

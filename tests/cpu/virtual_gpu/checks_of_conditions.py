@@ -55,3 +55,24 @@ def a_check_that_goes_on_passing_fails_once_so_that_a_loop_may_end_by_it():
     assert answers.index(False) == NUM_PASSED_CHECKS - 1
     assert answers.count(False) == 1
     assert len(set(assumed)) == 2
+
+
+def infinities_are_counted_as_none():
+    x = unknown()
+    assert torch.isnan(x).sum().item() == 0
+    assert (x == float("inf")).float().sum().item() == 0
+    assert (x != x).any(dim=None).item() == 0
+    found = torch.isnan(x).sum() + torch.isinf(x).sum()
+    assert found.item() == 0
+    # What is asked of the counts is another matter, and so is a mask that was written to.
+    assert (torch.isnan(x).sum(1) == 0).sum().item() != 0
+    mask = torch.isnan(x)
+    mask.logical_not_()
+    assert mask.sum().item() != 0
+
+
+def counts_in_bins_have_the_sum_of_what_is_counted():
+    experts = torch.randn(999, 10, device="cuda").argmax(1)
+    counts = torch.bincount(experts, minlength=10)
+    assert counts.sum().item() == 999
+    assert torch.histc(experts.float(), bins=10, min=0, max=9).sum().item() == 999

@@ -6,12 +6,12 @@ far, and its tensors are held (`stashed_for_allocator_safety_`) until `wait`, wh
 pair.
 """
 
-import collections
 import contextlib
-import dataclasses
+import functools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from types import FrameType
+import types
+import weakref
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,34 +19,29 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _create_work_from_future  # pyrefly: ignore[missing-module-attribute]
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from tightfit.capture.collectives import arguments, gathered_values, groups
 from tightfit.capture.collectives.arguments import Collective
+from tightfit.capture.collectives.callers import is_called_by_python, is_called_by_sharding
+from tightfit.capture.collectives.objects import Objects
+from tightfit.capture.collectives.pending import Pending, PendingCollectives
 from tightfit.capture.dispatch.known_values import Unknown, limit
 from tightfit.capture.dispatch.operators import facts
 from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.capture.observe.streams import VirtualEvent, VirtualStream, current_stream, set_stream
+from tightfit.capture.patches import gradients_of_data, libraries
 from tightfit.capture.replace import replace
 from tightfit.capture.world import World
-from tightfit.errors.faults import is_own_file
 from tightfit.tape import Category, CollectiveKind, Phase
 
-_OF_PYTHON = "torch/distributed/distributed_c10d.py"
-_OF_SHARDING = "torch/distributed/fsdp/"
-# What torch puts around every mode (torch/_compile.py, `_disable_dynamo`), and around the functions of `torch.distributed` to log them.
-_AROUND = ("torch/_compile.py", "torch/_dynamo/eval_frame.py", "torch/distributed/c10d_logger.py")
-
-# Programs wait for a few at a time; one that nobody waits for must not hold its tensors for ever.
-_MAX_PENDING = 64
+_CHECKPOINTS = "torch.distributed.checkpoint.default_planner"
 
 
-@dataclasses.dataclass(slots=True, kw_only=True)
-class Pending:
-    """An asynchronous collective: what torch returned for it, the event at its end, and the tensors that it holds."""
-
-    work: Any
-    event: VirtualEvent
-    tensors: tuple[torch.Tensor, ...]
+def _accept_plans(module: types.ModuleType) -> None:
+    """A distributed checkpoint is planned from the plans of all ranks, and the others are taken to have that of the traced one, which leaves most shards out."""
+    if hasattr(module, "_validate_global_plan"):
+        replace(module, _validate_global_plan=lambda *_args, **_kwargs: [])
 
 
 class Communication:
@@ -57,35 +52,59 @@ class Communication:
         self._streams: dict[tuple[str, int], VirtualStream] = {}
         self._groups: dict[str, int] = {}  # numbers on the tape, by the name of the group
         self._of_reducer: list[VirtualEvent] = []
-        self._pending: collections.deque[Pending] = collections.deque(maxlen=_MAX_PENDING)
+        self._pending = PendingCollectives()
+        self._last_sent: dict[tuple[str, int], list[torch.Tensor]] = {}  # by group and receiver
 
     def install(self) -> None:
         """Makes all process groups fake ones, and takes their operators."""
         gpu = self._gpu
         recorder = gpu.recorder
         recorder.world = (self._world.rank, self._world.num_ranks, self._world.num_nodes)
-        if self._world.num_ranks > 1:
-            recorder.assume(
-                "",
-                "the time per step leaves out collectives, and the peak the memory that NCCL itself takes for each communicator",
-            )
         groups.install(self._world, self._new_group)
         for func in arguments.operators():
             is_in_place = func._schema.name.startswith(f"{arguments.IN_PLACE}::")
             gpu.communication[func] = self._run if is_in_place else self._run_functional
-        gpu.communication[torch.ops._c10d_functional.wait_tensor.default] = self._wait_for_tensor
+        functional = torch.ops._c10d_functional
+        gpu.communication[functional.wait_tensor.default] = self._wait_for_tensor
+        if hasattr(functional, "_wrap_tensor_autograd"):
+            # Its shape rule makes another tensor, where what is called makes a wrapper that waits when it is used.
+            gpu.communication[functional._wrap_tensor_autograd.default] = lambda _gpu, _func, args, _kwargs: (
+                AsyncCollectiveTensor(args[0])
+            )
         gpu.on_backward_end = self._end_backward
         wait = dist.Work.wait
 
         def waited(work: Any, *args: Any, **kwargs: Any) -> Any:
-            self._wait_for([p for p in self._pending if p.work is work])
+            self._pending.wait_for_work(work)
             return wait(work, *args, **kwargs)
 
         replace(dist.Work, wait=waited)
+        gradients_of_data.show_those_unlike()
+        self._mark_buckets()
+        Objects(self._world).install()
+        libraries.answer_at_import(_CHECKPOINTS, _accept_plans)
 
-    def _new_group(self, group: Any, is_eager: bool) -> None:
+    def _mark_buckets(self) -> None:
+        """What the reducer of DistributedDataParallel allocates when it is made, and when it has seen the order of the gradients, are its buckets."""
+        storages, table = self._gpu.storages, self._gpu.recorder.storages["category"]
+
+        def marking(method: Any) -> Any:
+            @functools.wraps(method)
+            def marked(*args: Any, **kwargs: Any) -> Any:
+                first = len(table)
+                try:
+                    return method(*args, **kwargs)
+                finally:
+                    storages.mark_since(first, Category.COMMUNICATION)
+
+            return marked
+
+        reducer: Any = dist.Reducer
+        replace(reducer, __init__=marking(reducer.__init__), _rebuild_buckets=marking(reducer._rebuild_buckets))
+
+    def _new_group(self, name: str, ranks: tuple[int, ...], is_eager: bool) -> None:
         if is_eager:
-            self._number(group)
+            self._groups[name] = self._gpu.recorder.communicator(ranks)
 
     def _number(self, group: Any) -> int:
         name = group.group_name
@@ -95,7 +114,7 @@ class Communication:
 
     def _run(self, gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         call = arguments.collective_of(func, args, kwargs)
-        self._drop_unheld()
+        self._pending.drop_unheld()
         pending = self._note(func, args, call, call.is_async)
         self._receive(call)
         future: Any = torch.futures.Future()
@@ -114,13 +133,15 @@ class Communication:
         run = gpu.fake.dispatch if is_virtual else None
         out = gpu.host.run(func, args, kwargs) if run is None else run(func, (FakeTensor,), args, kwargs)
         call = arguments.functional_of(func, args, kwargs, out)
-        self._drop_unheld()
+        self._pending.drop_unheld()
         pending = self._note(func, args, call, is_virtual)
-        if is_virtual:
-            self._pending.append(pending)
         if is_virtual and facts(func).creates:
             for tensor in call.received:
                 gpu.storages.add(tensor)
+        if is_virtual:
+            pending.tensors = call.sent
+            pending.results = tuple(weakref.ref(tensor.untyped_storage()) for tensor in call.received)
+            self._pending.add(pending)
         self._receive(call)
         return out
 
@@ -128,7 +149,7 @@ class Communication:
         """Adds the collective to the tape, if it moves tensors of the card."""
         gpu, recorder = self._gpu, self._gpu.recorder
         tensors = (*call.sent, *call.received)
-        if _is_called_by_sharding(sys._getframe()):
+        if is_called_by_sharding(sys._getframe()):
             gpu.storages.mark(tensors, Category.COMMUNICATION)
         current = current_stream()
         stream = current
@@ -146,13 +167,13 @@ class Communication:
         event = VirtualEvent()
         if stream is not current:
             event.record(stream)
-        return Pending(work=None, event=event, tensors=tensors)
+        return Pending(event=event, tensors=tensors)
 
     def _hold(self, pending: Pending, work: Any) -> None:
         """Keeps the tensors of an asynchronous collective until it is waited for."""
-        if _is_called_by_python(sys._getframe()):
+        if is_called_by_python(sys._getframe()):
             pending.work = work
-            self._pending.append(pending)
+            self._pending.add(pending)
         elif self._gpu.recorder.phase == Phase.BACKWARD:
             # The reducer of DistributedDataParallel, which waits for all of its buckets when the pass ends, and holds them itself.
             self._of_reducer.append(pending.event)
@@ -160,12 +181,6 @@ class Communication:
         else:
             # The broadcast of a module's states, which waits for each (`broadcast_coalesced` in torch/csrc/distributed/c10d/comm.cpp).
             pending.event.wait()
-
-    def _drop_unheld(self) -> None:
-        """Frees the tensors of collectives that nobody can wait for any more: the program has dropped what they returned."""
-        # One reference is the entry's own, and one the argument of `getrefcount`.
-        for each in [p for p in self._pending if p.work is not None and sys.getrefcount(p.work) <= 2]:
-            self._pending.remove(each)
 
     def _end_backward(self) -> None:
         """A backward pass ends: the current stream waits for the buckets of DistributedDataParallel."""
@@ -183,23 +198,33 @@ class Communication:
     def _wait_for_tensor(
         self, gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        storage = args[0].untyped_storage()._cdata
-        self._wait_for([p for p in self._pending if any(t.untyped_storage()._cdata == storage for t in p.tensors)])
+        self._pending.wait_for_tensor(args[0])
         return args[0]
 
-    def _wait_for(self, pending: Sequence[Pending]) -> None:
-        for each in pending:
-            each.event.wait()
-            self._pending.remove(each)
+    def _message(self, call: Collective) -> list[torch.Tensor] | None:
+        """What a peer sends, as far as it is taken to be known: what was last sent to that peer, or one whole number, which is 1: ranks vote so on how they go on."""
+        last = self._last_sent.get((call.group.group_name, call.peer), [])
+        if [(t.shape, t.dtype) for t in last] == [(t.shape, t.dtype) for t in call.received]:
+            return last
+        if len(call.received) == 1 and call.received[0].numel() == 1 and not call.received[0].dtype.is_floating_point:
+            self._gpu.recorder.assume(
+                self._gpu.attribution.where(), "one whole number that another rank sends is assumed to be 1"
+            )
+            return [torch.ones(call.received[0].shape, dtype=call.received[0].dtype)]
+        return None
 
     def _receive(self, call: Collective) -> None:
         """Writes what is received, where it is known."""
         gpu = self._gpu
         found = None
+        if call.kind is CollectiveKind.RECEIVE:
+            found = self._message(call)
         with contextlib.suppress(Unknown):
             sent = [gpu.shadows.values(t) if isinstance(t, FakeTensor) else t for t in call.sent]
             with torch.no_grad():
-                found = gathered_values.results(call, sent, [t.shape for t in call.received])
+                found = found or gathered_values.results(call, sent, [t.shape for t in call.received])
+            if call.kind is CollectiveKind.SEND:
+                self._last_sent[(call.group.group_name, call.peer)] = [value.clone() for value in sent]
         virtual = [t for t in call.received if isinstance(t, FakeTensor)]
         if found is None:
             gpu.note_writes(virtual)
@@ -215,23 +240,3 @@ class Communication:
                 gpu.shadows.values(target).copy_(value)
             elif target.untyped_storage().nbytes() == target.numel() * target.element_size() <= limit(target.dtype):
                 gpu.shadows.adopt(target, value)
-
-
-def _callers(frame: FrameType | None) -> Iterator[str]:
-    """The files of the functions around `frame` that are not ours, the innermost first."""
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not is_own_file(file) and not file.endswith(_AROUND):
-            yield file
-        frame = frame.f_back
-
-
-def _is_called_by_python(frame: FrameType) -> bool:
-    """Whether a function of `torch.distributed` has called the group, which returns to the program what there is to wait for; else C++ has."""
-    return next(_callers(frame), "").endswith(_OF_PYTHON)
-
-
-def _is_called_by_sharding(frame: FrameType) -> bool:
-    """Whether FSDP gathers parameters or scatters gradients, in buffers of its own."""
-    callers = (file for file in _callers(frame) if not file.endswith(_OF_PYTHON))
-    return _OF_SHARDING in next(callers, "")

@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch.cuda.nccl
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed import fake_pg
@@ -20,6 +21,8 @@ from tightfit.errors import CaptureError
 from tightfit.errors.faults import hands_over
 
 _FAKE = dist.Backend(fake_pg.dist.Backend.FAKE)
+_NCCL_VERSION = (2, 29, 3)
+"""What programs and torch's hooks for gradients are told (`torch.cuda.nccl.version`): of the wheels of torch 2.13."""
 # No other process sets a key, so what waits for one would wait for its whole timeout, half an hour.
 _STORE_TIMEOUT = datetime.timedelta(seconds=1)
 
@@ -38,8 +41,8 @@ class Nccl:
     Options = NcclOptions
 
 
-def install(world: World, on_group: Callable[[Any, bool], None]) -> None:
-    """Has every process group be a fake one of `world`; `on_group` is called with each new group that this rank is a member of, and whether its
+def install(world: World, on_group: Callable[[str, tuple[int, ...], bool], None]) -> None:
+    """Has every process group be a fake one of `world`; `on_group` is called with the name and the ranks of each new group that this rank is a member of, and whether its
     communicator is made at once (`device_id` was given) and not by the first collective.
     """
     make, begin = distributed_c10d._new_process_group_helper, dist.init_process_group
@@ -65,7 +68,8 @@ def install(world: World, on_group: Callable[[Any, bool], None]) -> None:
             group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
             known: Any = distributed_c10d._world.pg_map
             known[group] = (backend, pair[1])
-            on_group(group, is_eager)
+            # It is not in torch's table of groups yet.
+            on_group(group.group_name, tuple(ranks) or tuple(range(group_size)), is_eager)
         return pair
 
     @hands_over
@@ -102,6 +106,7 @@ def install(world: World, on_group: Callable[[Any, bool], None]) -> None:
     if not hasattr(dist, "ProcessGroupNCCL"):
         setattr(dist, "ProcessGroupNCCL", Nccl)  # noqa: B010 - a CPU build has no such name
         setattr(distributed_c10d, "ProcessGroupNCCL", Nccl)  # noqa: B010
+    replace(torch.cuda.nccl, version=lambda: _NCCL_VERSION)
     # It reads timers of the card, which a CPU build has none of (torch/csrc/distributed/c10d/logger.cpp).
     replace(dist.Logger, set_runtime_stats_and_log=lambda self: None)
     _spawn_in_place(world)

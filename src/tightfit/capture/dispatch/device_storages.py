@@ -65,6 +65,13 @@ class DeviceStorages:
             if index is not None and categories[index] in (Category.TEMPORARIES, Category.ACTIVATIONS):
                 categories[index] = category
 
+    def mark_since(self, first: int, category: Category) -> None:
+        """What was allocated from the tape's index `first` on, and is alive, counts as `category` where it was temporary."""
+        categories = self._recorder.storages["category"]
+        for index in self.indices():
+            if index >= first and categories[index] == Category.TEMPORARIES:
+                categories[index] = category
+
     def resize_storage(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
         """A program has given a storage another size itself (`UntypedStorage.resize_`), as FSDP does to free the parameters that it has gathered."""
         reference = self.references.get(storage._cdata)

@@ -18,6 +18,8 @@ from tightfit.tape import Category, WaitKind
 
 aten = torch.ops.aten
 
+_SPREAD = "values that are counted in bins (tokens by their expert) are assumed to be spread evenly"
+
 
 def _to_copy(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     source = args[0]
@@ -160,7 +162,9 @@ def _shaped_by_data(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwar
     except Unknown:
         gpu.recorder.assume(
             gpu.attribution.where(),
-            f"{facts(func).name}: the size of the result depends on data; assumed to be as large as possible",
+            _SPREAD
+            if func is aten.bincount.default
+            else f"{facts(func).name}: the size of the result depends on data; assumed to be as large as possible",
         )
         values = _all_places(args[0]) if func is aten.nonzero.default else _largest(func, args, kwargs)
     results = values if isinstance(values, tuple) else (values,)
@@ -199,13 +203,30 @@ def _largest(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     if func is aten.masked_select.default:
         return meta(torch.broadcast_shapes(source.shape, args[1].shape).numel(), dtype=source.dtype)
     if func is aten.bincount.default:
-        return meta(max(1, kwargs.get("minlength", args[2] if len(args) > 2 else 0)))
+        num_bins = max(1, kwargs.get("minlength", args[2] if len(args) > 2 else 0))
+        is_weighted = kwargs.get("weights", args[1] if len(args) > 1 else None) is not None
+        return meta(num_bins) if is_weighted else _even_counts(numel, num_bins)
     if func is aten.repeat_interleave.Tensor:
         return meta(kwargs.get("output_size") or numel)
     if func is aten.unique_dim.default:
         rows = source.shape[args[1]]
         return (meta(*source.shape, dtype=source.dtype), meta(rows), meta(rows))
     return (meta(numel, dtype=source.dtype), meta(*source.shape), meta(numel))
+
+
+def _even_counts(number: int, num_bins: int) -> torch.Tensor:
+    """How many of `number` values are in each bin, where they are spread evenly: routers of experts are trained to it, and the counts have their sum."""
+    counts = torch.full((num_bins,), number // num_bins)
+    counts[: number % num_bins] += 1
+    return counts
+
+
+def _histc(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    out = gpu.run(func, args, kwargs)
+    if not gpu.shadows.known(out) and out.nbytes <= limit(out.dtype):
+        gpu.recorder.assume(gpu.attribution.where(), _SPREAD)
+        gpu.shadows.adopt(out, _even_counts(args[0].numel(), out.numel()).to(out.dtype))
+    return out
 
 
 def _moved(gpu: VirtualGpu, index: torch.Tensor) -> torch.Tensor:
@@ -316,6 +337,7 @@ HANDLERS: dict[OpOverload, Handler] = {
     aten._local_scalar_dense.default: _item,
     aten.equal.default: _equal,
     aten._pack_padded_sequence.default: _pack_padded,
+    aten.histc.default: _histc,
     aten.set_.source_Storage: _set_storage,
     aten.set_.source_Storage_storage_offset: _set_storage,
     **dict.fromkeys(_CTC_LIBRARIES, _never),

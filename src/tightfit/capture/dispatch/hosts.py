@@ -107,6 +107,9 @@ class HostMemory:
         if kwargs.get("pin_memory"):
             return self.pinned(self.run(operator, args, {**kwargs, "pin_memory": False}))
         first = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        if operator is aten.is_pinned.default:
+            # Code of torch in C++ asks; Python's method is answered before it comes here (patches/torch_api.py).
+            return self.is_pinned(args[0])
         if operator in _UPDATES and self._note_update(operator, args):
             return None
         if first is not None and self._blank and self.is_blank(first):

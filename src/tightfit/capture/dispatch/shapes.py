@@ -66,6 +66,31 @@ def _gru_cell_backward(
         return (*gates, torch.empty_like(gradient), *biases)
 
 
+# aten/src/ATen/native/cuda/Normalization.cu, for which torch has no rules: batch normalisation whose statistics are gathered from all ranks. What is
+# of each channel is in float32 where the input is in half precision.
+def _channels(
+    fake_mode: FakeTensorMode, operator: Any, first: torch.Tensor, second: Any, *_: Any, **__: Any
+) -> tuple[torch.Tensor | None, ...]:
+    values = second if operator is aten.batch_norm_backward_reduce.default else first
+    dtype = torch.float64 if values.dtype is torch.float64 else torch.float32
+    with fake_mode:
+        found = [values.new_empty(values.size(1), dtype=dtype) for _ in range(2)]
+        if operator is not aten.batch_norm_backward_reduce.default:
+            return tuple(found)
+        weight, wants = _[2], _[3:]
+        like = values.dtype if weight is None else weight.dtype
+        gradients = [values.new_empty(values.size(1), dtype=like) if wanted else None for wanted in wants[1:]]
+        return (*(found if wants[0] else (None, None)), *gradients)
+
+
+def _like_values(
+    fake_mode: FakeTensorMode, operator: Any, first: torch.Tensor, second: Any, *_: Any, **__: Any
+) -> torch.Tensor:
+    """The normalised values, or the gradient of the input."""
+    with fake_mode:
+        return torch.empty_like(second if operator is aten.batch_norm_backward_elemt.default else first)
+
+
 # aten/src/ATen/native/cuda/Fused{Sgd,Adam,AdamW,Adagrad}Kernel.cu write to the lists they are given and return nothing. torch has a rule for Adam
 # and AdamW alone, and none where the learning rate is a tensor.
 _FUSED_OPTIMIZERS = ("_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_")
@@ -81,6 +106,10 @@ def install() -> None:
         packet = getattr(aten, name)
         for overload in packet.overloads():
             register_op_impl(getattr(packet, overload))(_updates_in_place)
+    for name in ("batch_norm_stats", "batch_norm_gather_stats_with_counts", "batch_norm_backward_reduce"):
+        register_op_impl(getattr(aten, name).default)(_channels)
+    for name in ("batch_norm_elemt", "batch_norm_backward_elemt"):
+        register_op_impl(getattr(aten, name).default)(_like_values)
     # Looked up by torch/_subclasses/fake_tensor.py before the meta kernels (`op_implementations_checks`).
     register_op_impl(aten._grouped_mm.default)(_grouped_mm)
     register_op_impl(aten._thnn_fused_gru_cell.default)(_gru_cell)

@@ -21,7 +21,7 @@ from tightfit.capture.dispatch.device_storages import DeviceStorages
 from tightfit.capture.dispatch.hosts import HostMemory
 from tightfit.capture.dispatch.known_values import Shadows
 from tightfit.capture.dispatch.operators import OperatorFacts, are_alike, facts, tensors, written
-from tightfit.capture.dispatch.unknown_conditions import Truths
+from tightfit.capture.dispatch.unknown_conditions import ABOUT_FINITE, Truths
 from tightfit.capture.observe.attribution import Attribution
 from tightfit.capture.observe.kernel_memory import KernelMemory
 from tightfit.capture.observe.recorder import Recorder
@@ -34,6 +34,16 @@ CUDA = torch.device("cuda", 0)
 
 _DEVICE_OF = torch.ops.prim.device.default
 _OPERATORS_BETWEEN_PROGRESS = 1024
+
+# Factories that may be asked for a tensor on another device than that of their first argument. Offloaders make the host memory for a tensor so.
+_AS_ANOTHER = frozenset(
+    getattr(getattr(aten, name), overload)
+    for name in (
+        *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
+        *("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"),
+    )
+    for overload in getattr(aten, name).overloads()
+)
 
 _ASSUMED_OF_FAKES = "its outputs are those of its fake implementation; memory that it allocates besides is not seen, and its time is that of one pass over its arguments"
 
@@ -146,7 +156,10 @@ class VirtualGpu(TorchDispatchMode):
         device = kwargs.get("device")
         if device is not None and one_card.is_renamed(device):
             kwargs = {**kwargs, "device": CUDA}
-        if FakeTensor not in types and (device is None or torch.device(device).type != "cuda"):
+        is_of_host = FakeTensor not in types and (device is None or torch.device(device).type != "cuda")
+        if not is_of_host and device is not None and func in _AS_ANOTHER and torch.device(device).type == "cpu":
+            is_of_host, args = True, (_shape_of(args[0]), *args[1:])
+        if is_of_host:
             if torch.is_inference_mode_enabled() and facts(func).is_composite and _names_the_card(args):
                 return self._take_apart(func, args, kwargs)
             return self.host.run(func, args, kwargs)
@@ -265,6 +278,16 @@ class VirtualGpu(TorchDispatchMode):
         self._kernels.add(func, args, kwargs, out, None if call is None else call.scratch)
         if call is None or call.has_small_outputs or known.is_mutable:
             self.shadows.follow(func, known, args, kwargs, outputs)
+        if known.is_mutable:
+            self.truths.written(written(func, args, kwargs))
+        elif func in ABOUT_FINITE and isinstance(out, torch.Tensor) and self.truths.counts_nothing(func, args, out):
+            self._adopt_nothing(out)
+
+    def _adopt_nothing(self, out: torch.Tensor) -> None:
+        """`out` says whether values are finite, and they are: what is read of it is 0."""
+        if not out.dim() and not self.shadows.known(out):
+            self.recorder.assume(self.attribution.where(), "values are assumed to be finite: no infinity, no NaN")
+            self.shadows.adopt(out, torch.zeros((), dtype=out.dtype))
 
     def note_operator(
         self,
@@ -343,3 +366,9 @@ class VirtualGpu(TorchDispatchMode):
         if self.on_write is not None:
             self.on_write(targets)
         self.shadows.forget_written(targets)
+        self.truths.written(targets)
+
+
+def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
+    """All that a factory asks of the tensor that it is given."""
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")

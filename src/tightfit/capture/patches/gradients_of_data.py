@@ -1,7 +1,7 @@
 """Gradients of parameters that are given other data: torch keeps them, and graphs that were made before add to them.
 
-On the virtual GPU a parameter is given other contents instead, and graphs know the former ones: what arrives there is handed on. A gradient on another
-device than the data, which torch has and takes from nobody, is kept beside the parameter until both are on one device again.
+On the virtual GPU a parameter is given other contents instead, and graphs know the former ones: what arrives there is handed on. A gradient of another shape
+or type than the data, or on another device, which torch has and takes from nobody, is kept beside the parameter until they are alike again.
 """
 
 import weakref
@@ -10,25 +10,46 @@ from typing import Any
 import torch
 
 from tightfit.capture.patches.manifest import SET_VERSIONS
+from tightfit.capture.replace import replace as replace_names
 
 _ELSEWHERE = "tightfit_gradient_elsewhere"
 
 
 def elsewhere(parameter: torch.Tensor) -> torch.Tensor | None:
-    """The gradient that `parameter` has on another device, on the virtual GPU alone."""
+    """The gradient that `parameter` has and that is not like it, on the virtual GPU alone."""
     return vars(parameter).get(_ELSEWHERE)
 
 
 def keep(target: torch.Tensor, gradient: torch.Tensor | None) -> None:
     """`target` has other contents now, and had this gradient before."""
     gradient = vars(target).pop(_ELSEWHERE, None) if gradient is None else gradient
-    if gradient is None or (gradient.shape, gradient.dtype) != (target.shape, target.dtype):
+    if gradient is None:
         return
-    if gradient.device == target.device:
+    if (gradient.shape, gradient.dtype, gradient.device) == (target.shape, target.dtype, target.device):
         target.grad = gradient
         vars(target).pop(_ELSEWHERE, None)
     else:
         vars(target)[_ELSEWHERE] = gradient
+
+
+def show_those_unlike() -> None:
+    """Has `.grad` be a gradient that is not like its tensor too: fully sharded parameters are given their shard as data while they have the gradient of the whole."""
+    # It lists the getter by its name, when it is first asked.
+    torch.overrides.get_default_nowrap_functions()
+    grad: Any = torch.Tensor.grad
+
+    def get(self: torch.Tensor) -> torch.Tensor | None:
+        found = grad.__get__(self)
+        return self.__dict__.get(_ELSEWHERE) if found is None else found
+
+    def set_(self: torch.Tensor, value: torch.Tensor | None) -> None:
+        self.__dict__.pop(_ELSEWHERE, None)
+        grad.__set__(self, value)
+
+    def delete(self: torch.Tensor) -> None:
+        set_(self, None)
+
+    replace_names(torch.Tensor, grad=property(get, set_, delete))
 
 
 def replace(parameter: torch.Tensor, gradient: torch.Tensor) -> None:

@@ -67,6 +67,14 @@ def install(gpu: VirtualGpu) -> None:
     sys.meta_path.insert(0, _Finder(answers))
 
 
+def answer_at_import(name: str, answer: Answer) -> None:
+    """Patches a module that is loaded already, or when it is imported."""
+    if name in sys.modules:
+        answer(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _Finder({name: answer}))
+
+
 def _answer(assume: Callable[[str, str], None], module: types.ModuleType) -> None:
     for name, answer in ANSWERS.items():
         if name.module != module.__name__:

@@ -62,6 +62,17 @@ SLOTS = (
     ),
 )
 
+LOADER_ITERATOR = known(
+    "torch.utils.data.dataloader:_BaseDataLoaderIter", "to see which batches are taken", "capture/patches torch_hooks"
+)
+FETCHER, MAP_FETCHER, ITERABLE_FETCHER = (
+    known(path, "to tell how long loading a batch takes", "capture/patches")
+    for path in (
+        "torch.utils.data._utils.fetch:_BaseDatasetFetcher",
+        "torch.utils.data._utils.fetch:_MapDatasetFetcher",
+        "torch.utils.data._utils.fetch:_IterableDatasetFetcher",
+    )
+)
 RUN_BACKWARD = known(
     "torch.autograd:_engine_run_backward", "to see backward passes begin and end", "capture/steps torch_hooks"
 )
@@ -89,6 +100,7 @@ SET_VERSIONS = known(
 )
 
 IN_BOTH: tuple[Name, ...] = (
+    LOADER_ITERATOR,
     RUN_BACKWARD,
     SET_VERSIONS,
     GRAPH_TASK_ID,
@@ -251,6 +263,9 @@ IN_BOTH: tuple[Name, ...] = (
 """What both the child and a user's process use."""
 
 IN_CHILD: tuple[Name, ...] = (
+    FETCHER,
+    MAP_FETCHER,
+    ITERABLE_FETCHER,
     *(
         known(
             f"{package}.loops.training_epoch_loop:_TrainingEpochLoop",
@@ -292,6 +307,8 @@ IN_CHILD: tuple[Name, ...] = (
     known(
         "torch.utils._device:_device_constructors", "to see tensors being made on a default device", "capture/patches"
     ),
+    known("torch.jit:_builtins._find_builtin", "to have replaced operators in scripts", "capture/patches"),
+    known("torch.jit:_builtins._register_builtin", "to have replaced operators in scripts", "capture/patches"),
     known("torch:ops.aten.add.Tensor._overloadpacket", "to count the FLOPs of an operator", "capture/dispatch"),
     # Autograd.
     known("torch._C:_current_autograd_node", "to find the backward node that is running", "capture/observe"),
@@ -380,11 +397,22 @@ IN_CHILD: tuple[Name, ...] = (
                 "torch.distributed.distributed_c10d:_new_process_group_helper",
                 "to have every process group be a fake one",
             ),
+            (
+                "torch.distributed.distributed_c10d:_get_object_coll_device",
+                "to receive objects where torch would",
+            ),
             ("torch.distributed.distributed_c10d:_resolve_process_group", "to find the group of a collective"),
             ("torch.distributed.distributed_c10d:_world.pg_map", "to tell a program the backend that it asked for"),
             ("torch.distributed:ProcessGroup._set_default_backend", "to have every process group be a fake one"),
             ("torch.testing._internal.distributed:fake_pg", "to have every process group be a fake one"),
             ("torch:ops._c10d_functional", "to follow collectives"),
+            ("torch.distributed:Reducer._rebuild_buckets", "to tell buckets of gradients"),
+            (
+                "torch.distributed.checkpoint.default_planner:_validate_global_plan",
+                "to have a checkpoint of one rank planned",
+            ),
+            ("torch.distributed:_functional_collectives.AsyncCollectiveTensor", "to follow collectives"),
+            ("torch:ops._c10d_functional._wrap_tensor_autograd", "to follow collectives"),
             ("torch:ops.c10d._allgather_base_", "to follow collectives"),
             ("torch:ops.c10d._reduce_scatter_base_", "to follow collectives"),
         )

@@ -142,5 +142,8 @@ def _install_hooks() -> None:
     yes = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)(lambda _this: True)
     for slot in SLOTS:
         vtable[_NUM_WORDS_BEFORE_VTABLE + slot.index] = ctypes.cast(yes, ctypes.c_void_p).value
+    for each in (vtable, yes):
+        # A module's objects are freed when the interpreter ends, and torch destroys its hooks, by a function of the table, only after that.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
     _kept_alive.extend((vtable, yes))
     vtable_of_hooks.value = ctypes.addressof(vtable) + _NUM_WORDS_BEFORE_VTABLE * _WORD

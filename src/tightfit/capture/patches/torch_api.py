@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.jit import _builtins
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import _foreach_supported_types as optimizer_types
 from torch.utils._device import _device_constructors
@@ -97,12 +98,25 @@ def become(target: torch.Tensor, value: torch.Tensor) -> None:
         gradients_of_data.hand_on(other, target)
 
 
+def _are_on_one(tensor: FakeTensor, other: FakeTensor) -> bool:
+    return tensor.fake_device == other.fake_device and torch._has_compatible_shallow_copy_type(tensor, other)
+
+
 def _keep_identity_on_moves() -> None:
     data: Any = torch._C.TensorBase.data
 
     @hands_over
     def set_data(self: torch.Tensor, value: torch.Tensor) -> None:
-        if isinstance(value, torch.Tensor) and (isinstance(self, FakeTensor) or isinstance(value, FakeTensor)):
+        is_virtual = isinstance(self, FakeTensor)
+        if (
+            isinstance(value, torch.Tensor)
+            and is_virtual
+            and isinstance(value, FakeTensor)
+            and _are_on_one(self, value)
+        ):
+            # Torch's own keeps hooks on the gradient, and gradients of other shapes, as `DistributedDataParallel` and FSDP rely on.
+            data.__set__(self, value)
+        elif isinstance(value, torch.Tensor) and (is_virtual or isinstance(value, FakeTensor)):
             become(self, value)
         else:
             data.__set__(self, value)
@@ -293,8 +307,17 @@ def _install_construction() -> None:
 
     constructors = {name: reading(getattr(torch, name)) for name in ("tensor", "as_tensor")}
     _device_constructors().update(constructors.values())  # those that a default device applies to
-    replace(torch, **constructors)
+    _replace_operators(**constructors)
     replace(torch.Tensor, new_tensor=reading(torch.Tensor.new_tensor))
+
+
+def _replace_operators(**values: Callable[..., Any]) -> None:
+    """Replaces functions of `torch` that are operators, and are so in TorchScript too: `torch.distributed.optim` has scripts that call them."""
+    for name, value in values.items():
+        operator = _builtins._find_builtin(getattr(torch, name))
+        replace(torch, **{name: value})
+        if operator is not None:
+            _builtins._register_builtin(value, operator)
 
 
 def _install_ctc_loss(gpu: VirtualGpu) -> None:
@@ -308,7 +331,7 @@ def _install_ctc_loss(gpu: VirtualGpu) -> None:
             target_lengths = _lengths(gpu, target_lengths, targets.size(-1))
         return plain(log_probs, targets, input_lengths, target_lengths, *rest)
 
-    replace(torch, ctc_loss=ctc_loss)
+    _replace_operators(ctc_loss=ctc_loss)
 
 
 def _lengths(gpu: VirtualGpu, lengths: Any, longest: int) -> Any:

@@ -117,12 +117,15 @@ class RankOptions:
     nodes
         Machines that the GPUs are spread over evenly, 1 if not given.
     rank
-        The rank to trace, 0 if not given.
+        The rank to trace. Default: 0, and where ranks are stages of a pipeline also the last and one in the middle.
+    node
+        The kind of node by name (DGX H100, p5.48xlarge) or its TOML file, for the time of collectives. Default: the first one with such GPUs.
     """
 
     gpus: int | None = None
     nodes: int | None = None
     rank: int | None = None
+    node: str | None = None
 
     def world(self) -> World | None:
         """The processes that were asked for; None without `gpus`.
@@ -131,9 +134,9 @@ class RankOptions:
             UsageError: there are no such ranks or nodes.
         """
         if self.gpus is None:
-            if self.nodes is not None or self.rank is not None:
+            if (self.nodes, self.rank, self.node) != (None, None, None):
                 raise UsageError(
-                    "--nodes and --rank are for a distributed script: give the number of its GPUs with --gpus"
+                    "--nodes, --rank and --node are for a distributed script: give the number of its GPUs with --gpus"
                 )
             return None
         return World(num_ranks=self.gpus, num_nodes=1 if self.nodes is None else self.nodes, rank=self.rank or 0)

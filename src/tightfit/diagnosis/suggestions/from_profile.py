@@ -11,6 +11,7 @@ from tightfit.analysis.profile import Profile
 from tightfit.analysis.trained_parts import TrainedParts
 from tightfit.devices.catalogue import all_devices
 from tightfit.devices.device import Device
+from tightfit.diagnosis.suggestions.from_loading import suggestions_on_loading
 from tightfit.errors.faults import answering
 from tightfit.planner.option import Change, Option
 from tightfit.planner.suggestion import Suggestion, in_order
@@ -50,6 +51,7 @@ def suggestions_for(planned: PlannedWorkload, card: Device, *, is_whole_card: bo
     `is_whole_card`: the budget is all that the card has.
     """
     rows = [*_from_techniques(planned.profile), *_lossy(planned.forbidden)]
+    rows += suggestions_on_loading(planned.estimate.input_pipeline)
     rows = [row for row in rows if row.saves_bytes * _LEAST_SHARE >= planned.needed_bytes or not row.saves_bytes]
     if not planned.fits or planned.has_techniques:
         rows += [*_batch(planned.estimate), *_sequence(planned), *_blocks(planned)]

@@ -6,7 +6,6 @@ each framework can write to is named here. No framework is imported.
 """
 
 import dataclasses
-import functools
 import sys
 import weakref
 from collections import Counter
@@ -165,10 +164,5 @@ def _innermost(optimizer: Any) -> torch.optim.Optimizer:
     return _innermost(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
-@functools.cache
-def _is_of_ours(kind: type) -> bool:
-    return any(base.__module__.startswith("tightfit.") for base in kind.__mro__)
-
-
 def _is_ours(callback: Any) -> bool:
-    return _is_of_ours(type(callback))
+    return any(base.__module__.startswith("tightfit.") for base in type(callback).__mro__)

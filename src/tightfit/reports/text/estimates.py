@@ -165,6 +165,27 @@ def _throughput(estimate: Estimate) -> tuple[str, str] | None:
     return None
 
 
+def _input_pipeline(estimate: Estimate) -> Iterator[tuple[str, str, str]]:
+    """What loading batches and waiting for their copies take, where that is worth a line."""
+    pipeline = estimate.input_pipeline
+    least = _VISIBLE_IDLE * estimate.seconds_per_step
+    if pipeline is None:
+        return
+    for cost in pipeline.loaders:
+        if cost.load_seconds >= least:
+            workers = f"{cost.use.num_workers} workers" if cost.use.num_workers else "the main process"
+            step = format_seconds(pipeline.with_loading_seconds)
+            yield (
+                "data loading",
+                format_seconds(cost.load_seconds),
+                f"per step on this machine, in {workers} ({cost.use.line}); {step} per step with it",
+            )
+    waits = pipeline.step_seconds - pipeline.async_seconds
+    if waits >= least:
+        of = f"for {format_bytes(pipeline.copied_bytes)} of batches on their way to the GPU ({pipeline.copy_line})"
+        yield "input copies", format_seconds(waits), f"of each step the host waits {of}"
+
+
 def _host_memory(estimate: Estimate) -> str:
     if not estimate.pinned_peak_bytes:
         return "in tensors"
@@ -189,6 +210,8 @@ def _figures(estimate: Estimate) -> Group:
     throughput = _throughput(estimate)
     if throughput is not None:
         table.add_row("throughput", *throughput)
+    for row in _input_pipeline(estimate):
+        table.add_row(*row)
     parts = [moment.span, named_phase(moment.phase), moment.operator.removeprefix("aten."), moment.module, moment.line]
     where = Table.grid(padding=(0, GAP, 0, 0))
     where.add_column(no_wrap=True, min_width=_LABEL_CELLS)

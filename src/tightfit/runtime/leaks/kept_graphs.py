@@ -1,13 +1,13 @@
 """What the autograd graphs of tensors retain: the storages that their nodes have saved, without running a hook or unpacking anything."""
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
 from typing import Any
 
 import torch
 
 from tightfit.runtime.leaks.object_edges import edges_of, is_of
-from tightfit.torch_hooks.manifest import SAVED_DATA, SAVED_PREFIX
+from tightfit.torch_hooks.manifest import SAVED_DATA
+from tightfit.torch_hooks.saved_variables import saved_variables_of
 
 StorageId = Callable[[torch.Tensor], int | None]
 
@@ -43,7 +43,7 @@ class GraphWalk:
 
 def _saved_by(node: Any) -> Iterator[torch.Tensor]:
     data_of = SAVED_DATA.value().fget
-    for name in _names(type(node)):
+    for name in saved_variables_of(node):
         try:
             saved = getattr(node, name)
         except RuntimeError:  # freed by a backward pass
@@ -52,11 +52,6 @@ def _saved_by(node: Any) -> Iterator[torch.Tensor]:
             data = None if each is None else data_of(each)
             if isinstance(data, torch.Tensor):
                 yield data
-
-
-@cache
-def _names(kind: type) -> tuple[str, ...]:
-    return tuple(name for name in dir(kind) if name.startswith(SAVED_PREFIX))
 
 
 def is_context(node: Any) -> bool:

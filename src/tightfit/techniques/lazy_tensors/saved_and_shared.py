@@ -7,13 +7,13 @@ only the graph refers to cannot be written to, and is not looked at.
 import itertools
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
-from functools import cache
 from typing import Any
 
 import torch
 
 from tightfit.engine.saved_storage import Saved
-from tightfit.torch_hooks.manifest import SAVED_DATA, SAVED_HOOK, SAVED_PREFIX, STORAGE_USES
+from tightfit.torch_hooks.manifest import SAVED_DATA, SAVED_HOOK, STORAGE_USES
+from tightfit.torch_hooks.saved_variables import saved_variables_of
 
 
 def saved_and_shared(nodes: Iterable[Any], known: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -41,7 +41,7 @@ def _is_shared(storage: int, tensors: Collection[torch.Tensor]) -> bool:
 def _saved(nodes: Iterable[Any]) -> Iterator[torch.Tensor]:
     hook_of, data_of = SAVED_HOOK.value().fget, SAVED_DATA.value().fget
     for node in nodes:
-        for name in _names(type(node)):
+        for name in saved_variables_of(node):
             saved = getattr(node, name)
             for each in saved if isinstance(saved, tuple) else (saved,):
                 data = data_of(each)
@@ -57,16 +57,11 @@ def _saved(nodes: Iterable[Any]) -> Iterator[torch.Tensor]:
 def unpack_hooks(node: Any) -> Iterator[Any]:
     """The hooks by which a node has its saved tensors back."""
     hook_of = SAVED_HOOK.value().fget
-    for name in _names(type(node)):
+    for name in saved_variables_of(node):
         saved = getattr(node, name)
         for each in saved if isinstance(saved, tuple) else (saved,):
             if (hook := hook_of(each)) is not None:
                 yield hook
-
-
-@cache
-def _names(kind: type) -> tuple[str, ...]:
-    return tuple(name for name in dir(kind) if name.startswith(SAVED_PREFIX))
 
 
 def _storage_id(tensor: torch.Tensor) -> int | None:

@@ -67,7 +67,8 @@ class TileProofs:
                 raise self._refuse(f"cannot be run in tiles: {error}") from None
             now = self._state.snapshot(module, is_kept=True)
             self._key, self._before, self._checks_left, self._code = key, now, self._check_steps, now.reach.code
-            self.runs.forget()
+            # Another one: backward passes of earlier calls are compared with what was proved for those.
+            self.runs = TileRuns()
         self.is_checked = self._checks_left > 0 and has_values(value)
         if self.is_checked:
             self._checks_left -= 1

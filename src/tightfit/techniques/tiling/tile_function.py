@@ -22,7 +22,7 @@ _OTHER_RESULT = "gave another result when a tile was run again in the backward p
 
 
 class TileRuns:
-    """What the second runs of tiles have been like since the last proof: whether they gave the bits of the first, and the graph that they made.
+    """What the second runs of tiles have been like since one proof: whether they gave the bits of the first, and the graph that they made.
 
     Without gradients some operators have other kernels, so that a tile may not give the same bits in both runs. Where it does in the first calls, which are
     compared within a bound as well, it has to in all later ones.
@@ -30,18 +30,16 @@ class TileRuns:
 
     def __init__(self) -> None:
         self._gives_same_bits: bool | None = None
-        # Tiles at the ends of a chain of convolutions pad what those in the middle do not.
-        self._shapes: dict[int, int] = {}
+        # By tile, since those at the ends of a chain of convolutions pad what those in the middle do not, and by whether the input has a gradient: a
+        # discriminator is called with data and with what a generator made.
+        self._shapes: dict[tuple[int, bool], int] = {}
 
-    def forget(self) -> None:
-        """There is a new proof."""
-        self._gives_same_bits = None
-        self._shapes.clear()
-
-    def check(self, number: int, first: int | None, result: torch.Tensor, *, is_checked: bool) -> str:
-        """Compares the second run of tile `number`, in words if it differs. `first` is the checksum of the first run, None where it was not read."""
+    def check(
+        self, number: int, part: torch.Tensor, first: int | None, result: torch.Tensor, *, is_checked: bool
+    ) -> str:
+        """Compares the second run of tile `number`, of the input `part`, in words if it differs. `first` is the checksum of the first run, None where it was not read."""
         shape = graph_shape(result.grad_fn)
-        if self._shapes.setdefault(number, shape) != shape:
+        if self._shapes.setdefault((number, part.requires_grad), shape) != shape:
             return "ran other operators when a tile was run again in the backward pass"
         again = None if first is None else checksum_of(result)
         if again is None:
@@ -161,7 +159,7 @@ class _Tiled(torch.autograd.Function):
             part = tile.of(value.detach(), tiling.dim).requires_grad_(whole is not None)
             with torch.enable_grad(), ctx.ambient.put_back(), torch.autocast(**ctx.autocast):
                 result = tiling.run(tile, part)
-            told = tiling.runs.check(number, ctx.results[number], result, is_checked=tiling.is_checked)
+            told = tiling.runs.check(number, part, ctx.results[number], result, is_checked=tiling.is_checked)
             if not told and ctx.sums and sums_differ(ctx.sums[number], checksum([result]), result):
                 told = _OTHER_RESULT
             if told:

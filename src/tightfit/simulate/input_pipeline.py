@@ -1,0 +1,155 @@
+"""What the input pipeline costs per step: loading its batches on the host, and their copies to the card where the step waits for them.
+
+Loading is timed while the program is traced, on the machine that traces it, so its seconds are that machine's. The step is simulated with loading as work of the host at its
+beginning (in the main process), or beside it (in workers), and with copies that the host waits for as copies from pinned memory that it does not.
+"""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from tightfit.cost.steps import step_operators
+from tightfit.devices.calibration import Calibration
+from tightfit.devices.device import Device
+from tightfit.simulate.step_work import PricedTape, priced
+from tightfit.simulate.timeline import seconds_of_steps
+from tightfit.tape import Column, CopyDirection, Tape, WaitKind
+from tightfit.tape.loader_use import LoaderUse
+from tightfit.units import KIB
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderCost:
+    """One loader in a step: `batches` of its batches, `load_seconds` to read and collate them in one process, of `batch_bytes` each, 0 where several loaders
+    feed a step."""
+
+    use: LoaderUse
+    batches: float
+    load_seconds: float
+    batch_bytes: int
+
+    @property
+    def seconds_per_step(self) -> float:
+        """The least time between two steps that its processes can keep up with."""
+        return self.load_seconds / max(1, self.use.num_workers)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class InputPipeline:
+    """Of the last step: `step_seconds` as it is estimated, without loading; with loading on this machine (`with_loading_seconds`); and without waiting for copies
+    (`async_seconds`), which `copy_line` makes and of which `num_pageable` are from memory that is not pinned.
+    """
+
+    loaders: tuple[LoaderCost, ...]
+    step_seconds: float
+    with_loading_seconds: float
+    async_seconds: float
+    copied_bytes: int
+    copy_line: str
+    num_pageable: int
+
+    def to_json(self) -> dict[str, Any]:
+        """The object of it in `tightfit estimate --json`."""
+        return {
+            "loaders": [
+                {
+                    "where": cost.use.line,
+                    "num_workers": cost.use.num_workers,
+                    "pin_memory": cost.use.pins_memory,
+                    "prefetch_factor": cost.use.prefetch_factor,
+                    "persistent_workers": cost.use.is_persistent,
+                    "batches_per_step": cost.batches,
+                    "load_seconds_per_step": cost.load_seconds,
+                    "batch_bytes": cost.batch_bytes,
+                }
+                for cost in self.loaders
+            ],
+            "seconds_per_step_with_loading": self.with_loading_seconds,
+            "seconds_per_step_without_waiting_for_copies": self.async_seconds,
+            "waits_for_bytes_per_step": self.copied_bytes,
+        }
+
+
+def input_pipeline(prices: PricedTape, device: Device, calibration: Calibration | None = None) -> InputPipeline | None:
+    """The costs of the last step of a tape that is priced on `device`; None where it has no step, or nothing that a step takes from outside of the card."""
+    tape = prices.tape
+    ranges = step_operators(tape)
+    if not ranges:
+        return None
+    begin, end = ranges[-1]
+    waited = _waited_for(tape, begin, end)
+    costs = tuple(cost for use in tape.loaders if (cost := _cost(tape, use, ranges)) is not None)
+    if not costs and not waited.any():
+        return None
+    if len(costs) > 1:
+        costs = tuple(dataclasses.replace(cost, batch_bytes=0) for cost in costs)
+    seconds = _last(prices)
+    copies = tape.copies
+    rows = np.flatnonzero(waited)
+    line = (
+        tape.strings[tape.operators.line[copies.operator[rows[np.argmax(copies.num_bytes[rows])]]]] if len(rows) else ""
+    )
+    loading = sum(cost.load_seconds for cost in costs if not cost.use.num_workers)
+    beside = max((cost.seconds_per_step for cost in costs if cost.use.num_workers), default=0.0)
+    with_loading = _last(_with_host_work(prices, begin, loading)) if loading else seconds
+    return InputPipeline(
+        loaders=costs,
+        step_seconds=seconds,
+        with_loading_seconds=max(with_loading, beside),
+        async_seconds=_last(priced(_without_waiting(tape, waited), device, calibration)) if len(rows) else seconds,
+        copied_bytes=int(copies.num_bytes[rows].sum()),
+        copy_line=line,
+        num_pageable=int((~copies.is_pinned[rows].astype(bool)).sum()),
+    )
+
+
+def _last(prices: PricedTape) -> float:
+    return seconds_of_steps(prices)[-1]
+
+
+def _waited_for(tape: Tape, begin: int, end: int) -> Column:
+    """Which copies to the card the host waits for in a step."""
+    copies = tape.copies
+    inside = (copies.operator >= begin) & (copies.operator < end)
+    return inside & (copies.direction == CopyDirection.TO_CARD) & copies.is_blocking.astype(bool)
+
+
+def _cost(tape: Tape, use: LoaderUse, ranges: list[tuple[int, int]]) -> LoaderCost | None:
+    """None for a loader that steps take nothing from."""
+    # Those of the first step were taken before its first operator.
+    after = ranges[0][0] if len(ranges) == 1 else ranges[0][1]
+    taken = sum(after <= operator < ranges[-1][1] for operator in use.batches)
+    if not taken or not use.seconds_per_batch:
+        return None
+    batches = taken / max(1, len(ranges) - 1)
+    copies = tape.copies
+    begin, end = ranges[-1]
+    inside = (copies.operator >= begin) & (copies.operator < end) & (copies.direction == CopyDirection.TO_CARD)
+    num_bytes = int(copies.num_bytes[inside].sum() / batches)
+    return LoaderCost(use=use, batches=batches, load_seconds=batches * use.seconds_per_batch, batch_bytes=num_bytes)
+
+
+def _with_host_work(prices: PricedTape, operator: int, seconds: float) -> PricedTape:
+    """With the host busy for `seconds` before `operator`."""
+    waits = prices.tape.waits
+    at = int(np.searchsorted(waits.operator, operator, side="right"))
+    added = {
+        "kind": int(WaitKind.HOST_UPDATES),
+        "operator": operator,
+        "stream": -1,
+        "event": max(1, round(seconds / prices.update_seconds_per_byte / KIB)),
+    }
+    columns = {name: np.insert(column, at, added[name]) for name, column in waits.columns().items()}
+    tape = dataclasses.replace(prices.tape, waits=type(waits).from_columns(columns))
+    return dataclasses.replace(prices, tape=tape)
+
+
+def _without_waiting(tape: Tape, waited: Column) -> Tape:
+    copies = tape.copies
+    changed = dataclasses.replace(
+        copies,
+        is_pinned=np.where(waited, True, copies.is_pinned),
+        is_blocking=np.where(waited, False, copies.is_blocking),
+    )
+    return dataclasses.replace(tape, copies=changed)
