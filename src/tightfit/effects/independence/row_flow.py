@@ -448,10 +448,10 @@ _KEEPS_VOTE = frozenset(["logical_not", "bitwise_not", "_to_copy", "clone"])
 
 
 # What code may ask about the place of a tensor in the graph and in the step; parts are made anew, and each finds the gradients of those before it.
-_OF_THE_GRAPH = frozenset(
-    getattr(torch.Tensor, name).__get__
+_OF_THE_GRAPH: dict[Any, str] = {
+    getattr(torch.Tensor, name).__get__: name
     for name in ("grad", "grad_fn", "is_leaf", "_version", "retains_grad", "output_nr")
-)
+}
 
 
 class Functions(TorchFunctionMode):
@@ -468,9 +468,7 @@ class Functions(TorchFunctionMode):
         if getattr(func, "__name__", "") in ("register_hook", "register_post_accumulate_grad_hook"):
             raise self._run.fail(f"puts a hook on a gradient{at_line()}")
         if func in _OF_THE_GRAPH and not (self._run._is_atom or is_called_by_library(sys._getframe())):
-            raise self._run.fail(
-                f"asks for {func.__self__.__name__} of a tensor, which parts have others of,{at_line()}"
-            )
+            raise self._run.fail(f"asks for {_OF_THE_GRAPH[func]} of a tensor, which parts have others of,{at_line()}")
         atom = self._atoms.get(func)
         if atom is None or self._run._is_atom:
             return func(*args, **kwargs)
