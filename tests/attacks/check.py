@@ -20,11 +20,11 @@ def of_kinds(*kinds: str) -> list[object]:
 
 
 # One in so many of the pairs that the page calls right, and of those that it calls refused, are tried here.
-_ONE_RIGHT_IN, _ONE_REFUSED_IN = 15, 3
+_ONE_RIGHT_IN, _ONE_REFUSED_IN = 30, 6
 
 
 def tried_with(attack: Attack) -> list[str]:
-    """The techniques that an attack is tried with here: a sample by name, one of those that are refused at least, and all that the page calls anything else.
+    """The techniques that an attack is tried with here: a sample by name, one at least, and all that the page calls anything but right and refused.
 
     All of them together take half an hour of a processor: TIGHTFIT_SLOW_TESTS=1, or `python -m tests.attacks.report`.
     """
@@ -37,11 +37,14 @@ def tried_with(attack: Attack) -> list[str]:
         MARKS[Outcome.NO_PLACE]: _ONE_RIGHT_IN,
         MARKS[Outcome.REFUSED]: _ONE_REFUSED_IN,
     }
-    refused = min((n for n in VARIANTS if marks.get(n) == MARKS[Outcome.REFUSED]), key=numbers.__getitem__, default="")
+    # One at least is tried of those that are refused, or else of those that are right.
+    of_mark = {mark: [name for name in VARIANTS if marks.get(name) == mark] for mark in one_in}
+    least = of_mark[MARKS[Outcome.REFUSED]] or of_mark[MARKS[Outcome.RIGHT]] or list(VARIANTS)
+    one = min(least, key=numbers.__getitem__)
     return [
         name
         for name, number in numbers.items()
-        if name == refused or not number % one_in.get(marks.get(name, MARKS[Outcome.NO_PLACE]), 1)
+        if name == one or not number % one_in.get(marks.get(name, MARKS[Outcome.NO_PLACE]), 1)
     ]
 
 
