@@ -49,6 +49,14 @@ def is_called_by_us(inner: types.FrameType | None = None) -> bool:
     return False
 
 
+def is_called_by_library(inner: types.FrameType) -> bool:
+    """Whether torch or our own code makes the call that the frame `inner` handles, and not the program or another library."""
+    caller = inner.f_back
+    return caller is None or caller.f_code.co_filename.startswith(
+        (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
+    )
+
+
 class Reads(TorchDispatchMode):
     """Records the values that a real run reads from its tensors, in order."""
 

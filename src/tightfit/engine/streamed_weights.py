@@ -267,6 +267,8 @@ class StreamedWeights:
     def _drop_all_but(self, kept: Collection[StreamedBlock]) -> None:
         for block in self._blocks:
             if block not in kept and not block.num_calls:
+                # A forward may have set other data as well.
+                block.weights = [weight for weight in block.weights if weight.is_ours()]
                 for weight in block.weights:
                     self._drop(weight)
 

@@ -7,6 +7,7 @@ Results that mix rows, or come from an operator without a rule, are marked; the 
 """
 
 import dataclasses
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ from tightfit.effects.independence.operations import (
 from tightfit.effects.independence.row_states import UNIFORM, Mixed, RowStates, State, Uniform, at_line, key_of
 from tightfit.effects.independence.rows import Mixes, Pattern, RowLayout, pattern_of
 from tightfit.effects.independence.totals import Total, divides_by_rows, is_sum, total_of
-from tightfit.effects.reads import READS
+from tightfit.effects.reads import READS, is_called_by_library
 
 aten = torch.ops.aten
 
@@ -446,6 +447,13 @@ _KEEPS_COUNT = frozenset(["_to_copy", "clone", "lift_fresh_copy"])
 _KEEPS_VOTE = frozenset(["logical_not", "bitwise_not", "_to_copy", "clone"])
 
 
+# What code may ask about the place of a tensor in the graph and in the step; parts are made anew, and each finds the gradients of those before it.
+_OF_THE_GRAPH: dict[Any, str] = {
+    getattr(torch.Tensor, name).__get__: name
+    for name in ("grad", "grad_fn", "is_leaf", "_version", "retains_grad", "output_nr")
+}
+
+
 class Functions(TorchFunctionMode):
     """Intercepts functions of torch whose operators cannot be followed one by one, and hooks on gradients."""
 
@@ -459,6 +467,8 @@ class Functions(TorchFunctionMode):
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") in ("register_hook", "register_post_accumulate_grad_hook"):
             raise self._run.fail(f"puts a hook on a gradient{at_line()}")
+        if func in _OF_THE_GRAPH and not (self._run._is_atom or is_called_by_library(sys._getframe())):
+            raise self._run.fail(f"asks for {_OF_THE_GRAPH[func]} of a tensor, which parts have others of,{at_line()}")
         atom = self._atoms.get(func)
         if atom is None or self._run._is_atom:
             return func(*args, **kwargs)

@@ -42,7 +42,12 @@ from tightfit.effects.state import (
 )
 from tightfit.effects.value_checks import has_values
 from tightfit.errors import ApplyError, TightfitError
-from tightfit.techniques.recomputation.recompute_checks import CheckSchedule, InnerModules, StoredTensors
+from tightfit.techniques.recomputation.recompute_checks import (
+    CheckSchedule,
+    InnerModules,
+    ParameterMarks,
+    StoredTensors,
+)
 from tightfit.techniques.recomputation.saved_values import SavedValues
 from tightfit.techniques.session import CHECK_STEPS, Verdict
 from tightfit.torch_hooks.backward import keeps_graph
@@ -329,6 +334,7 @@ class RecomputedCall:
             restore(with_replaced(self._before, {key: copy.clone() for key, copy in self._copies.items()}))
             if self._held is not None:
                 restore(self._held)
+        marks = ParameterMarks(self._before.reach.tensors)
         try:
             with self._ambient.put_back():
                 yield
@@ -339,6 +345,8 @@ class RecomputedCall:
                 if held is not None:
                     restore(held)
             kept.clear()
+            if change := marks.change():
+                raise owner.refusal(f"{change} in its forward, which a second run would do once more")
 
     def _is_written_since(self, now: Snapshot, held: Snapshot | None) -> bool:
         after = self._owner.state.snapshot(self._owner.owner())

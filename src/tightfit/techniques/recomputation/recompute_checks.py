@@ -1,12 +1,12 @@
 """What a recomputed module keeps from call to call: when its two runs are compared, the modules inside of it, and the tensors that it stores."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
-from tightfit.effects.state import Snapshot
+from tightfit.effects.state import MOVED, Snapshot
 
 _MAX_SHAPES = 64
 # Checks after plain attributes have changed, which a counter does in every call; attributes that are restored
@@ -99,3 +99,37 @@ class StoredTensors:
         known = set(map(id, before))
         self._left = {id(tensor): weakref.ref(tensor) for tensor in after if id(tensor) not in known}
         self._left_after = num_second_runs
+
+
+class ParameterMarks:
+    """What code can do to parameters besides writing their values: add to their gradients, or drop them, put hooks on them, freeze them.
+
+    A second run would do it twice, and in the middle of the backward pass. Values, and what is restored for a second run, are looked at by
+    snapshots (`tightfit.effects.state`).
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        # Weights that are at the host come and go, and their gradients with them.
+        self._parameters = [t for t in tensors if isinstance(t, torch.nn.Parameter) and t not in MOVED]
+        self._marks = [_marks_of(parameter) for parameter in self._parameters]
+
+    def change(self) -> str:
+        """What was done to one of them since, in words; empty if nothing was."""
+        for parameter, before in zip(self._parameters, self._marks, strict=True):
+            now = _marks_of(parameter)
+            for name, (one, other) in before.items():
+                if one is not now[name][0] or other != now[name][1]:
+                    return name
+        return ""
+
+
+def _marks_of(parameter: torch.nn.Parameter) -> dict[str, tuple[Any, Any]]:
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient = parameter.grad
+        hooks = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
+        version = -1 if gradient is None or gradient.is_inference() else gradient._version
+        return {
+            "writes to the gradient of a parameter": (gradient, version),
+            "puts a hook on a parameter": (None, [list(each) if each else [] for each in hooks]),
+            "freezes a parameter, or thaws it,": (None, parameter.requires_grad),
+        }
