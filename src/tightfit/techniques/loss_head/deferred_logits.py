@@ -231,6 +231,8 @@ class DeferredLogits(DeferredTensor):
         with torch.no_grad():
             return self._form.replayed(self._origin.values())
 
+    # A compiled function's graph may break at the loss: the compiler would then look through all that is called for it here.
+    @torch._disable_dynamo
     def _without_values(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> torch.Tensor | None:
