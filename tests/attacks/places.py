@@ -203,6 +203,7 @@ def _variants() -> list[Variant]:
         ("optimizer offload", "optimizer_offload", _of_optimizer("optimizer_offload", host_bytes=1 << 20, window_bytes=1 << 12, least_elements=1)),
         ("optimizer offload in backward", "optimizer_offload", _of_optimizer("optimizer_offload", host_bytes=1 << 20, window_bytes=1 << 12, least_elements=1, in_backward=True, clips=False)),
         ("optimizer offload on the host", "optimizer_offload", _of_optimizer("optimizer_offload", host_bytes=1 << 20, window_bytes=1 << 12, least_elements=1, executor="host")),
+        ("8-bit states at the host", "low_bit_offload", _of_optimizer("low_bit_offload", format="8-bit", host_bytes=1 << 20, window_bytes=1 << 18)),
         ("pure bf16", "pure_bf16", _of_optimizer("pure_bf16", "precision", rounding="compensated")),
     ]  # fmt: skip
     return [

@@ -44,6 +44,7 @@ CODES = {
     "optimizer offload": "Os",
     "optimizer offload in backward": "Ou",
     "optimizer offload on the host": "Oh",
+    "8-bit states at the host": "Sh",
     "pure bf16": "B",
 }
 MARKS = {

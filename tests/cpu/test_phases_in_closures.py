@@ -9,7 +9,6 @@ from tightfit.capture.targets import GeneratorFunction, Script
 from tightfit.capture.trace import trace
 from tightfit.cost.steps import step_operators
 from tightfit.tape import Category, Phase, SpanKind, Tape
-from tightfit.tape.step_ends import MAX_STEPS_OF_ONE_OPTIMIZER
 
 WORKLOAD = """
 import torch
@@ -95,5 +94,5 @@ def test_a_script_whose_optimizer_takes_a_closure_ends_its_steps_with_the_update
     assert np.count_nonzero(tape.spans.kind == SpanKind.STEP) == 3
     last = tape.operators.name == tape.strings.index(update)
     steps = [last[begin:end].sum() for begin, end in step_operators(tape)]
-    # The first is that of the first stage; the second lasts until that stage's optimizer is far behind.
-    assert steps == [0, MAX_STEPS_OF_ONE_OPTIMIZER + 1, 1]
+    # The first is that of the first stage, whose optimizer is gone after it: no later step waits for it.
+    assert steps == [0, 1, 1]

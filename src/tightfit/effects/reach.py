@@ -121,6 +121,8 @@ class Reach:
     # Those of the holders that are dicts, by position, with their contents when last read: compared in one
     # pass, without a call for each.
     modules: list[weakref.ref[torch.nn.Module]] = dataclasses.field(default_factory=list)
+    # torch's own, which are not walked: what they hold is large, and changed by every step.
+    optimizers: list[weakref.ref[torch.optim.Optimizer]] = dataclasses.field(default_factory=list)
     dicts: list[dict[Any, Any]] = dataclasses.field(default_factory=list)
     others: list[int] = dataclasses.field(default_factory=list)
     values: list[Any] = dataclasses.field(default_factory=list)
@@ -559,6 +561,8 @@ class _Walk(_CodeWalk):
         """An object of any other class: its attributes, and the objects that they refer to if the class is the user's."""
         kind = type(value)
         origin = kind.__module__.partition(".")[0]
+        if origin == "torch" and isinstance(value, torch.optim.Optimizer):
+            self.found.optimizers.append(weakref.ref(value))
         is_bag = origin in _BAGS
         is_stateless = origin in _STATELESS and kind.__module__ not in _COUNTING
         if not is_bag and (is_stateless or (origin in sys.stdlib_module_names and not kind.__dictoffset__)):
@@ -569,7 +573,8 @@ class _Walk(_CodeWalk):
         if not is_bag and not is_users_class(kind):
             # Of a library's object (a cache, a configuration): the containers and tensors that are its own, and what counts steps.
             for name, inner in list(own.items()) if isinstance(own, dict) else ():
-                if isinstance(inner, torch.Tensor | list | dict | set) or type(inner).__module__ in _COUNTING:
+                is_followed = isinstance(inner, torch.Tensor | list | dict | set | torch.optim.Optimizer)
+                if is_followed or type(inner).__module__ in _COUNTING:
                     self._value(f"{path}.{name}", inner)
             return
         slots = slots_of(kind)

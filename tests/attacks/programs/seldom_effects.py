@@ -74,6 +74,40 @@ class _AsksLeaf(Block):
         return x + (2.0 if x.is_leaf else 1.0) * self.inner(x)
 
 
+class _Rates(_Seldom):
+    def effect(self, x: torch.Tensor) -> torch.Tensor:
+        self.held[0].param_groups[0]["lr"] *= 0.9
+        return x
+
+
+@attack("recomputation", "a large input has the block lower the optimizer's rate")
+def seldom_lowers_rate(t: Trial) -> None:
+    _train(t, _Rates, lambda _, optimizer: optimizer)
+
+
+class _Schedules(_Seldom):
+    def effect(self, x: torch.Tensor) -> torch.Tensor:
+        self.held[0].step()
+        return x
+
+
+@attack("recomputation", "a large input has the block step a scheduler")
+def seldom_steps_scheduler(t: Trial) -> None:
+    _train(t, _Schedules, lambda _, optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9))
+
+
+class _Moments(_Seldom):
+    def effect(self, x: torch.Tensor) -> torch.Tensor:
+        for state in self.held[0].state.values():
+            state["momentum_buffer"].mul_(0.5)
+        return x
+
+
+@attack("recomputation", "a large input has the block halve the optimizer's momentum")
+def seldom_halves_momentum(t: Trial) -> None:
+    _train(t, _Moments, lambda _, optimizer: optimizer)
+
+
 @attack("recomputation", "a block scales by whether its input is a leaf of the graph")
 def asks_whether_leaf(t: Trial) -> None:
     train(t, Net([_AsksLeaf(), _AsksLeaf()]))

@@ -7,7 +7,6 @@ each framework can write to is named here. No framework is imported.
 
 import dataclasses
 import sys
-import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -127,8 +126,6 @@ class FrameworkGuard(StepOwner):
         self._of = of
         self._effects = OutsideEffects()
         self._effects.begin()
-        # For a training that ends with an error elsewhere, in its data loader say.
-        weakref.finalize(self, self._effects.end)
         self._leave = on_training_step(name, self)
 
     @property

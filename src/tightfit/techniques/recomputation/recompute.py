@@ -45,6 +45,7 @@ from tightfit.errors import ApplyError, TightfitError
 from tightfit.techniques.recomputation.recompute_checks import (
     CheckSchedule,
     InnerModules,
+    OptimizerMarks,
     ParameterMarks,
     StoredTensors,
 )
@@ -334,7 +335,7 @@ class RecomputedCall:
             restore(with_replaced(self._before, {key: copy.clone() for key, copy in self._copies.items()}))
             if self._held is not None:
                 restore(self._held)
-        marks = ParameterMarks(self._before.reach.tensors)
+        marks = ParameterMarks(self._before.reach.tensors), OptimizerMarks(self._before.reach.optimizers)
         try:
             with self._ambient.put_back():
                 yield
@@ -345,7 +346,7 @@ class RecomputedCall:
                 if held is not None:
                     restore(held)
             kept.clear()
-            if change := marks.change():
+            if change := marks[0].change() or marks[1].change():
                 raise owner.refusal(f"{change} in its forward, which a second run would do once more")
 
     def _is_written_since(self, now: Snapshot, held: Snapshot | None) -> bool:
