@@ -92,12 +92,18 @@ def _moved_elsewhere(begin: Values, plain: Values, found: Values) -> str:
         return f"{other[0]} has the shape {list(found[other[0]].shape)} instead of {list(plain[other[0]].shape)}"
     # A weight that has grown has no way from where it began.
     there = [n for n in plain if n in begin and begin[n].shape == plain[n].shape]
-    off = math.sqrt(sum(float((found[n].double() - plain[n].double()).square().sum()) for n in plain))
-    way = math.sqrt(sum(float((plain[n].double() - begin[n].double()).square().sum()) for n in there))
-    size = math.sqrt(sum(float(plain[n].double().square().sum()) for n in plain))
+    off = math.sqrt(sum(_squares(found[n].double() - plain[n].double(), found[n], plain[n]) for n in plain))
+    way = math.sqrt(sum(_squares(plain[n].double() - begin[n].double(), plain[n]) for n in there))
+    size = math.sqrt(sum(_squares(plain[n].double(), plain[n]) for n in plain))
     if off <= _LOSSY_SHARE * way + _LOSSY_ROUNDING * size:
         return ""
     return f"weights are off by {off:.3g}, having moved by {way:.3g}"
+
+
+def _squares(values: torch.Tensor, *of: torch.Tensor) -> float:
+    """The sum of the squares, without those where all of these tensors are NaN: a plain run may diverge."""
+    is_lost = torch.stack([each.isnan() for each in of]).all(0)
+    return float(values.masked_fill(is_lost, 0).square().sum())
 
 
 def _all_close(found: torch.Tensor, plain: torch.Tensor, *, rtol: float, atol: float) -> bool:
