@@ -24,6 +24,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from tightfit.effects.cells import Cell, contents
+from tightfit.effects.classes_of_libraries import BAGS, COUNTING, STATELESS
 from tightfit.effects.code import CODE, Code
 from tightfit.effects.drawn import Drawn, drawn
 from tightfit.effects.holders import ClassAttributes, Holder, Items, Members, Names, class_state, is_plain
@@ -63,52 +64,6 @@ _MAKING = {
     *("__repr__", "__str__", "__reduce__", "__doc__"),
 }
 _LISTS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
-# Of Python's own classes, those that users put their settings in; a logger or a lock is no state of a model.
-_BAGS = ("types", "argparse")
-# What logs, waits or describes code is no state of a model either.
-_STATELESS = frozenset(
-    [
-        "tightfit",
-        "torch",
-        "logging",
-        "abc",
-        "typing",
-        "importlib",
-        "inspect",
-        "enum",
-        "concurrent",
-        "asyncio",
-        "subprocess",
-        "socket",
-        "selectors",
-        "re",
-        "pathlib",
-        "contextlib",
-        "unittest",
-        "weakref",
-        "warnings",
-        "traceback",
-        "tempfile",
-        "ast",
-        "dis",
-        "code",
-        "codecs",
-        "os",
-        "shutil",
-        "time",
-        "threading",
-        "multiprocessing",
-        "queue",
-        "signal",
-    ]
-)
-# What counts steps, though it is torch's.
-_COUNTING = (
-    "torch.optim.lr_scheduler",
-    "torch.optim.swa_utils",
-    "torch.amp.grad_scaler",
-    "torch.cuda.amp.grad_scaler",
-)
 _BOUND_IN_C = (types.BuiltinMethodType, types.MethodWrapperType)
 
 
@@ -563,8 +518,8 @@ class _Walk(_CodeWalk):
         origin = kind.__module__.partition(".")[0]
         if origin == "torch" and isinstance(value, torch.optim.Optimizer):
             self.found.optimizers.append(weakref.ref(value))
-        is_bag = origin in _BAGS
-        is_stateless = origin in _STATELESS and kind.__module__ not in _COUNTING
+        is_bag = origin in BAGS
+        is_stateless = origin in STATELESS and kind.__module__ not in COUNTING
         if not is_bag and (is_stateless or (origin in sys.stdlib_module_names and not kind.__dictoffset__)):
             return
         own = getattr(value, "__dict__", None)
@@ -574,7 +529,7 @@ class _Walk(_CodeWalk):
             # Of a library's object (a cache, a configuration): the containers and tensors that are its own, and what counts steps.
             for name, inner in list(own.items()) if isinstance(own, dict) else ():
                 is_followed = isinstance(inner, torch.Tensor | list | dict | set | torch.optim.Optimizer)
-                if is_followed or type(inner).__module__ in _COUNTING:
+                if is_followed or type(inner).__module__ in COUNTING:
                     self._value(f"{path}.{name}", inner)
             return
         slots = slots_of(kind)

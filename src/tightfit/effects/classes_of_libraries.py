@@ -1,0 +1,48 @@
+"""Which objects of libraries hold state of a program's, by the modules of their classes."""
+
+# Of Python's own classes, those that users put their settings in; a logger or a lock is no state of a model.
+BAGS = ("types", "argparse")
+# What logs, waits or describes code is no state of a model either.
+STATELESS = frozenset(
+    [
+        "tightfit",
+        "torch",
+        "logging",
+        "abc",
+        "typing",
+        "importlib",
+        "inspect",
+        "enum",
+        "concurrent",
+        "asyncio",
+        "subprocess",
+        "socket",
+        "selectors",
+        "re",
+        "pathlib",
+        "contextlib",
+        "unittest",
+        "weakref",
+        "warnings",
+        "traceback",
+        "tempfile",
+        "ast",
+        "dis",
+        "code",
+        "codecs",
+        "os",
+        "shutil",
+        "time",
+        "threading",
+        "multiprocessing",
+        "queue",
+        "signal",
+    ]
+)
+# What counts steps, though it is torch's.
+COUNTING = (
+    "torch.optim.lr_scheduler",
+    "torch.optim.swa_utils",
+    "torch.amp.grad_scaler",
+    "torch.cuda.amp.grad_scaler",
+)
