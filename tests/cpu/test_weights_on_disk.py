@@ -157,6 +157,35 @@ def test_a_byte_that_has_changed_on_the_disk_is_an_error_before_it_is_used() -> 
         session.undo()
 
 
+@pytest.mark.parametrize("is_partly_written", [False, True])
+def test_a_file_that_is_written_over_is_an_error_before_it_is_used(
+    is_partly_written: bool, loaded: Decoder, tmp_path: Path
+) -> None:
+    """As `cp other.safetensors weights.safetensors` writes: into the same file. On the card, without a plan, that changes nothing."""
+    plain, session = small(), on_disk(loaded)
+    if is_partly_written:
+        with torch.no_grad():
+            for model in (plain, loaded):
+                model.blocks[1].qkv.weight[0, 0] = 7
+    assert same(trained(plain, 0), trained(loaded, 0))
+    other = tmp_path / "other.safetensors"
+    save_file({name: value + 1 for name, value in small().state_dict().items()}, other)
+    with (tmp_path / "weights.safetensors").open("r+b") as file:
+        file.write(other.read_bytes())
+    with pytest.raises(ApplyError, match=r"weights\.safetensors was written to while its weights are in use"):
+        trained(loaded, 1)
+    with pytest.raises(ApplyError, match="could not be read back"):
+        session.undo()
+
+
+def test_a_file_that_another_one_takes_the_place_of_is_read_on(loaded: Decoder, tmp_path: Path) -> None:
+    """As safetensors and `os.replace` write: the file that is mapped is there without its name."""
+    on_disk(loaded)
+    save_file({name: value + 1 for name, value in small().state_dict().items()}, tmp_path / "weights.safetensors")
+    for seed in range(2):
+        assert same(trained(small(), seed), trained(loaded, seed))
+
+
 def _inode(number: str) -> str:
     try:
         return str(os.stat(f"/proc/self/fd/{number}").st_ino)

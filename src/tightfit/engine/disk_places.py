@@ -6,17 +6,14 @@ So a piece comes from the file, past the page cache where it is ours, while none
 
 import abc
 import dataclasses
-import errno
-import os
 import zlib
 from typing import TYPE_CHECKING, final
 
 import torch
 
-from tightfit.engine.descriptors import Descriptor
 from tightfit.engine.disk_file import DiskFile
 from tightfit.engine.disk_sizes import in_pages
-from tightfit.engine.file_mappings import was_written
+from tightfit.engine.file_mappings import MappedFile, was_written
 
 if TYPE_CHECKING:
     from tightfit.capture.observe.disk_traffic import VirtualFile
@@ -82,7 +79,7 @@ class InMemoryOfFile(DiskPlace):
 
     memory: torch.Tensor
     written: OnDisk | None = None
-    opened: Descriptor | None = None
+    opened: MappedFile | None = None
     offset: int = 0
 
     def __len__(self) -> int:
@@ -92,19 +89,13 @@ class InMemoryOfFile(DiskPlace):
         piece = self.memory[at : at + num_bytes]
         if (self.written is None and self.opened is None) or was_written(piece.data_ptr(), num_bytes):
             buffer.bytes[:num_bytes].copy_(piece)
+            if self.opened is not None:
+                # Pages beside those that were written are the file's.
+                self.opened.check()
         elif self.written is not None:
             self.written.read(buffer, at, num_bytes, number)
         elif self.opened is not None:
-            _read_all(self.opened.number, buffer.memory[:num_bytes], self.offset + at)
-
-
-def _read_all(descriptor: int, into: memoryview, at: int) -> None:
-    done = 0
-    while done < len(into):
-        num_bytes = os.preadv(descriptor, [into[done:]], at + done)
-        if not num_bytes:
-            raise OSError(errno.EIO, "the file is shorter than it was")
-        done += num_bytes
+            self.opened.read(buffer.memory[:num_bytes], self.offset + at)
 
 
 def checksum(content: memoryview) -> int:

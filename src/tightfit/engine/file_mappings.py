@@ -5,6 +5,7 @@ which it is in /proc/self/pagemap, bits 61 to 63 (Documentation/admin-guide/mm/p
 """
 
 import dataclasses
+import errno
 import mmap
 import os
 from typing import final
@@ -17,6 +18,43 @@ _MAPS, _PAGES = "/proc/self/maps", "/proc/self/pagemap"
 _OF_FILE, _SWAPPED, _PRESENT = (np.uint64(1 << bit) for bit in (61, 62, 63))
 
 
+@final
+class MappedFile:
+    """A mapped file that is open to be read from. Its pages are those that were mapped only as long as nobody writes to the file."""
+
+    def __init__(self, path: str, descriptor: Descriptor) -> None:
+        self._path = path
+        self._descriptor = descriptor
+        self._written = self._last_write()
+
+    def read(self, into: memoryview, at: int) -> None:
+        """Fills `into` with the bytes from `at` on.
+
+        Raises:
+            OSError: they cannot be read, or the file was written to since it was opened.
+        """
+        done = 0
+        while done < len(into):
+            num_bytes = os.preadv(self._descriptor.number, [into[done:]], at + done)
+            if not num_bytes:
+                raise OSError(errno.EIO, "the file is shorter than it was")
+            done += num_bytes
+        self.check()
+
+    def check(self) -> None:
+        """To be called when something was read, from the file or from its mapping.
+
+        Raises:
+            OSError: the file was written to since it was opened.
+        """
+        if self._last_write() != self._written:
+            raise OSError(f"{self._path} was written to while its weights are in use")
+
+    def _last_write(self) -> tuple[int, int]:
+        found = os.fstat(self._descriptor.number)
+        return found.st_mtime_ns, found.st_size
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FileRange:
     """The bytes from `offset` on of the file at `path`, which has this `device` and `inode` while it is the one that is mapped."""
@@ -26,7 +64,7 @@ class FileRange:
     device: int
     inode: int
 
-    def opened(self) -> Descriptor:
+    def opened(self) -> MappedFile:
         """The file, to read from.
 
         Raises:
@@ -37,7 +75,7 @@ class FileRange:
         if (found.st_dev, found.st_ino) != (self.device, self.inode):
             os.close(descriptor)
             raise OSError(f"{self.path} is not the file that is mapped any more")
-        return Descriptor(descriptor)
+        return MappedFile(self.path, Descriptor(descriptor))
 
 
 @final

@@ -11,12 +11,11 @@ import torch
 
 from tightfit.capture.processes.simulated import is_simulated
 from tightfit.engine.copy_engines import CopyEngine
-from tightfit.engine.descriptors import Descriptor
 from tightfit.engine.disk_file import DiskFile
 from tightfit.engine.disk_places import InMemoryOfFile
 from tightfit.engine.disk_sizes import in_pages
 from tightfit.engine.disk_slab import DiskPart, DiskSlab
-from tightfit.engine.file_mappings import FileMappings, FileRange
+from tightfit.engine.file_mappings import FileMappings, FileRange, MappedFile
 from tightfit.errors import ApplyError
 
 
@@ -35,7 +34,7 @@ class WeightFiles:
     def __init__(self, slab: DiskSlab, copies: CopyEngine) -> None:
         self.slab = slab
         self._copies = copies
-        self._opened: dict[tuple[str, int, int], Descriptor] = {}
+        self._opened: dict[tuple[str, int, int], MappedFile] = {}
 
     def part_of(self, parameter: torch.Tensor) -> PartOfFile:
         """The bytes of its storage, on disk.
