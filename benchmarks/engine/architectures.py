@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from tests.conformance.models import ResidualNet
 from torch import nn
 from torch.nn import functional
 
@@ -108,30 +109,6 @@ def vit() -> Made:
         return model(pixel_values=images, labels=torch.arange(3)).loss
 
     return model, loss
-
-
-class _Residual(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.first, self.second = (nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2))
-        self.norm_1, self.norm_2 = nn.BatchNorm2d(width), nn.BatchNorm2d(width)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        hidden = functional.relu(self.norm_1(self.first(images)))
-        return functional.relu(self.norm_2(self.second(hidden)) + images)
-
-
-class ResidualNet(nn.Module):
-    """Blocks of convolutions with batch norms."""
-
-    def __init__(self, num_blocks: int = 4, width: int = 8) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, width, 3, padding=1)
-        self.blocks = nn.Sequential(*(_Residual(width) for _ in range(num_blocks)))
-        self.head = nn.Linear(width, 10)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return self.head(self.blocks(self.stem(images)).mean(dim=(2, 3)))
 
 
 def resnet() -> Made:
