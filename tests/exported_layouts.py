@@ -51,7 +51,7 @@ def layouts(name: str) -> Iterator[Layout]:
             if tool.refusal(layout, MIXED):
                 continue
             yield layout
-            for kind in ("selective", "full"):
+            for kind in ("selective", "alternate", "full"):
                 counts = tool.recomputed(kind, layout, -(-BLOCKS // pp))
                 assert list(counts) == sorted(set(counts))
                 yield from (

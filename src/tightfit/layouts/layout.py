@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any, Literal
 
 Schedule = Literal["none", "gpipe", "1f1b", "interleaved"]
-Recomputation = Literal["none", "selective", "full"]
+Recomputation = Literal["none", "selective", "alternate", "full"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,7 +14,8 @@ class Layout:
     `zero_stage` is 0 (each rank has all of its states: DDP), 1 (optimizer states are sharded), 2 (FSDP2 with `reshard_after_forward=False`: weights stay gathered from the
     forward to the backward pass) or 3 (they are gathered twice). States are sharded over `sharded_over` ranks of dp x cp and replicated over the others. Each rank runs
     `accumulation` micro-batches of `micro_batch` examples in a step. Of the blocks of a rank, `num_recomputed` are run again in the backward pass: as a whole
-    (`full`), or without their matrix products and attention (`selective`). `stages_per_rank` is above 1 with the interleaved schedule alone.
+    (`full`), without their matrix products and attention (`selective`), or without attention and every second matrix product, the first among them (`alternate`, which
+    is torchtitan's `selective_ac_option = "op"`). `stages_per_rank` is above 1 with the interleaved schedule alone.
     """
 
     dp: int = 1

@@ -87,6 +87,11 @@ class LayoutSearch:
         ranks = tuple(rank_bytes(self.model, layout, stage, self.device, self.node) for stage in stages)
         return PricedLayout(layout=layout, seconds=self.clock.step(layout), ranks=ranks, budget_bytes=self.budget_bytes)
 
+    def considers(self, layout: Layout, examples: int) -> bool:
+        """Whether `layout` is among the candidates for `examples` in a step on as many cards as it uses, whatever of it is recomputed."""
+        plain = dataclasses.replace(layout, recompute="none", num_recomputed=0)
+        return any(found == plain for _, found in self._degrees(layout.num_gpus, examples))
+
     def _degrees(self, num_gpus: int, examples: int) -> Iterator[tuple[float, Layout]]:
         """Layouts without recomputation, each with a lower bound of its seconds."""
         num_blocks = len(self.model.order)
@@ -141,12 +146,12 @@ class LayoutSearch:
         yield 1, ranks
 
     def _with_least_recomputation(self, layout: Layout) -> PricedLayout:
-        """The fastest of: no recomputation, or the fewest blocks of either kind that make it fit. If nothing does, full recomputation."""
+        """The fastest of: no recomputation, or the fewest blocks of any kind that make it fit. If nothing does, full recomputation."""
         plain = self.priced_layout(layout)
         if plain.fits or not self.model.order:
             return plain
         most = max(stage.num_blocks for stage in stages_of(self.model, layout))
-        kinds: tuple[Recomputation, ...] = ("selective", "full")
+        kinds: tuple[Recomputation, ...] = ("selective", "alternate", "full")
         tool = self.tool
         counts = [range(1, most + 1) if tool is None else tool.recomputed(kind, layout, most) for kind in kinds]
         found = [self._fewest(layout, kind, of) for kind, of in zip(kinds, counts, strict=True) if of]

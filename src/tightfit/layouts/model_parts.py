@@ -15,6 +15,7 @@ from tightfit.analysis.modules import ModuleCall
 from tightfit.analysis.profile import Profile
 from tightfit.cost.classes import operator_class
 from tightfit.layouts.batches_of_tape import BatchOfTape, batch_of
+from tightfit.layouts.product_sizes import ProductSizes, product_sizes
 from tightfit.layouts.weights_of_tape import WeightBytes, WeightsOfTape
 from tightfit.tape import Category, Column, Operators, Phase, Tape
 
@@ -23,14 +24,17 @@ PRODUCTS = frozenset({"matmul", "convolution", "attention"})
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rows:
-    """Operators of one pass of a part. `fixed_read` and `fixed_written` are those of their bytes that are weights; `is_cast` marks conversions of weights."""
+    """Operators of one pass of a part. `fixed_read` and `fixed_written` are those of their bytes that are weights; `is_cast` marks conversions of weights,
+    `is_second_product` every second matrix product, beginning with the second one."""
 
     operators: Operators
+    sizes: ProductSizes
     fixed_read: Column
     fixed_written: Column
     is_cast: Column
     is_product: Column
     is_attention: Column
+    is_second_product: Column
 
     def __len__(self) -> int:
         return len(self.operators)
@@ -40,7 +44,8 @@ class Rows:
 class Part:
     """A block, or what runs before or after the blocks. `class_name` is that of a block's module, empty where it is not known. Bytes are those of the traced batch.
 
-    `saved_bytes` are saved for backward, its output among them; of these `product_bytes` would be if only the results of products were saved. `input_bytes` is what
+    `saved_bytes` are saved for backward, its output among them; of these `product_bytes` would be if only the results of products were saved,
+    and `alternate_bytes` if every second matrix product was not either. `input_bytes` is what
     the part is given. `working_bytes` is the peak of temporaries in its backward pass. `key_value_bytes` are the keys and values of its attention.
     `expert_bytes` are the weights (of `parameter_bytes`) that only some tokens use, `expert_share` the share of the tokens that one of them sees.
     """
@@ -52,6 +57,7 @@ class Part:
     trained_bytes: int
     saved_bytes: int
     product_bytes: int
+    alternate_bytes: int
     input_bytes: int
     working_bytes: int
     key_value_bytes: int
@@ -266,7 +272,7 @@ class _Reader:
         made_by = storages.operator
         cast_operators = forward[rows.is_cast]
         saved = saved[~np.isin(made_by[saved], cast_operators)]
-        products = forward[rows.is_product]
+        products, seconds = forward[rows.is_product], forward[rows.is_second_product]
         # What a product made inside of the forward pass, saved by the plain run or not.
         kept = np.flatnonzero(
             np.isin(made_by, products) & np.isin(storages.category, (Category.ACTIVATIONS, Category.TEMPORARIES))
@@ -294,6 +300,7 @@ class _Reader:
             trained_bytes=weights.trained,
             saved_bytes=self.calls.bytes_of(saved),
             product_bytes=self.calls.bytes_of(kept),
+            alternate_bytes=self.calls.bytes_of(kept[~np.isin(made_by[kept], seconds)]),
             input_bytes=input_bytes,
             working_bytes=peak,
             key_value_bytes=key_value,
@@ -306,11 +313,18 @@ class _Reader:
         operators = self.tape.operators.rows(chosen)
         kinds = [self.classes[n] for n in operators.name.tolist()]
         fixed_read, fixed_written, is_cast = self.weights.fixed_bytes(chosen, kinds)
+        is_attention = np.array([k == "attention" for k in kinds], dtype=bool)
+        is_matmul = np.array([k == "matmul" for k in kinds], dtype=bool)
+        sizes = product_sizes(
+            self.tape, chosen, is_attention=is_attention, fixed_read=fixed_read, fixed_written=fixed_written
+        )
         return Rows(
             operators=operators,
+            sizes=sizes,
             fixed_read=fixed_read,
             fixed_written=fixed_written,
             is_cast=is_cast,
             is_product=np.array([k in PRODUCTS for k in kinds], dtype=bool),
-            is_attention=np.array([k == "attention" for k in kinds], dtype=bool),
+            is_attention=is_attention,
+            is_second_product=is_matmul & (np.cumsum(is_matmul) % 2 == 0),
         )

@@ -141,6 +141,7 @@ def _activations(model: ModelParts, layout: Layout, stage: Stage, share: float) 
         kept = {
             "none": plain,
             "selective": (part.product_bytes + part.input_bytes) / tp,
+            "alternate": (part.alternate_bytes + part.input_bytes) / tp,
             "full": part.input_bytes / tp,
         }[layout.recompute]
         kept = min(kept, plain)

@@ -5,7 +5,7 @@ FSDP          weights of the next block are gathered while one computes, and gra
 tensor        an all-gather and a reduce-scatter of the activations around each half of a block, forward and backward: waited for
 context       keys and values are gathered before attention, their gradients reduced after it: waited for
 experts       two all-to-alls of the tokens, forward and backward: waited for
-pipeline      (micro-batches + (stages - 1) / stages per rank) times the slowest stage, and the sends between stages (Narayanan et al. 2021)
+pipeline      micro-batches times the slowest stage, the other stages once, over the stages of a rank, and the sends between stages (Narayanan et al. 2021)
 """
 
 import dataclasses
@@ -72,7 +72,8 @@ class StepClock:
         stages = stages_of(model, layout)
         passes = [self._stage(layout, stage, seconds, share) for stage in stages]
         slowest = max(passes, key=lambda p: p.total)
-        bubble = slowest.total * (layout.pp - 1) / layout.stages_per_rank
+        # The first micro-batch passes every stage before the slowest one is all that counts.
+        bubble = (sum(p.total for p in passes) - slowest.total) / layout.stages_per_rank
         sends = self._sends(layout, share)
         ends = max(self._ends(layout, stage, seconds) for stage in stages)
         optimizer = max(self._optimizer(layout, stage) for stage in stages)
@@ -95,7 +96,7 @@ class StepClock:
             is_block = 0 < i <= len(self.model.blocks)
             again = min(count, left) if is_block else 0
             left -= again
-            redone = {"none": 0.0, "selective": of.elementwise, "full": of.forward}[layout.recompute]
+            redone = {"none": 0.0, "selective": of.elementwise, "alternate": of.alternate, "full": of.forward}[layout.recompute]
             gather, reduce = self._fsdp(layout, part)
             inside, inside_again = self._inside(layout, part, share) if is_block else (0.0, 0.0)
             if layout.recompute != "full":

@@ -46,8 +46,10 @@ class Torchtitan(AbstractTool):
         )
 
     def recomputed(self, kind: Recomputation, layout: Layout, most: int) -> Sequence[int]:
-        """All blocks in either way; as a whole also every second one, every third one, and so on."""
-        if kind == "selective" or layout.pp > 1:
+        """All blocks, as a whole also every second one, every third one, and so on; products are not all kept, but every second one."""
+        if kind == "selective":
+            return ()
+        if kind == "alternate" or layout.pp > 1:
             return (most,) if most else ()
         return sorted({most // every for every in range(1, most + 1)})
 
@@ -67,10 +69,6 @@ class Torchtitan(AbstractTool):
             f"{run.layout}: for torchtitan {self.version}, of {run.layout.num_gpus} GPUs on {run.num_nodes} node{'s' if run.num_nodes > 1 else ''}.",
             "Choose the model, its tokenizer and the data in [model] and [training]: they are torchtitan's own.",
         ]
-        if layout.recompute == "selective" and layout.num_recomputed:
-            notes.append(
-                "selective_ac_option op recomputes every second matrix product besides: less memory and more time than planned."
-            )
         if layout.pp > 1:
             notes.append("module_fqns_per_model_part has the names of torchtitan's Llama, Qwen and DeepSeek models.")
         if layout.ep > 1:
@@ -131,7 +129,7 @@ def _checkpointing(run: LayoutRun) -> dict[str, Any]:
     layout = run.layout
     if not layout.num_recomputed or layout.recompute == "none":
         return {"mode": "none"}
-    if layout.recompute == "selective":
+    if layout.recompute == "alternate":
         return {"mode": "selective", "selective_ac_option": "op"}
     of_rank = run.num_blocks // layout.pp
     every = 1 if layout.pp > 1 else of_rank // layout.num_recomputed

@@ -1,0 +1,1 @@
+"""Predicted against published runs on many cards: `python -m benchmarks.shard`."""
