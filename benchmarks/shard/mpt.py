@@ -32,7 +32,9 @@ Row = Mapping[str, str]
 def predicted(row: Row, tapes: Mapping[str, Tape]) -> PricedLayout:
     """The layout of a row, priced."""
     device, num_gpus = find(CARDS[row["gpu"]]), int(row["num_gpus"])
-    model = of_length(with_layers(tapes[row["model"]], device, SIZES[row["model"]][2], reduced_in_float32=False), int(row["seq_len"]))
+    model = of_length(
+        with_layers(tapes[row["model"]], device, SIZES[row["model"]][2], reduced_in_float32=False), int(row["seq_len"])
+    )
     is_recomputed = row["checkpointing"] == "True"
     layout = Layout(
         dp=num_gpus,

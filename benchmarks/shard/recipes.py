@@ -38,7 +38,9 @@ class Recipe:
 def compare(data: Path) -> None:
     """Prints the comparison."""
     for recipe in _recipes(data):
-        search = LayoutSearch(recipe.model, recipe.device, node_of(recipe.device), budget_bytes=recipe.device.capacity_bytes)
+        search = LayoutSearch(
+            recipe.model, recipe.device, node_of(recipe.device), budget_bytes=recipe.device.capacity_bytes
+        )
         begun = time.monotonic()
         plan = search.run(recipe.layout.num_gpus, recipe.examples)
         took = time.monotonic() - begun
@@ -69,14 +71,18 @@ def _recipes(data: Path) -> Iterator[Recipe]:
                 device = card_of(row)
                 model = llamas.parts(row["model"], device, int(row["seq"]))
                 layout = layout_of(row, len(model.order))
-                yield Recipe(name=f"{row['model']}, {row['n_gpu']} {row['gpu'][:4]}", model=model, device=device, layout=layout)
+                yield Recipe(
+                    name=f"{row['model']}, {row['n_gpu']} {row['gpu'][:4]}", model=model, device=device, layout=layout
+                )
     device = dataclasses.replace(find("H100"), capacity_bytes=95 * 2**30)
     # torchtitan's 405B: tp 8, pp 8, FSDP over 8; as many micro-batches as stages.
     layout = Layout(
         dp=8, tp=8, pp=8, sharded_over=8, micro_batch=4, accumulation=8, schedule="1f1b", recompute="full",
         num_recomputed=-(-LLAMAS["Llama3.1-405B"][1] // 8),
     )  # fmt: skip
-    yield Recipe(name="Llama3.1-405B, 512 H100", model=llamas.parts("Llama3.1-405B", device, 8192), device=device, layout=layout)
+    yield Recipe(
+        name="Llama3.1-405B, 512 H100", model=llamas.parts("Llama3.1-405B", device, 8192), device=device, layout=layout
+    )
     device = find("A100-40GB")
     width, heads, layers = SIZES["30b"]
     model = with_layers(traced("mpt", width=width, heads=heads), device, layers, reduced_in_float32=False)

@@ -3,9 +3,8 @@
 import resource
 import time
 
-from benchmarks.shard.decoders import with_layers
+from benchmarks.shard.decoders import traced, with_layers
 from benchmarks.shard.torchtitan import LLAMAS
-from benchmarks.shard.decoders import traced
 from tightfit.devices.catalogue import find
 from tightfit.devices.nodes import node_of
 from tightfit.layouts.layout_search import LayoutSearch

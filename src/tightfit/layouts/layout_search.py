@@ -6,7 +6,7 @@ A layout that cannot beat the best ones even if its collectives cost nothing is 
 
 import dataclasses
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 from tightfit.devices.device import Device
 from tightfit.devices.node import Node
@@ -17,7 +17,7 @@ from tightfit.layouts.model_parts import ModelParts
 from tightfit.layouts.part_seconds import PricedParts
 from tightfit.layouts.rank_bytes import rank_bytes
 from tightfit.layouts.rank_seconds import StepClock
-from tightfit.layouts.stages import stages_of
+from tightfit.layouts.stages import Stage, stages_of
 
 NUM_ALTERNATIVES = 3
 _MOST_TENSOR = 8
@@ -74,18 +74,29 @@ class LayoutSearch:
             budget_bytes=self.budget_bytes,
             examples=examples,
             tokens_per_example=self.model.batch.sequence_length,
-            best=ordered[0] if ordered else None,
-            alternatives=tuple(ordered[1 : NUM_ALTERNATIVES + 1]),
-            refused=tuple(least[:NUM_ALTERNATIVES]),
+            best=self.priced_layout(ordered[0].layout) if ordered else None,
+            alternatives=tuple(self.priced_layout(p.layout) for p in ordered[1 : NUM_ALTERNATIVES + 1]),
+            refused=tuple(self.priced_layout(p.layout) for p in least[:NUM_ALTERNATIVES]),
             num_priced=self.num_priced,
         )
 
     def priced_layout(self, layout: Layout) -> PricedLayout:
         """One layout, with its seconds and the memory of the ranks of each stage."""
+        return self._priced(layout, stages_of(self.model, layout))
+
+    def _priced(self, layout: Layout, stages: Iterable[Stage]) -> PricedLayout:
         self.num_priced += 1
-        stages = stages_of(self.model, layout)
         ranks = tuple(rank_bytes(self.model, layout, stage, self.device, self.node) for stage in stages)
         return PricedLayout(layout=layout, seconds=self.clock.step(layout), ranks=ranks, budget_bytes=self.budget_bytes)
+
+    def _priced_by_worst(self, layout: Layout) -> PricedLayout:
+        """As `priced_layout`, of alike stages only the one that holds most micro-batches."""
+        largest: dict[Hashable, Stage] = {}
+        for stage in stages_of(self.model, layout):
+            key = (stage.counts, stage.has_before, stage.has_after)
+            if key not in largest or stage.in_flight > largest[key].in_flight:
+                largest[key] = stage
+        return self._priced(layout, largest.values())
 
     def considers(self, layout: Layout, examples: int) -> bool:
         """Whether `layout` is among the candidates for `examples` in a step on as many cards as it uses, whatever of it is recomputed."""
@@ -147,7 +158,7 @@ class LayoutSearch:
 
     def _with_least_recomputation(self, layout: Layout) -> PricedLayout:
         """The fastest of: no recomputation, or the fewest blocks of any kind that make it fit. If nothing does, full recomputation."""
-        plain = self.priced_layout(layout)
+        plain = self._priced_by_worst(layout)
         if plain.fits or not self.model.order:
             return plain
         most = max(stage.num_blocks for stage in stages_of(self.model, layout))
@@ -160,13 +171,13 @@ class LayoutSearch:
 
     def _fewest(self, layout: Layout, kind: Recomputation, counts: Sequence[int]) -> PricedLayout:
         """The layout with the least of `counts` blocks recomputed that makes it fit; with the most where none does."""
-        high = self.priced_layout(dataclasses.replace(layout, recompute=kind, num_recomputed=counts[-1]))
+        high = self._priced_by_worst(dataclasses.replace(layout, recompute=kind, num_recomputed=counts[-1]))
         if not high.fits:
             return high
         low_at, high_at = -1, len(counts) - 1
         while high_at - low_at > 1:
             middle = (low_at + high_at) // 2
-            found = self.priced_layout(dataclasses.replace(layout, recompute=kind, num_recomputed=counts[middle]))
+            found = self._priced_by_worst(dataclasses.replace(layout, recompute=kind, num_recomputed=counts[middle]))
             if found.fits:
                 high, high_at = found, middle
             else:

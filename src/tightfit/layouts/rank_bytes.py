@@ -8,6 +8,7 @@ other          inputs, NCCL's buffers, the CUDA context, and what the caching al
 """
 
 import dataclasses
+import functools
 
 from tightfit.cost.collectives import Group
 from tightfit.cost.communicators import communicator_bytes
@@ -65,7 +66,7 @@ def rank_bytes(model: ModelParts, layout: Layout, stage: Stage, device: Device, 
             "activations": activations,
             "working": working,
             "inputs": inputs,
-            "nccl": _communicators(layout, node),
+            "nccl": _communicators(_plain(layout), node),
             "cache": round(FRAGMENTATION * moving),
             "context": device.context_bytes,
         },
@@ -153,6 +154,21 @@ def _activations(model: ModelParts, layout: Layout, stage: Stage, share: float) 
     return round(per_rank * stage.in_flight), round(working)
 
 
+def _plain(layout: Layout) -> Layout:
+    """The layout without what communicators do not depend on."""
+    return dataclasses.replace(
+        layout,
+        micro_batch=1,
+        accumulation=1,
+        recompute="none",
+        num_recomputed=0,
+        schedule="none",
+        stages_per_rank=1,
+        zero_stage=min(1, layout.zero_stage),
+    )
+
+
+@functools.lru_cache(maxsize=4096)
 def _communicators(layout: Layout, node: Node) -> int:
     """NCCL's buffers for the groups of a rank."""
     tp, cp = layout.tp, layout.cp

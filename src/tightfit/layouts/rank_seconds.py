@@ -10,7 +10,7 @@ pipeline      micro-batches times the slowest stage, the other stages once, over
 
 import dataclasses
 
-from tightfit.cost.collectives import Group, collective_seconds
+from tightfit.cost.collectives import Collective, Group, collective_seconds
 from tightfit.devices.node import Node
 from tightfit.layouts.layout import Layout
 from tightfit.layouts.model_parts import ModelParts, Part
@@ -19,6 +19,7 @@ from tightfit.layouts.stages import Stage, stages_of
 from tightfit.simulate.contention import CONTENTION
 
 _BLOCK_HALVES = 2
+_HALVES_OF_ALL_REDUCE: tuple[Collective, ...] = ("all_gather", "reduce_scatter")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +64,9 @@ class StepClock:
         self.model = model
         self.priced = priced
         self.node = node
+        self._model_bytes = max(1, model.parameter_bytes)
+        # A search asks for the same few collectives tens of thousands of times.
+        self._known: dict[tuple[Collective, float, int, int], float] = {}
 
     def step(self, layout: Layout) -> StepSeconds:
         """Seconds of a step of the whole run under `layout`."""
@@ -70,13 +74,15 @@ class StepClock:
         share = layout.micro_batch / (model.batch.num_examples or 1) / layout.cp
         seconds = self.priced.seconds(share, layout.tp)
         stages = stages_of(model, layout)
-        passes = [self._stage(layout, stage, seconds, share) for stage in stages]
+        distinct = {(stage.counts, stage.has_before, stage.has_after): stage for stage in stages}
+        of_stage = {key: self._stage(layout, stage, seconds, share) for key, stage in distinct.items()}
+        passes = [of_stage[stage.counts, stage.has_before, stage.has_after] for stage in stages]
         slowest = max(passes, key=lambda p: p.total)
         # The first micro-batch passes every stage before the slowest one is all that counts.
         bubble = (sum(p.total for p in passes) - slowest.total) / layout.stages_per_rank
         sends = self._sends(layout, share)
-        ends = max(self._ends(layout, stage, seconds) for stage in stages)
-        optimizer = max(self._optimizer(layout, stage) for stage in stages)
+        ends = max(self._ends(layout, stage, seconds) for stage in distinct.values())
+        optimizer = max(self._optimizer(layout, stage) for stage in distinct.values())
         exposed = slowest.exposed * layout.accumulation + sends + ends
         compute = slowest.compute * layout.accumulation
         return StepSeconds(
@@ -96,7 +102,9 @@ class StepClock:
             is_block = 0 < i <= len(self.model.blocks)
             again = min(count, left) if is_block else 0
             left -= again
-            redone = {"none": 0.0, "selective": of.elementwise, "alternate": of.alternate, "full": of.forward}[layout.recompute]
+            redone = {"none": 0.0, "selective": of.elementwise, "alternate": of.alternate, "full": of.forward}[
+                layout.recompute
+            ]
             gather, reduce = self._fsdp(layout, part)
             inside, inside_again = self._inside(layout, part, share) if is_block else (0.0, 0.0)
             if layout.recompute != "full":
@@ -124,41 +132,43 @@ class StepClock:
         # Experts are gathered by the ranks that have the same ones.
         dense = whole * (1 - part.expert_bytes / max(1, part.parameter_bytes))
         experts = (whole - dense) / layout.ep
-        group = self._group(layout, over)
         trained = part.trained_bytes / max(1, part.parameter_bytes) * model.reduced_per_gathered
-        gather = collective_seconds("all_gather", dense, group, self.node)
-        reduce = collective_seconds("reduce_scatter", dense * trained, group, self.node)
+        gather = self._collective("all_gather", dense, over, layout.tp)
+        reduce = self._collective("reduce_scatter", dense * trained, over, layout.tp)
         if experts:
-            few = Group.of(max(1, over // layout.ep), stride=layout.tp * layout.ep, num_linked=self.node.num_linked)
-            gather += collective_seconds("all_gather", experts, few, self.node)
-            reduce += collective_seconds("reduce_scatter", experts * trained, few, self.node)
+            few = max(1, over // layout.ep), layout.tp * layout.ep
+            gather += self._collective("all_gather", experts, *few)
+            reduce += self._collective("reduce_scatter", experts * trained, *few)
         if layout.num_replicas > 1:
-            outer = Group.of(layout.num_replicas, stride=layout.tp * over, num_linked=self.node.num_linked)
-            reduce += collective_seconds("all_reduce", (dense + experts) * trained / over, outer, self.node)
+            reduced = (dense + experts) * trained / over
+            reduce += self._collective("all_reduce", reduced, layout.num_replicas, layout.tp * over)
         return gather, reduce
 
-    def _group(self, layout: Layout, size: int) -> Group:
-        return Group.of(size, stride=layout.tp, num_linked=self.node.num_linked)
+    def _collective(self, kind: Collective, num_bytes: float, size: int, stride: int) -> float:
+        """Seconds of a collective of `size` ranks that are `stride` apart."""
+        key = (kind, num_bytes, size, stride)
+        if key not in self._known:
+            group = Group.of(size, stride=stride, num_linked=self.node.num_linked)
+            self._known[key] = collective_seconds(kind, num_bytes, group, self.node)
+        return self._known[key]
 
     def _inside(self, layout: Layout, part: Part, share: float) -> tuple[float, float]:
         """Collectives inside of a block for one micro-batch that it waits for: forward and backward together, and again in recomputation."""
-        node, found, again = self.node, 0.0, 0.0
+        found, again = 0.0, 0.0
         tokens = part.input_bytes * share
         if layout.tp > 1:
-            group = Group.of(layout.tp, stride=1, num_linked=node.num_linked)
             halves = _BLOCK_HALVES if part.forward.is_attention.any() else 1
-            once = sum(collective_seconds(kind, tokens, group, node) for kind in ("all_gather", "reduce_scatter"))
+            once = sum(self._collective(kind, tokens, layout.tp, 1) for kind in _HALVES_OF_ALL_REDUCE)
             found += 2 * halves * once
             again += halves * once
         if layout.cp > 1:
-            group = Group.of(layout.cp, stride=layout.tp, num_linked=node.num_linked)
             whole = part.key_value_bytes * share * layout.cp / layout.tp
-            gather = collective_seconds("all_gather", whole, group, node)
-            found += 2 * gather + collective_seconds("reduce_scatter", whole, group, node)
+            gather = self._collective("all_gather", whole, layout.cp, layout.tp)
+            found += 2 * gather + self._collective("reduce_scatter", whole, layout.cp, layout.tp)
             again += gather
         if layout.ep > 1 and part.expert_bytes:
-            group = Group.of(layout.ep, stride=layout.tp * layout.cp, num_linked=node.num_linked)
-            once = 2 * collective_seconds("all_to_all", tokens / layout.tp * part.experts_per_token, group, node)
+            sent = tokens / layout.tp * part.experts_per_token
+            once = 2 * self._collective("all_to_all", sent, layout.ep, layout.tp * layout.cp)
             found += 2 * once
             again += once
         return found, again
@@ -168,8 +178,7 @@ class StepClock:
         if layout.pp == 1:
             return 0.0
         boundary = max((part.input_bytes for part in self.model.blocks), default=0) * share / layout.tp
-        apart = Group.of(2, stride=layout.num_gpus // layout.pp, num_linked=self.node.num_linked)
-        once = collective_seconds("send", boundary, apart, self.node)
+        once = self._collective("send", boundary, 2, layout.num_gpus // layout.pp)
         return 2 * once * (layout.accumulation * layout.stages_per_rank + layout.pp - 1)
 
     def _ends(self, layout: Layout, stage: Stage, seconds: tuple[PartSeconds, ...]) -> float:
@@ -181,18 +190,18 @@ class StepClock:
         if layout.zero_stage >= 2 and layout.sharded_over > 1:
             gathers = [self._fsdp(layout, part) for _, part, _ in parts]
             return (gathers[0][0] if gathers else 0.0) + (gathers[-1][1] if gathers else 0.0)
-        group = self._group(layout, layout.dp * layout.cp)
+        ranks = layout.dp * layout.cp
         trained = sum(n * part.trained_bytes for _, part, n in parts) / layout.tp * model.stored_per_parameter
-        reduce = collective_seconds("all_reduce", trained * model.gradients_per_parameter, group, self.node)
+        reduce = self._collective("all_reduce", trained * model.gradients_per_parameter, ranks, layout.tp)
         backward = sum(n * seconds[i].backward for i, _, n in parts)
         found = _beside(backward, reduce) - backward
         if layout.zero_stage == 1:
-            found += collective_seconds("all_gather", trained, group, self.node)
+            found += self._collective("all_gather", trained, ranks, layout.tp)
         return found
 
     def _optimizer(self, layout: Layout, stage: Stage) -> float:
         model = self.model
-        mine = sum(n * part.parameter_bytes for _, part, n in stage.parts(model)) / max(1, model.parameter_bytes)
+        mine = sum(n * part.parameter_bytes for _, part, n in stage.parts(model)) / self._model_bytes
         over = layout.sharded_over if layout.zero_stage >= 1 else 1
         return model.optimizer_seconds * mine / layout.tp / over
 
