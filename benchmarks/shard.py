@@ -25,7 +25,7 @@ from tightfit.fit import capture
 from tightfit.layouts.layout import Layout
 from tightfit.layouts.layout_plan import PricedLayout
 from tightfit.layouts.layout_search import LayoutSearch
-from tightfit.layouts.model_parts import ModelParts, Part, Rows, model_parts
+from tightfit.layouts.model_parts import ModelPart, ModelParts, Rows, model_parts
 from tightfit.tape import Tape
 
 ROWS = Path(__file__).parents[2] / "shared/data/mpt/throughput.csv"
@@ -71,7 +71,7 @@ def of_length(model: ModelParts, length: int) -> ModelParts:
         flops = np.where(of.is_attention, of.operators.flops * longer, of.operators.flops)
         return dataclasses.replace(of, operators=dataclasses.replace(of.operators, flops=flops))
 
-    def part(of: Part) -> Part:
+    def part(of: ModelPart) -> ModelPart:
         return dataclasses.replace(of, forward=rows(of.forward), backward=rows(of.backward))
 
     return dataclasses.replace(

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.gpu.rows import Row
 from benchmarks.gpu.workload import train
-from tightfit.calibration.nvml import Nvml, ProcessMemory
+from tightfit.calibration.nvml_ctypes import Nvml, ProcessMemory
 
 NUM_STEPS = 3  # as many as are traced
 _MAX_TIMED_STEPS, _TIMED_SECONDS = 8, 3.0

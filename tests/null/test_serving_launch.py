@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tightfit.cli.arguments.serving import cards_of
+from tightfit.cli.arguments.serving_arguments import cards_of
 from tightfit.errors import UsageError
 from tightfit.serving.launch.kubernetes import manifest
 from tightfit.serving.launch.launch_arguments import (

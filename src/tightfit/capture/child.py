@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from tightfit.capture import targets
 from tightfit.capture.patches import manifest
-from tightfit.capture.processes import simulated
+from tightfit.capture.processes import process_role
 from tightfit.capture.processes.children import die_with_parent
 from tightfit.capture.processes.containment.closed_in import ClosedIn
 from tightfit.capture.processes.trace_progress import StatusFile
@@ -140,7 +140,7 @@ def _trace(request: Request, path: str, closed_in: ClosedIn) -> Any:
         raise MissingExtra(
             "tracing runs your code with torch, which is not installed here; install it: pip install 'tightfit[torch]'"
         ) from error
-    simulated.begin()
+    process_role.begin_trace()
     by_yield = request.target["kind"] != "Script"
     session = CaptureSession(
         request.device,

@@ -23,7 +23,7 @@ from tightfit.capture import targets
 from tightfit.capture.child import leave, prepare, quiet, raise_what_was_swallowed, target_of
 from tightfit.capture.host_script import ScriptOnHost
 from tightfit.capture.patches import eager, on_host
-from tightfit.capture.processes import simulated
+from tightfit.capture.processes import process_role
 from tightfit.capture.processes.children import die_with_parent
 from tightfit.capture.processes.containment.closed_in import ClosedIn
 from tightfit.devices.catalogue import find
@@ -84,7 +84,7 @@ def _failure(error: BaseException) -> dict[str, Any]:
 
 
 def _run(request: HostRequest, closed_in: ClosedIn, done: Callable[[Callable[[], dict[str, Any]]], None]) -> None:
-    simulated.begin_proof()
+    process_role.begin_proof()
     eager.keep_compiler_out()
     on_host.install(None if request.card is None else find(request.card))
     warnings.simplefilter("ignore")

@@ -19,7 +19,7 @@ from tightfit.capture.processes.containment.policy import CLOSED, Policy, contai
 from tightfit.capture.processes.containment.written import dropped_notes
 from tightfit.capture.processes.fork_server import NOT_CLOSED_IN, ForkedChild, forked_child
 from tightfit.capture.processes.trace_progress import StatusReader, TraceProgress, user_place
-from tightfit.capture.ranks import RankTraces
+from tightfit.capture.rank_traces import RankTraces
 from tightfit.capture.targets import Target, words_of
 from tightfit.capture.trace_settings import DEFAULT_NUM_STEPS, DEFAULT_TIMEOUT_SECONDS
 from tightfit.capture.world import World

@@ -20,7 +20,7 @@ from tightfit.errors import UsageError
 from tightfit.forecast.horizon import parse_horizon
 from tightfit.units import parse
 from tightfit.watch.agent.agent import MIN_INTERVAL_SECONDS, AgentSettings
-from tightfit.watch.alerts.rules import DEFAULT, read_alerts
+from tightfit.watch.alerts.alert_rules import DEFAULT, read_alerts
 from tightfit.watch.background import Background
 from tightfit.watch.machine_state import MachineState
 from tightfit.watch.outlook.admission_advice import JobAdvice

@@ -10,7 +10,7 @@ import os
 import sys
 import tempfile
 
-from tightfit.capture.processes.simulated import is_proof
+from tightfit.capture.processes.process_role import is_proof
 from tightfit.engine.descriptors import Descriptor, close_gone
 from tightfit.engine.disk_sizes import PAGE_BYTES, in_pages
 from tightfit.errors import ApplyError

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tightfit.capture.processes.simulated import is_simulated
+from tightfit.capture.processes.process_role import is_simulated
 from tightfit.engine.disk_file import DiskFile
 from tightfit.engine.disk_places import HostBuffer, OnDisk
 from tightfit.engine.disk_sizes import PAGE_BYTES, in_pages, num_buffers_of, piece_bytes_of

@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tightfit.capture.patches import gradients_of_data
-from tightfit.capture.processes.simulated import is_simulated
+from tightfit.capture.processes.process_role import is_simulated
 from tightfit.engine.copy_engines import CopyEngine, Ticket
 from tightfit.engine.host_slab import HostSlab
 from tightfit.torch_hooks.manifest import STORAGE_USES

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import torch
 
-from tightfit.capture.processes.simulated import is_simulated
+from tightfit.capture.processes.process_role import is_simulated
 from tightfit.engine.copy_engines import CopyEngine
 from tightfit.engine.disk_file import DiskFile
 from tightfit.engine.disk_places import InMemoryOfFile

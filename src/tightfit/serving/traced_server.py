@@ -12,7 +12,7 @@ from tightfit.serving.engine_rules import EngineRules
 from tightfit.serving.load.arrivals import Arrivals
 from tightfit.serving.load.load_costs import CachePages, LoadCosts
 from tightfit.serving.load.load_summary import ServiceLevel
-from tightfit.serving.load.scheduler import Limits
+from tightfit.serving.load.scheduler import SchedulerLimits
 from tightfit.serving.load.simulation import LoadedEngine
 from tightfit.serving.model_facts import ModelFacts
 from tightfit.serving.profiled_batch import StepMemory, TracedStep, batch_memory
@@ -157,7 +157,7 @@ class Server:
         return LoadedEngine(
             costs=LoadCosts.of(costs, max_tokens=settings.max_num_batched_tokens, max_requests=settings.max_num_seqs),
             pages=CachePages.of(self.cache, kv_bytes),
-            limits=Limits(
+            limits=SchedulerLimits(
                 max_requests=settings.max_num_seqs,
                 max_tokens=settings.max_num_batched_tokens,
                 admits_whole=self.rules.admits_whole,

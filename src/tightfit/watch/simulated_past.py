@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 from tightfit.watch.agent.agent import Agent, AgentSettings
-from tightfit.watch.alerts.rules import AlertSettings
+from tightfit.watch.alerts.alert_rules import AlertSettings
 from tightfit.watch.clock import SimulatedClock
 from tightfit.watch.sources.simulated import SimulatedMachine, SimulatedSource
 

@@ -220,7 +220,7 @@ class Communication:
         if call.kind is CollectiveKind.RECEIVE:
             found = self._message(call)
         with contextlib.suppress(Unknown):
-            sent = [gpu.shadows.values(t) if isinstance(t, FakeTensor) else t for t in call.sent]
+            sent = [gpu.known_values.values(t) if isinstance(t, FakeTensor) else t for t in call.sent]
             with torch.no_grad():
                 found = found or gathered_values.results(call, sent, [t.shape for t in call.received])
             if call.kind is CollectiveKind.SEND:
@@ -236,7 +236,7 @@ class Communication:
             if not isinstance(target, FakeTensor):
                 if value is not target:
                     target.detach().copy_(value)
-            elif gpu.shadows.known(target):
-                gpu.shadows.values(target).copy_(value)
+            elif gpu.known_values.known(target):
+                gpu.known_values.values(target).copy_(value)
             elif target.untyped_storage().nbytes() == target.numel() * target.element_size() <= limit(target.dtype):
-                gpu.shadows.adopt(target, value)
+                gpu.known_values.adopt(target, value)

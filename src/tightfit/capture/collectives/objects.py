@@ -1,7 +1,7 @@
 """Python objects that ranks send each other: `send_object_list`, `recv_object_list`, `broadcast_object_list` and `scatter_object_list`.
 
 One process is traced, so what another rank sends is known only from a trace of that rank. A channel is a sender and its receivers; its objects are numbered in the order in
-which they are sent. A rank that needs an object that nobody has sent yet ends with `WaitsForRank`, and is traced again when the other rank has been traced so far (`tightfit.capture.ranks`). Stages of
+which they are sent. A rank that needs an object that nobody has sent yet ends with `WaitsForRank`, and is traced again when the other rank has been traced so far (`tightfit.capture.rank_traces`). Stages of
 `torch.distributed.pipelining` tell each other so the shapes of what they send.
 """
 

@@ -174,7 +174,7 @@ class Repetition:
             index = self._gpu.storages.index_of(leaf)
             # Outputs with known values decide over control flow (a token that ends a generation); such a call
             # is always run.
-            if index is None or index not in alive or self._gpu.shadows.known(leaf):
+            if index is None or index not in alive or self._gpu.known_values.known(leaf):
                 return None
             outputs.append(
                 _Output(

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from tightfit.serving.choices.candidates import Kind
+from tightfit.serving.choices.candidate_servers import Kind
 from tightfit.serving.load.arrivals import Arrivals
 from tightfit.serving.load.load_summary import LoadSummary, ServiceLevel
 from tightfit.serving.load.simulation import SHARE_WITHIN

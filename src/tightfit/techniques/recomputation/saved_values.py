@@ -74,9 +74,9 @@ class SavedValues:
             yield
 
     @contextmanager
-    def of_later_run(self) -> Iterator["Mismatch"]:
+    def of_later_run(self) -> Iterator["SavedValueMismatch"]:
         """Compares what is saved inside with the first run's; the first difference is in what is yielded."""
-        found = Mismatch()
+        found = SavedValueMismatch()
         hooks: Hooks | None = TOP_SAVED_HOOKS.value()(False)
         if hooks is None:
             yield found
@@ -111,7 +111,7 @@ class SavedValues:
         return False
 
 
-class Mismatch:
+class SavedValueMismatch:
     """The first saved tensor of a later run that is not that of the first one: `words` say which, and are empty if there is none."""
 
     def __init__(self) -> None:

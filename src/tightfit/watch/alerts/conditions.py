@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 from tightfit.units import format_bytes
-from tightfit.watch.alerts.rules import Rule
+from tightfit.watch.alerts.alert_rules import Rule
 from tightfit.watch.machine_state import CardState, MachineState, Outlook, ProcessState
 
 Bounds = Mapping[float, Mapping[str, Outlook]]

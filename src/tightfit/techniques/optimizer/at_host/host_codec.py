@@ -10,7 +10,7 @@ from typing import final
 
 import torch
 
-from tightfit.capture.processes.simulated import is_simulated
+from tightfit.capture.processes.process_role import is_simulated
 from tightfit.engine.copy_engines import CopyEngine, Ticket, copies_for
 from tightfit.engine.disk_copies import DiskSpace
 from tightfit.engine.disk_slab import DiskPart, DiskSlab

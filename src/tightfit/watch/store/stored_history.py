@@ -41,7 +41,7 @@ class CardHistory:
     others: Floats
 
 
-class History:
+class StoredHistory:
     """What a store holds, for one thread."""
 
     def __init__(self, path: Path) -> None:

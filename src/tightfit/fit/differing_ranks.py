@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from tightfit.capture.ranks import RankTraces
+from tightfit.capture.rank_traces import RankTraces
 from tightfit.capture.world import World
 from tightfit.tape import CollectiveKind, Tape
 

@@ -22,7 +22,7 @@ _FLOAT8 = (8, 9)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Card:
+class PricedCard:
     """A kind of card, at most how many of them, and what one costs per hour (None: not said)."""
 
     device: Device
@@ -34,7 +34,7 @@ class Card:
 class Kind:
     """What candidates have in common that differ in their batch alone."""
 
-    card: Card
+    card: PricedCard
     degree: int
     weight_format: WeightFormat | None
     kv_dtype: str
@@ -56,7 +56,7 @@ class Kind:
 
 def kinds(
     model: TracedModel,
-    cards: Sequence[Card],
+    cards: Sequence[PricedCard],
     formats: Sequence[WeightFormat | None],
     cache_types: Sequence[str],
 ) -> Iterator[Kind]:

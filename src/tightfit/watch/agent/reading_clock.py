@@ -3,7 +3,7 @@
 _MIN_JUMP_SECONDS = 5.0
 
 
-class Timeline:
+class ReadingClock:
     """Times in whole milliseconds that grow with every reading. Where the wall clock is set back, time goes on as the monotonic clock does, until the wall clock has caught up."""
 
     def __init__(self, last: int) -> None:

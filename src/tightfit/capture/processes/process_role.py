@@ -6,7 +6,7 @@ Or whether it proves a plan by values, on a machine that need not be the one tha
 _state = {"is_on": False, "is_proof": False}
 
 
-def begin() -> None:
+def begin_trace() -> None:
     """To be called by the process that is about to be traced."""
     _state["is_on"] = True
 

@@ -11,7 +11,7 @@ from tightfit.cli.arguments.options import SEVERAL
 from tightfit.errors import UsageError
 
 if TYPE_CHECKING:
-    from tightfit.serving.choices.candidates import Card
+    from tightfit.serving.choices.candidate_servers import PricedCard
     from tightfit.serving.load.load_summary import ServiceLevel
     from tightfit.serving.traced_server import AskedLoad
 
@@ -136,14 +136,14 @@ def load_of(load: LoadArguments, lengths: Sequence[tuple[int, int]]) -> "AskedLo
     return AskedLoad(arrivals=drawn_arrivals(lengths, load.rate, load.requests, seed=load.seed), level=level)
 
 
-def cards_of(names: Sequence[str], most: int, prices: Sequence[str]) -> "list[Card]":
+def cards_of(names: Sequence[str], most: int, prices: Sequence[str]) -> "list[PricedCard]":
     """The cards by name, at most so many of each, with what one costs per hour.
 
     Raises:
         UsageError: a card is not known, or a price is none or of another card.
     """
     from tightfit.devices.catalogue import find
-    from tightfit.serving.choices.candidates import Card
+    from tightfit.serving.choices.candidate_servers import PricedCard
 
     devices = [find(name) for name in names]
     of_each: dict[str, float] = {}
@@ -160,5 +160,6 @@ def cards_of(names: Sequence[str], most: int, prices: Sequence[str]) -> "list[Ca
             raise UsageError(f"--price-per-hour {text}: {card} is none of the --device")
         of_each[card] = price
     return [
-        Card(device=device, most=most, price_per_hour=of_each.get(device.name, of_each.get(""))) for device in devices
+        PricedCard(device=device, most=most, price_per_hour=of_each.get(device.name, of_each.get("")))
+        for device in devices
     ]

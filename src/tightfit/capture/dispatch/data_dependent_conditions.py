@@ -30,7 +30,7 @@ _PASSES_ON = {aten._to_copy.default, aten.max.default, aten.amax.default, aten.s
 ABOUT_FINITE = frozenset(_ASKS_FOR_INFINITE | _PASSES_ON)
 
 
-class Truths:
+class DataDependentConditions:
     """The storages of booleans that read as True, by their addresses."""
 
     def __init__(self) -> None:

@@ -8,12 +8,12 @@ from tightfit.errors.faults import answering
 from tightfit.fit.planning_progress import OnProgress
 from tightfit.fit.serving import served_name, traced_model
 from tightfit.serving.checkpoint_format import checkpoint_format
-from tightfit.serving.choices.candidates import (
+from tightfit.serving.choices.candidate_servers import (
     BATCHED_TOKENS,
     CACHE_TYPES,
     SAMPLED_ROWS,
-    Card,
     Kind,
+    PricedCard,
     degrees,
     kinds,
     servers,
@@ -36,7 +36,7 @@ _GROUPED_KERNELS = (8, 0)
 @answering("the plan of serving")
 def plan_serving(
     model: str,
-    cards: Sequence[Card],
+    cards: Sequence[PricedCard],
     wanted: Wanted,
     *,
     asked: ServeSettings,
@@ -85,7 +85,7 @@ def plan_serving(
 
 def _traced(
     model: str,
-    cards: Sequence[Card],
+    cards: Sequence[PricedCard],
     rules: EngineRules,
     asked: ServeSettings,
     dtype: str | None,
@@ -107,8 +107,8 @@ def _traced(
     )
 
 
-def _grouped(cards: Sequence[Card]) -> list[list[Card]]:
-    groups: dict[bool, list[Card]] = {}
+def _grouped(cards: Sequence[PricedCard]) -> list[list[PricedCard]]:
+    groups: dict[bool, list[PricedCard]] = {}
     for card in cards:
         groups.setdefault(card.device.compute_capability >= _GROUPED_KERNELS, []).append(card)
     return list(groups.values())
