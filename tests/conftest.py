@@ -34,17 +34,17 @@ def what_was_imported_is_set_aside() -> None:
     gc.freeze()
 
 
-# Modules that were imported when all objects were last set aside.
-_num_modules = 0
-_MANY_MODULES = 50
+@pytest.fixture(scope="session")
+def modules_set_aside() -> set[str]:
+    """The modules that were imported when all objects were last set aside."""
+    return set()
 
 
 @pytest.fixture(autouse=True)
-def what_is_imported_later_is_set_aside_too() -> None:
+def what_is_imported_later_is_set_aside_too(modules_set_aside: set[str]) -> None:
     """Much of torch is imported when it is first used, by a test."""
-    global _num_modules
-    if len(sys.modules) - _num_modules >= _MANY_MODULES:
-        _num_modules = len(sys.modules)
+    if len(sys.modules) >= len(modules_set_aside) + 50:
+        modules_set_aside.update(sys.modules)
         gc.collect()
         gc.freeze()
 
