@@ -11,6 +11,7 @@ import hypothesis
 import pytest
 from tests.process_state import changed_since, process_state
 
+from tightfit.capture import trace
 from tightfit.cli.progress import ProgressLine
 
 # Programs that tests write run in processes of their own, and take their models from this folder.
@@ -25,6 +26,22 @@ ProgressLine.INTERVAL_IN_A_PIPE = math.inf
 # How long an example takes says more of what else the machine does than of the code.
 hypothesis.settings.register_profile("tightfit", deadline=None)
 hypothesis.settings.load_profile("tightfit")
+
+
+# Hugging Face's libraries take longer to import than most traces of tests take: these fork from a server that has done it. The commands that tests
+# run in processes of their own import them in each trace, as a user's do.
+trace._PRELOADED += (
+    "transformers.trainer",
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama", "t5")),
+)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what is marked as slow."""
+    slow = [] if os.environ.get("TIGHTFIT_SLOW_TESTS") else [item for item in items if item.get_closest_marker("slow")]
+    if slow:
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
 
 
 @pytest.fixture(scope="module", autouse=True)
