@@ -4,6 +4,7 @@ import gc
 import math
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH")])
 )
 
+# Where the compiler keeps what it has compiled: it makes the folder as soon as it is imported, in a process that is shared by tests.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), "tightfit-tests-inductor"))
 
 # What a command writes while it waits depends on how long that takes; its tests have a clock of their own.
 ProgressLine.INTERVAL_IN_A_PIPE = math.inf
@@ -59,8 +62,8 @@ def modules_set_aside() -> set[str]:
 
 @pytest.fixture(autouse=True)
 def what_is_imported_later_is_set_aside_too(modules_set_aside: set[str]) -> None:
-    """Much of torch is imported when it is first used, by a test."""
-    if len(sys.modules) >= len(modules_set_aside) + 50:
+    """Much of torch is imported when it is first used, by a test; and a test may have put back what was set aside."""
+    if len(sys.modules) >= len(modules_set_aside) + 50 or not gc.get_freeze_count():
         modules_set_aside.update(sys.modules)
         gc.collect()
         gc.freeze()
