@@ -16,7 +16,7 @@ from tests.cpu import test_technique_trained_weight_streaming as trained
 from tests.cpu.training_loops import Optimizer, gradients, tokens, train
 from torch import nn
 
-from tightfit.engine import streamed_weights
+from tightfit.engine.weights import streamed_weights
 from tightfit.engine.copy_engines import HostCopies
 from tightfit.techniques.session import Session
 

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, final
 
 import torch
 
-from tightfit.engine.disk_file import DiskFile
-from tightfit.engine.disk_sizes import in_pages
-from tightfit.engine.file_mappings import MappedFile, was_written
+from tightfit.engine.disk.disk_file import DiskFile
+from tightfit.engine.disk.disk_sizes import in_pages
+from tightfit.engine.disk.file_mappings import MappedFile, was_written
 
 if TYPE_CHECKING:
     from tightfit.capture.observe.disk_traffic import VirtualFile
-    from tightfit.engine.disk_copies import Moving
+    from tightfit.engine.disk.disk_copies import Moving
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -23,10 +23,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from tightfit.effects.asked_of_saved import question_of
 from tightfit.engine.copy_engines import CopyEngine, Ticket, copies_for
 from tightfit.engine.descriptors import close_gone
-from tightfit.engine.disk_copies import DiskSpace
-from tightfit.engine.disk_slab import DiskSlab
+from tightfit.engine.disk.disk_copies import DiskSpace
+from tightfit.engine.disk.disk_slab import DiskSlab
 from tightfit.engine.host_slab import HostSlab, unregister_gone
-from tightfit.engine.saved_storage import Place, Saved, SavedStorage
+from tightfit.engine.saved.saved_storage import Place, Saved, SavedStorage
 from tightfit.errors import ApplyError
 
 _BORDERS_TO_TRY = 2

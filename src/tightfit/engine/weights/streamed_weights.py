@@ -16,11 +16,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tightfit.engine.copy_engines import CopyEngine, copies_for
 from tightfit.engine.descriptors import close_gone
-from tightfit.engine.disk_copies import DiskSpace
+from tightfit.engine.disk.disk_copies import DiskSpace
 from tightfit.engine.host_slab import HostSlab, Part, unregister_gone
-from tightfit.engine.streamed_gradient import StreamedGradient
-from tightfit.engine.streamed_weight import Residence, StreamedWeight
-from tightfit.engine.weights_in_files import PartOfFile, WeightFiles
+from tightfit.engine.weights.streamed_gradient import StreamedGradient
+from tightfit.engine.weights.streamed_weight import Residence, StreamedWeight
+from tightfit.engine.weights.weights_in_files import PartOfFile, WeightFiles
 from tightfit.errors import ApplyError
 
 

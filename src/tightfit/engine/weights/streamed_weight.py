@@ -13,11 +13,11 @@ import torch
 
 from tightfit.engine.copy_engines import CopyEngine
 from tightfit.engine.host_slab import Part
-from tightfit.engine.weights_in_files import PartOfFile
+from tightfit.engine.weights.weights_in_files import PartOfFile
 
 if TYPE_CHECKING:
     from tightfit.engine.copy_engines import Ticket
-    from tightfit.engine.streamed_gradient import StreamedGradient
+    from tightfit.engine.weights.streamed_gradient import StreamedGradient
 
 
 class Residence(enum.Enum):

@@ -17,10 +17,10 @@ from typing import Any, final
 import torch
 
 from tightfit.engine.copy_engines import CopyEngine, Link, Ticket
-from tightfit.engine.disk_file import DiskFile
-from tightfit.engine.disk_places import DiskPlace, HostBuffer, OnDisk, checksum
-from tightfit.engine.disk_sizes import in_pages
-from tightfit.engine.disk_slab import DiskSlab
+from tightfit.engine.disk.disk_file import DiskFile
+from tightfit.engine.disk.disk_places import DiskPlace, HostBuffer, OnDisk, checksum
+from tightfit.engine.disk.disk_sizes import in_pages
+from tightfit.engine.disk.disk_slab import DiskSlab
 from tightfit.errors import ApplyError
 from tightfit.tape import CopyDirection
 

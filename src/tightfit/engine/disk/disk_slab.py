@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from tightfit.capture.processes.process_role import is_simulated
-from tightfit.engine.disk_file import DiskFile
-from tightfit.engine.disk_places import HostBuffer, OnDisk
-from tightfit.engine.disk_sizes import PAGE_BYTES, in_pages, num_buffers_of, piece_bytes_of
+from tightfit.engine.disk.disk_file import DiskFile
+from tightfit.engine.disk.disk_places import HostBuffer, OnDisk
+from tightfit.engine.disk.disk_sizes import PAGE_BYTES, in_pages, num_buffers_of, piece_bytes_of
 from tightfit.engine.free_ranges import FreeRanges
 from tightfit.engine.host_slab import HostSlab
 

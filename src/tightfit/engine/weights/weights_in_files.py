@@ -11,11 +11,11 @@ import torch
 
 from tightfit.capture.processes.process_role import is_simulated
 from tightfit.engine.copy_engines import CopyEngine
-from tightfit.engine.disk_file import DiskFile
-from tightfit.engine.disk_places import InMemoryOfFile
-from tightfit.engine.disk_sizes import in_pages
-from tightfit.engine.disk_slab import DiskPart, DiskSlab
-from tightfit.engine.file_mappings import FileMappings, FileRange, MappedFile
+from tightfit.engine.disk.disk_file import DiskFile
+from tightfit.engine.disk.disk_places import InMemoryOfFile
+from tightfit.engine.disk.disk_sizes import in_pages
+from tightfit.engine.disk.disk_slab import DiskPart, DiskSlab
+from tightfit.engine.disk.file_mappings import FileMappings, FileRange, MappedFile
 from tightfit.errors import ApplyError
 
 

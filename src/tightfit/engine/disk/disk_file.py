@@ -12,7 +12,7 @@ import tempfile
 
 from tightfit.capture.processes.process_role import is_proof
 from tightfit.engine.descriptors import Descriptor, close_gone
-from tightfit.engine.disk_sizes import PAGE_BYTES, in_pages
+from tightfit.engine.disk.disk_sizes import PAGE_BYTES, in_pages
 from tightfit.errors import ApplyError
 from tightfit.units import format_bytes
 
