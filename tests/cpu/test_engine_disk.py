@@ -18,9 +18,8 @@ import pytest
 import torch
 from tests.cpu.test_engine_saved_tensors import Blocks, Runtime, assert_same, batch, gradients, offload_to_disk, once
 
-from tightfit.engine.disk import disk_file
-from tightfit.engine.disk import disk_copies
 from tightfit.engine.descriptors import close_gone
+from tightfit.engine.disk import disk_copies, disk_file
 from tightfit.engine.disk.disk_file import DiskFile
 from tightfit.engine.disk.disk_sizes import PAGE_BYTES, buffer_bytes_for, num_buffers_of, piece_bytes_of
 from tightfit.engine.disk.disk_slab import DiskSlab

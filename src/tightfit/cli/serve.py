@@ -78,7 +78,7 @@ def serve(
     """
     from tightfit.fit.serving import serve as estimated
     from tightfit.reports.text.serving_estimates import write_serving
-    from tightfit.serving.lengths import lengths_of
+    from tightfit.serving.load.lengths import lengths_of
     from tightfit.serving.serve_settings import ServeSettings
 
     started = time.monotonic()

@@ -6,9 +6,9 @@ from typing import Any
 from tightfit.cost.collectives import Group, collective_seconds
 from tightfit.devices.device import Device
 from tightfit.devices.nodes import node_of
-from tightfit.serving.model_facts import ModelFacts
-from tightfit.serving.seconds_range import SecondsRange
-from tightfit.serving.step_costs import StepCosts
+from tightfit.serving.costs.seconds_range import SecondsRange
+from tightfit.serving.costs.step_costs import StepCosts
+from tightfit.serving.model.model_facts import ModelFacts
 
 _SECONDS_PER_HOUR = 3600
 

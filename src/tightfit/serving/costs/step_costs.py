@@ -18,11 +18,11 @@ import numpy as np
 from tightfit.cost.classes import operator_class
 from tightfit.cost.efficiency import efficiency_of
 from tightfit.devices.device import Device
-from tightfit.serving.cache_size import CacheSize
-from tightfit.serving.profiled_batch import TracedStep
-from tightfit.serving.seconds_range import SecondsRange
-from tightfit.serving.traced_operators import TracedLayers, TracedOperators
-from tightfit.serving.weight_products import WeightProducts
+from tightfit.serving.costs.profiled_batch import TracedStep
+from tightfit.serving.costs.seconds_range import SecondsRange
+from tightfit.serving.costs.traced_operators import TracedLayers, TracedOperators
+from tightfit.serving.costs.weight_products import WeightProducts
+from tightfit.serving.model.cache_size import CacheSize
 from tightfit.tape import Column, Tape
 
 _LAYER = re.compile(r"(?<![^.])\d+(?![^.])")

@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from tightfit.serving.model_facts import CacheTensor
+from tightfit.serving.model.model_facts import CacheTensor
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

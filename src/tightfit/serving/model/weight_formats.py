@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.errors import UsageError
-from tightfit.serving.model_facts import ModelFacts, WeightRow
+from tightfit.serving.model.model_facts import ModelFacts, WeightRow
 
 # Styles of transformers' tensor-parallel plans that leave a rank with a share of the tensor; all others keep it whole.
 _CUT_STYLES = frozenset(

@@ -14,9 +14,9 @@ import numpy as np
 from tightfit.cost.classes import operator_class
 from tightfit.cost.efficiency import efficiency_of
 from tightfit.devices.device import Device
-from tightfit.serving.model_facts import ModelFacts, WeightRow
-from tightfit.serving.traced_operators import TracedOperators
-from tightfit.serving.weight_formats import WeightFormat, row_bytes
+from tightfit.serving.costs.traced_operators import TracedOperators
+from tightfit.serving.model.model_facts import ModelFacts, WeightRow
+from tightfit.serving.model.weight_formats import WeightFormat, row_bytes
 from tightfit.tape import Column
 
 _READ = 1

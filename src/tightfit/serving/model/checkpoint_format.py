@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tightfit.errors import UsageError
-from tightfit.serving.weight_formats import WeightFormat, format_named
+from tightfit.serving.model.weight_formats import WeightFormat, format_named
 
 # Where the writers of checkpoints list modules that are not quantised: llm-compressor, transformers, AutoAWQ, bitsandbytes.
 _LISTS = ("ignore", "modules_to_not_convert", "ignored_layers", "llm_int8_skip_modules")
