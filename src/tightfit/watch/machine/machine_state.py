@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from tightfit.watch.readings import CardReading, ProcessFacts
+from tightfit.watch.machine.readings import CardReading, ProcessFacts
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
