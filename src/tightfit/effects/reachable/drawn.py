@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from tightfit.effects.holders import PLAIN
-from tightfit.effects.opaque import State, position, state_of
+from tightfit.effects.reachable.opaque import State, position, state_of
 
 _LARGEST_ARRAY_BYTES = 1 << 16
 # Of a larger array this many elements are looked at, and the sum of all words up to the second size: a counter among them changes it.

@@ -23,13 +23,13 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from tightfit.effects.cells import Cell, contents
-from tightfit.effects.classes_of_libraries import BAGS, COUNTING, STATELESS
 from tightfit.effects.code import CODE, Code
-from tightfit.effects.drawn import Drawn, drawn
 from tightfit.effects.holders import ClassAttributes, Holder, Items, Members, Names, class_state, is_plain
 from tightfit.effects.outside_calls import NAMES
-from tightfit.effects.scopes import READS_ENVIRONMENT, Slots, environment, inner_container, scope, slots_of
+from tightfit.effects.reachable.cells import Cell, contents
+from tightfit.effects.reachable.classes_of_libraries import BAGS, COUNTING, STATELESS
+from tightfit.effects.reachable.drawn import Drawn, drawn
+from tightfit.effects.reachable.scopes import READS_ENVIRONMENT, Slots, environment, inner_container, scope, slots_of
 from tightfit.effects.users_code import is_users_class, is_users_file, is_users_function, is_users_module
 
 # Bounds for programs that keep a data set or a tokeniser on the model: a snapshot is taken in every call, and
