@@ -34,7 +34,7 @@ from tightfit.output_files import check_outputs
 from tightfit.reports.redacted import redacted
 
 if TYPE_CHECKING:
-    from tightfit.capture.world import World
+    from tightfit.capture.collectives.world import World
     from tightfit.devices.device import Device
     from tightfit.reports.rank_estimates import RankEstimate
     from tightfit.simulate.estimate import Estimate

@@ -88,11 +88,11 @@ def _answer(request: Path, timeout_seconds: float, policy: Policy, containment: 
         **policy.environment(),
     }
     with forked_child(
-        "tightfit.capture.host_run",
+        "tightfit.capture.child_process.host_run",
         request,
         environment=environment,
         reads_errors=True,
-        preloaded=("tightfit.capture.host_run",),
+        preloaded=("tightfit.capture.child_process.host_run",),
         containment=containment,
     ) as process:
         try:

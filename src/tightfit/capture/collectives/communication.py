@@ -32,7 +32,7 @@ from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.capture.observe.streams import VirtualEvent, VirtualStream, current_stream, set_stream
 from tightfit.capture.patches import gradients_of_data, libraries
 from tightfit.capture.replace import replace
-from tightfit.capture.world import World
+from tightfit.capture.collectives.world import World
 from tightfit.tape import Category, CollectiveKind, Phase
 
 _CHECKPOINTS = "torch.distributed.checkpoint.default_planner"

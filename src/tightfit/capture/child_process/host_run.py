@@ -1,6 +1,6 @@
 """Runs the first steps of a target on the host with real numbers, and saves the results: losses, weights, buffers, random states.
 
-    python -m tightfit.capture.host_run REQUEST.json PARENT
+    python -m tightfit.capture.child_process.host_run REQUEST.json PARENT
 
 The process is used for one run; the answer file beside the request says whether the run finished.
 """
@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from tightfit.capture import targets
-from tightfit.capture.child import leave, prepare, quiet, raise_what_was_swallowed, target_of
-from tightfit.capture.host_script import ScriptOnHost
+from tightfit.capture.child_process.child import leave, prepare, quiet, raise_what_was_swallowed, target_of
+from tightfit.capture.child_process.host_script import ScriptOnHost
 from tightfit.capture.patches import eager, on_host
 from tightfit.capture.processes import process_role
 from tightfit.capture.processes.children import die_with_parent

@@ -1,6 +1,6 @@
 """The process that a workload is traced in. It reads a request file, and writes a tape or an error of one line.
 
-    python -m tightfit.capture.child REQUEST.json PARENT
+    python -m tightfit.capture.child_process.child REQUEST.json PARENT
 
 It patches torch throughout to simulate a card, so it is used for one capture and then ends.
 """
@@ -27,7 +27,7 @@ from tightfit.capture.processes import process_role
 from tightfit.capture.processes.children import die_with_parent
 from tightfit.capture.processes.containment.closed_in import ClosedIn
 from tightfit.capture.processes.trace_progress import StatusFile
-from tightfit.capture.world import World
+from tightfit.capture.collectives.world import World
 from tightfit.errors import CaptureError, ProgramError, TightfitError, apply_error, faults
 from tightfit.errors import program_errors as programs
 from tightfit.tape import Coverage
@@ -43,7 +43,7 @@ _REPORTED_PACKAGES = ("transformers", "accelerate", "peft", "diffusers", "lightn
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """The request to the child. `device` is a name of the catalogue or a path; `target` is a `targets.Target` as a dict with its `kind`,
-    `world` a `tightfit.capture.world.World` as a dict, `preparation` a `tightfit.capture.trace.Preparation` as a dict.
+    `world` a `tightfit.capture.collectives.world.World` as a dict, `preparation` a `tightfit.capture.trace.Preparation` as a dict.
     """
 
     target: dict[str, Any]
@@ -131,7 +131,7 @@ def _trace(request: Request, path: str, closed_in: ClosedIn) -> Any:
     try:
         # First, as what is imported next takes these names at its head.
         manifest.check()
-        from tightfit.capture.capture_session import CaptureSession
+        from tightfit.capture.child_process.capture_session import CaptureSession
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise

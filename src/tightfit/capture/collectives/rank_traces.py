@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 from tightfit.capture.collectives.channels import sender_of
-from tightfit.capture.world import World
+from tightfit.capture.collectives.world import World
 from tightfit.errors import CaptureError, WaitsForRank
 
 Attempt = Callable[[World], object]

@@ -24,7 +24,7 @@ from tightfit.capture.patches import eager, largest_batch, loaders, native, thre
 from tightfit.capture.patches.cuda_api import CudaApi
 from tightfit.capture.patches.loading_times import LoadingTimes
 from tightfit.capture.steps.detector import StepWatch
-from tightfit.capture.world import World
+from tightfit.capture.collectives.world import World
 from tightfit.devices.catalogue import find
 from tightfit.effects.random_operators import draws
 from tightfit.errors import ApplyError, CaptureError, InternalError, faults
