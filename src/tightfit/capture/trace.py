@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from tightfit import errors
+from tightfit.capture.collectives.rank_traces import RankTraces
+from tightfit.capture.collectives.world import World
 from tightfit.capture.processes.children import shared_folder
 from tightfit.capture.processes.containment.policy import CLOSED, Policy, contained
 from tightfit.capture.processes.containment.written import dropped_notes
 from tightfit.capture.processes.fork_server import NOT_CLOSED_IN, ForkedChild, forked_child
 from tightfit.capture.processes.trace_progress import StatusReader, TraceProgress, user_place
-from tightfit.capture.collectives.rank_traces import RankTraces
 from tightfit.capture.targets import Target, words_of
 from tightfit.capture.trace_settings import DEFAULT_NUM_STEPS, DEFAULT_TIMEOUT_SECONDS
-from tightfit.capture.collectives.world import World
 from tightfit.errors.faults import answering, kept_file
 from tightfit.errors.program_errors import IN_A_THREAD
 from tightfit.tape import Assumption, Coverage, Tape

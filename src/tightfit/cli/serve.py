@@ -18,8 +18,8 @@ from tightfit.cli.arguments.serving_arguments import (
     level_of,
     load_of,
 )
-from tightfit.cli.devices import own_card
-from tightfit.cli.progress import ProgressLine
+from tightfit.cli.shared.local_cards import own_card
+from tightfit.cli.shared.progress import ProgressLine
 from tightfit.errors import UsageError
 
 if TYPE_CHECKING:

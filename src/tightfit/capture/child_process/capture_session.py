@@ -10,6 +10,7 @@ import torch
 from tightfit.capture import targets
 from tightfit.capture.after_steps.fast_forward import EndOfCapture, FastForward
 from tightfit.capture.after_steps.running_lines import places_of
+from tightfit.capture.collectives.world import World
 from tightfit.capture.dispatch import one_card
 from tightfit.capture.dispatch.accumulation import ACCUMULATION_HANDLERS
 from tightfit.capture.dispatch.handlers import HANDLERS
@@ -24,7 +25,6 @@ from tightfit.capture.patches import eager, largest_batch, loaders, native, thre
 from tightfit.capture.patches.cuda_api import CudaApi
 from tightfit.capture.patches.loading_times import LoadingTimes
 from tightfit.capture.steps.detector import StepWatch
-from tightfit.capture.collectives.world import World
 from tightfit.devices.catalogue import find
 from tightfit.effects.random_operators import draws
 from tightfit.errors import ApplyError, CaptureError, InternalError, faults

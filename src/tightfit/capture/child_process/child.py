@@ -22,12 +22,12 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from tightfit.capture import targets
+from tightfit.capture.collectives.world import World
 from tightfit.capture.patches import manifest
 from tightfit.capture.processes import process_role
 from tightfit.capture.processes.children import die_with_parent
 from tightfit.capture.processes.containment.closed_in import ClosedIn
 from tightfit.capture.processes.trace_progress import StatusFile
-from tightfit.capture.collectives.world import World
 from tightfit.errors import CaptureError, ProgramError, TightfitError, apply_error, faults
 from tightfit.errors import program_errors as programs
 from tightfit.tape import Coverage

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from tightfit.capture.collectives.channels import channel_name
+from tightfit.capture.collectives.world import World
 from tightfit.capture.observe.attribution import user_line
 from tightfit.capture.replace import replace
-from tightfit.capture.collectives.world import World
 from tightfit.errors import CaptureError, WaitsForRank
 from tightfit.errors.faults import hands_over
 

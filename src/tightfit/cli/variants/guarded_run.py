@@ -13,7 +13,7 @@ from tightfit.capture.targets import Script, run_script
 from tightfit.cli.arguments.options import SEVERAL
 from tightfit.cli.arguments.programs import exit_code_of
 from tightfit.cli.arguments.sizes import with_unit
-from tightfit.cli.devices import LocalCard, local_cards
+from tightfit.cli.shared.local_cards import LocalCard, local_cards
 from tightfit.devices.catalogue import find
 from tightfit.errors import UsageError
 from tightfit.planner.plan import Plan

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tightfit.cli.arguments.options import AS_USUAL, TraceOptions
-from tightfit.cli.devices import own_card
-from tightfit.cli.progress import ProgressLine
+from tightfit.cli.shared.local_cards import own_card
+from tightfit.cli.shared.progress import ProgressLine
 from tightfit.errors import UsageError
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any
 from cyclopts import Group, Parameter
 
 from tightfit.cli.arguments.sizes import Size, with_unit
-from tightfit.cli.progress import ProgressLine
+from tightfit.cli.shared.progress import ProgressLine
 from tightfit.errors import UsageError
 from tightfit.output_files import write_text
 
