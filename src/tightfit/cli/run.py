@@ -7,7 +7,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from tightfit.capture.targets import parse_script
+from tightfit.capture.targets import Script, parse_script
 from tightfit.cli.arguments.options import CLOSED_IN, SEVERAL, Permissions
 from tightfit.cli.arguments.programs import exit_code_of
 from tightfit.cli.arguments.sizes import Size, with_unit
@@ -59,10 +59,7 @@ def run(
     disk_folder
         The folder for what the plan keeps on disk, in a file without a name. Default: the folder for temporary files (TMPDIR).
     """
-    _check(check_steps, disk_folder, guarding)
-    parsed = parse_script(script, arguments)
-    if parsed is None:
-        raise UsageError(f"there is no script {script}; run takes a Python file, and its own arguments after --")
+    parsed = _checked(script, arguments, check_steps, disk_folder, guarding)
     if guarding.guard:
         others = {"--used": used, "--device": device, "--allow": allow, "--virtual": virtual}
         return run_guarded(parsed, guarding, plan, budget, others, check_steps, disk_folder)
@@ -104,13 +101,19 @@ def run(
     )
 
 
-def _check(check_steps: int, disk_folder: Path | None, guarding: Guarding) -> None:
+def _checked(
+    script: str, arguments: tuple[str, ...], check_steps: int, disk_folder: Path | None, guarding: Guarding
+) -> Script:
+    parsed = parse_script(script, arguments)
+    if parsed is None:
+        raise UsageError(f"there is no script {script}; run takes a Python file, and its own arguments after --")
     if disk_folder is not None and not disk_folder.is_dir():
         raise UsageError(f"--disk-folder {disk_folder}: there is no such folder")
     if check_steps < 0:
         raise UsageError(f"--check-steps is {check_steps}: give how many steps are to be checked, 0 for none")
     if guarding.fallback and not guarding.guard:
         raise UsageError("--fallback names plans for a guarded run: give --guard too")
+    return parsed
 
 
 def _made(
