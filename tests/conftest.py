@@ -3,6 +3,7 @@
 import gc
 import math
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,6 +32,21 @@ def what_was_imported_is_set_aside() -> None:
     """It stays for all tests: those that look at every object there is, as a recording does when it begins, need not go through it each time."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def modules_set_aside() -> set[str]:
+    """The modules that were imported when all objects were last set aside."""
+    return set()
+
+
+@pytest.fixture(autouse=True)
+def what_is_imported_later_is_set_aside_too(modules_set_aside: set[str]) -> None:
+    """Much of torch is imported when it is first used, by a test."""
+    if len(sys.modules) >= len(modules_set_aside) + 50:
+        modules_set_aside.update(sys.modules)
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -63,8 +63,8 @@ def estimate(
     Parameters
     ----------
     target
-        A script (its own arguments after --); FILE.py:FUNCTION or package.module:FUNCTION, a generator function that yields
-        once per step; a Hugging Face config.json, its folder or a model type; or a trace that --save-tape wrote.
+        A script, or package.module as python -m runs it (its own arguments after --); FILE.py:FUNCTION or package.module:FUNCTION,
+        a generator function that yields once per step; a Hugging Face config.json, its folder or a model type; or a trace that --save-tape wrote.
     device
         A GPU by name ("4090", "a100-80gb") or its TOML file; repeat it to compare several. Default: the GPU of this machine.
     parameter

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tightfit.capture.target_files import refuse_other_files
 from tightfit.cli.arguments.options import AS_USUAL, TraceOptions
 from tightfit.cli.shared.local_cards import own_card
 from tightfit.cli.shared.progress import ProgressLine
@@ -36,6 +37,8 @@ def subject_of(
     # By its ending too, so that a misspelt name of a recording is not taken for a module to import.
     is_recording = target.endswith(_RECORDINGS) or _is_pickle(target)
     is_tape = target.endswith(".npz")
+    if not is_recording:
+        refuse_other_files(target)
     if is_recording or is_tape:
         if arguments or parameters:
             raise UsageError(f"{target} is a finished run: it takes no arguments or -p")

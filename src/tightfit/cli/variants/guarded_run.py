@@ -50,8 +50,7 @@ _CONTEXT_BYTES = GIB // 2
 
 
 def run_guarded(
-    script: str,
-    arguments: tuple[str, ...],
+    script: Script,
     guarding: Guarding,
     plan: Path | None,
     budget: str | None,
@@ -77,10 +76,9 @@ def run_guarded(
         _limit(with_unit("--budget", budget))
     plans = [Plan.load(each) for each in ([] if plan is None else [plan]) + list(guarding.fallback)]
     folder = None if disk_folder is None else str(disk_folder)
-    parsed = Script(path=script, arguments=arguments)
     return exit_code_of(
-        lambda: _run(parsed, plans, guarding, has_plan=plan is not None, check_steps=check_steps, disk_folder=folder),
-        script,
+        lambda: _run(script, plans, guarding, has_plan=plan is not None, check_steps=check_steps, disk_folder=folder),
+        script.path,
     )
 
 
