@@ -24,8 +24,8 @@ from tightfit.cli.arguments.options import (
     TraceOptions,
 )
 from tightfit.cli.arguments.used import used_now
-from tightfit.cli.devices import own_card
-from tightfit.cli.progress import ProgressLine
+from tightfit.cli.shared.local_cards import own_card
+from tightfit.cli.shared.progress import ProgressLine
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.catalogue import find
 from tightfit.devices.nodes import node_of
@@ -34,7 +34,7 @@ from tightfit.output_files import check_outputs
 from tightfit.reports.redacted import redacted
 
 if TYPE_CHECKING:
-    from tightfit.capture.world import World
+    from tightfit.capture.collectives.world import World
     from tightfit.devices.device import Device
     from tightfit.reports.rank_estimates import RankEstimate
     from tightfit.simulate.estimate import Estimate
@@ -63,8 +63,8 @@ def estimate(
     Parameters
     ----------
     target
-        A script (its own arguments after --); FILE.py:FUNCTION or package.module:FUNCTION, a generator function that yields
-        once per step; a Hugging Face config.json, its folder or a model type; or a trace that --save-tape wrote.
+        A script, or package.module as python -m runs it (its own arguments after --); FILE.py:FUNCTION or package.module:FUNCTION,
+        a generator function that yields once per step; a Hugging Face config.json, its folder or a model type; or a trace that --save-tape wrote.
     device
         A GPU by name ("4090", "a100-80gb") or its TOML file; repeat it to compare several. Default: the GPU of this machine.
     parameter
@@ -178,7 +178,7 @@ def _sweep(
     json: bool,
     how: Any,
 ) -> int:
-    from tightfit.cli.sweep import option_kinds, write_rows
+    from tightfit.cli.variants.sweep import option_kinds, write_rows
 
     known = option_kinds(ModelOptions)
     return write_rows(target, specifications, cards, settings, measured, known_options=known, json=json, **asked, **how)

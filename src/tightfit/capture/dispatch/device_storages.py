@@ -112,3 +112,8 @@ class DeviceStorages:
     def indices(self) -> list[int]:
         """The tape's indices of all storages that are alive."""
         return [reference.index for reference in self.references.values()]
+
+    def alive_bytes(self) -> int:
+        """The bytes of all storages that are alive."""
+        num_bytes = self._recorder.storages["num_bytes"]
+        return sum(num_bytes[index] for index in self.indices())
