@@ -11,7 +11,7 @@ import hypothesis
 import pytest
 from tests.process_state import changed_since, process_state
 
-from tightfit.cli.progress import ProgressLine
+from tightfit.cli.shared.progress import ProgressLine
 
 # Programs that tests write run in processes of their own, and take their models from this folder.
 os.environ["PYTHONPATH"] = os.pathsep.join(

@@ -98,7 +98,7 @@ def test_all_that_a_program_has_started_dies_with_the_process_that_asked(
         [
             *(sys.executable, "-c"),
             "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); signal.signal(signal.SIGHUP, signal.SIG_DFL); "
-            "from tightfit.cli.progress import ProgressLine; ProgressLine.INTERVAL_IN_A_PIPE = float('inf'); "
+            "from tightfit.cli.shared.progress import ProgressLine; ProgressLine.INTERVAL_IN_A_PIPE = float('inf'); "
             "from tightfit.__main__ import main; main()",
             *(*words, "--device", "RTX 4090", "--show-output"),
         ],

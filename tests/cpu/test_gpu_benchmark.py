@@ -89,7 +89,7 @@ def test_nothing_is_needed_but_torch_numpy_and_transformers() -> None:
     """The machine that measures has neither the packages of the command line nor those of the reports."""
     code = (
         "import sys, benchmarks.gpu.__main__, benchmarks.gpu.measure, benchmarks.gpu.processes, benchmarks.gpu.tokens\n"
-        "import tightfit.capture.capture_session, tightfit.capture.child, tightfit.recordings.write, tightfit.calibration.card_process\n"
+        "import tightfit.capture.child_process.capture_session, tightfit.capture.child_process.child, tightfit.recordings.write, tightfit.calibration.card_process\n"
         "print([name for name in ('cyclopts', 'tightfit.reports', 'tightfit.cli') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

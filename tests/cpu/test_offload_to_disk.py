@@ -17,9 +17,9 @@ from tests.conformance.training import Habits, Outcome, choice_of, train
 from torch import nn
 
 from tightfit.engine.descriptors import close_gone
-from tightfit.engine.disk_file import DiskFile
-from tightfit.engine.disk_sizes import PAGE_BYTES
-from tightfit.engine.disk_slab import DiskSlab
+from tightfit.engine.disk.disk_file import DiskFile
+from tightfit.engine.disk.disk_sizes import PAGE_BYTES
+from tightfit.engine.disk.disk_slab import DiskSlab
 from tightfit.errors import ApplyError
 from tightfit.planner.option import Option
 from tightfit.runtime.apply import apply_choices

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tightfit.capture.collectives.world import World
 from tightfit.capture.targets import Script
 from tightfit.capture.trace import trace
-from tightfit.capture.world import World
 from tightfit.cli.main import run
 from tightfit.errors import UsageError
 from tightfit.tape import Category, CollectiveKind, EventKind, Tape

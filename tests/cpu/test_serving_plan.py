@@ -16,9 +16,9 @@ from tightfit.serving.choices.choosing import Offer, Wanted, best_of_kind, ranke
 from tightfit.serving.engine_rules import rules_of
 from tightfit.serving.load.arrivals import drawn_arrivals
 from tightfit.serving.load.load_summary import ServiceLevel
+from tightfit.serving.model.weight_formats import format_named
 from tightfit.serving.serve_settings import ServeSettings
 from tightfit.serving.traced_server import AskedLoad, TracedModel
-from tightfit.serving.weight_formats import format_named
 
 pytest.importorskip("transformers", minversion="5")
 

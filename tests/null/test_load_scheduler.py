@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.null.reference_engine import ReferenceEngine
 
-from tightfit.serving.cache_size import CacheSize
 from tightfit.serving.load.load_costs import AttentionTimes, CachePages, LoadCosts
 from tightfit.serving.load.scheduler import SchedulerLimits, serve_requests
-from tightfit.serving.model_facts import CacheTensor
+from tightfit.serving.model.cache_size import CacheSize
+from tightfit.serving.model.model_facts import CacheTensor
 
 BLOCK = 4
 

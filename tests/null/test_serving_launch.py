@@ -17,8 +17,8 @@ from tightfit.serving.launch.launch_arguments import (
     launch_arguments,
     shell_line,
 )
+from tightfit.serving.model.weight_formats import all_formats
 from tightfit.serving.serve_settings import KV_DTYPES, ResolvedSettings
-from tightfit.serving.weight_formats import all_formats
 
 SETTINGS = ResolvedSettings(
     num_gpus=2,

@@ -22,7 +22,7 @@ from tightfit.watch.alerts.alert_rules import DEFAULT, AlertSettings, Rule, read
 from tightfit.watch.alerts.episodes import Episodes, Notice
 from tightfit.watch.alerts.notify import Command, LogFile, Webhook
 from tightfit.watch.background import Background
-from tightfit.watch.machine_state import Episode
+from tightfit.watch.machine.machine_state import Episode
 from tightfit.watch.outlook.planner import OutlookSettings
 from tightfit.watch.store.stored_state import stored_state
 

@@ -14,7 +14,7 @@ from tests.watch.machines import bench, simulated
 from tests.watch.states import NOW, machine, process
 
 from tightfit.units import GIB
-from tightfit.watch.machine_state import Episode, MachineState
+from tightfit.watch.machine.machine_state import Episode, MachineState
 from tightfit.watch.store.stored_history import CardHistory, Layer
 from tightfit.watch.terminal.charts import chart, resampled, sparkline
 from tightfit.watch.terminal.keys import KeyDecoder

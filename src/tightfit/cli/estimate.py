@@ -24,8 +24,8 @@ from tightfit.cli.arguments.options import (
     TraceOptions,
 )
 from tightfit.cli.arguments.used import used_now
-from tightfit.cli.devices import own_card
-from tightfit.cli.progress import ProgressLine
+from tightfit.cli.shared.local_cards import own_card
+from tightfit.cli.shared.progress import ProgressLine
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.catalogue import find
 from tightfit.devices.nodes import node_of
@@ -34,7 +34,7 @@ from tightfit.output_files import check_outputs
 from tightfit.reports.redacted import redacted
 
 if TYPE_CHECKING:
-    from tightfit.capture.world import World
+    from tightfit.capture.collectives.world import World
     from tightfit.devices.device import Device
     from tightfit.reports.rank_estimates import RankEstimate
     from tightfit.simulate.estimate import Estimate
@@ -178,7 +178,7 @@ def _sweep(
     json: bool,
     how: Any,
 ) -> int:
-    from tightfit.cli.sweep import option_kinds, write_rows
+    from tightfit.cli.variants.sweep import option_kinds, write_rows
 
     known = option_kinds(ModelOptions)
     return write_rows(target, specifications, cards, settings, measured, known_options=known, json=json, **asked, **how)

@@ -12,8 +12,8 @@ from tightfit.cli.arguments.options import CLOSED_IN, SEVERAL, Permissions
 from tightfit.cli.arguments.programs import exit_code_of
 from tightfit.cli.arguments.sizes import Size, with_unit
 from tightfit.cli.arguments.used import used_now
-from tightfit.cli.devices import local_cards
-from tightfit.cli.guarded_run import UNGUARDED, Guarding, run_guarded
+from tightfit.cli.shared.local_cards import local_cards
+from tightfit.cli.variants.guarded_run import UNGUARDED, Guarding, run_guarded
 from tightfit.errors import DoesNotFit, UsageError
 from tightfit.planner.plan import Plan
 from tightfit.units import format_bytes

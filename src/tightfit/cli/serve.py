@@ -18,8 +18,8 @@ from tightfit.cli.arguments.serving_arguments import (
     level_of,
     load_of,
 )
-from tightfit.cli.devices import own_card
-from tightfit.cli.progress import ProgressLine
+from tightfit.cli.shared.local_cards import own_card
+from tightfit.cli.shared.progress import ProgressLine
 from tightfit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def serve(
     """
     from tightfit.fit.serving import serve as estimated
     from tightfit.reports.text.serving_estimates import write_serving
-    from tightfit.serving.lengths import lengths_of
+    from tightfit.serving.load.lengths import lengths_of
     from tightfit.serving.serve_settings import ServeSettings
 
     started = time.monotonic()

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tightfit.allocator.settings import AllocatorSettings
-from tightfit.capture.rank_traces import RankTraces
+from tightfit.capture.collectives.rank_traces import RankTraces
+from tightfit.capture.collectives.world import World
 from tightfit.capture.targets import HuggingFaceConfig, Script, parse_target
 from tightfit.capture.trace import Preparation, Traced, trace
 from tightfit.capture.trace_settings import AS_USUAL, DEFAULT_NUM_STEPS, DEFAULT_TIMEOUT_SECONDS, Steps, TraceSettings
-from tightfit.capture.world import World
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.catalogue import find
 from tightfit.devices.device import Device

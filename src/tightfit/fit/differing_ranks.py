@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from tightfit.capture.rank_traces import RankTraces
-from tightfit.capture.world import World
+from tightfit.capture.collectives.rank_traces import RankTraces
+from tightfit.capture.collectives.world import World
 from tightfit.tape import CollectiveKind, Tape
 
 _MESSAGES = (CollectiveKind.SEND, CollectiveKind.RECEIVE)

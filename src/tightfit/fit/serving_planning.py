@@ -7,7 +7,6 @@ from tightfit.errors import UsageError
 from tightfit.errors.faults import answering
 from tightfit.fit.planning_progress import OnProgress
 from tightfit.fit.serving import served_name, traced_model
-from tightfit.serving.checkpoint_format import checkpoint_format
 from tightfit.serving.choices.candidate_servers import (
     BATCHED_TOKENS,
     CACHE_TYPES,
@@ -22,10 +21,11 @@ from tightfit.serving.choices.choosing import Offer, Wanted, best_of_kind, ranke
 from tightfit.serving.choices.serving_plan import ServingPlan, refusals
 from tightfit.serving.engine_rules import EngineRules, rules_of
 from tightfit.serving.launch.launch_arguments import all_launches, launch_of
-from tightfit.serving.model_facts import ModelFacts
+from tightfit.serving.model.checkpoint_format import checkpoint_format
+from tightfit.serving.model.model_facts import ModelFacts
+from tightfit.serving.model.weight_formats import WeightFormat, all_formats, format_named
 from tightfit.serving.serve_settings import ServeSettings
 from tightfit.serving.traced_server import TracedModel
-from tightfit.serving.weight_formats import WeightFormat, all_formats, format_named
 
 # Formats that vLLM serves; those of llama.cpp are files of their own.
 _OF_FILES = ("q8_0", "q4_0", "q6_k", "nf4")

@@ -26,13 +26,13 @@ from tightfit.capture.collectives.arguments import Collective
 from tightfit.capture.collectives.callers import is_called_by_python, is_called_by_sharding
 from tightfit.capture.collectives.objects import Objects
 from tightfit.capture.collectives.pending import Pending, PendingCollectives
+from tightfit.capture.collectives.world import World
 from tightfit.capture.dispatch.known_values import Unknown, limit
 from tightfit.capture.dispatch.operators import facts
 from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.capture.observe.streams import VirtualEvent, VirtualStream, current_stream, set_stream
 from tightfit.capture.patches import gradients_of_data, libraries
 from tightfit.capture.replace import replace
-from tightfit.capture.world import World
 from tightfit.tape import Category, CollectiveKind, Phase
 
 _CHECKPOINTS = "torch.distributed.checkpoint.default_planner"

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed import fake_pg
 
+from tightfit.capture.collectives.world import World
 from tightfit.capture.observe.attribution import user_line
 from tightfit.capture.patches import spawned
 from tightfit.capture.replace import replace
-from tightfit.capture.world import World
 from tightfit.errors import CaptureError
 from tightfit.errors.faults import hands_over
 

@@ -7,8 +7,8 @@ from rich.text import Text
 
 from tightfit.reports.text.estimates import console
 from tightfit.reports.text.table_columns import GAP
+from tightfit.serving.costs.seconds_range import SecondsRange
 from tightfit.serving.load.simulation import SHARE_WITHIN
-from tightfit.serving.seconds_range import SecondsRange
 from tightfit.serving.serving_estimate import ServingEstimate
 from tightfit.units import format_bytes, format_range_of_seconds, format_seconds
 

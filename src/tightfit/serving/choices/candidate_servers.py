@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from tightfit.devices.device import Device
 from tightfit.errors import UsageError
 from tightfit.serving.engine_rules import EngineRules
+from tightfit.serving.model.weight_formats import WeightFormat
 from tightfit.serving.serve_settings import ResolvedSettings, ServeSettings
 from tightfit.serving.traced_server import Server, TracedModel
-from tightfit.serving.weight_formats import WeightFormat
 
 BATCHED_TOKENS = (512, 2048, 8192)
 """Tokens of a step that are tried; the engine's own default is always among them."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from tightfit.serving.choices.candidate_servers import Kind
 from tightfit.serving.choices.choosing import Objective, Offer
-from tightfit.serving.weight_formats import WeightFormat
+from tightfit.serving.model.weight_formats import WeightFormat
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from tightfit.engine.descriptors import close_gone
-from tightfit.engine.disk_sizes import buffer_bytes_for
+from tightfit.engine.disk.disk_sizes import buffer_bytes_for
 from tightfit.engine.slab_notes import notes_on
-from tightfit.engine.streamed_weights import StreamedWeights
+from tightfit.engine.weights.streamed_weights import StreamedWeights
 from tightfit.errors import ApplyError
 from tightfit.techniques.offload.apply_weight_streaming import stream_weights
 from tightfit.techniques.offload.streamable import streamable

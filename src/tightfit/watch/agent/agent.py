@@ -16,11 +16,11 @@ from tightfit.watch.agent.source_reader import SourceReader
 from tightfit.watch.alerts.alert_rules import DEFAULT, AlertSettings
 from tightfit.watch.background import Background
 from tightfit.watch.clock import AbstractClock
-from tightfit.watch.machine_state import CardState, MachineState, ProcessState
+from tightfit.watch.machine.machine_state import CardState, MachineState, ProcessState
+from tightfit.watch.machine.printable import printable
+from tightfit.watch.machine.readings import CardReading, ProcessFacts, ProcessReading, Reading
 from tightfit.watch.outlook.planner import OutlookPlanner, OutlookSettings
-from tightfit.watch.printable import printable
 from tightfit.watch.publishing.listener import Listener, TorchCounters, without_prefix
-from tightfit.watch.readings import CardReading, ProcessFacts, ProcessReading, Reading
 from tightfit.watch.sources.abstract_source import AbstractSource
 from tightfit.watch.store.history_writer import HistoryWriter, TimedReading
 from tightfit.watch.store.levels import Retention

@@ -11,7 +11,7 @@ from tightfit.watch.alerts.alert_rules import AlertSettings
 from tightfit.watch.alerts.conditions import Bounds
 from tightfit.watch.alerts.episodes import Episodes, Notice
 from tightfit.watch.alerts.notify import open_channels
-from tightfit.watch.machine_state import Episode, MachineState, Outlook
+from tightfit.watch.machine.machine_state import Episode, MachineState, Outlook
 from tightfit.watch.outlook.planner import OutlookPlanner, OutlookSettings
 from tightfit.watch.store.stored_history import StoredHistory
 

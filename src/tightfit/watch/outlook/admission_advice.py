@@ -11,9 +11,9 @@ from tightfit.errors import WatchError
 from tightfit.forecast.admission import Admission, admit
 from tightfit.forecast.horizon import Horizon
 from tightfit.units import format_bytes
-from tightfit.watch.machine_state import MachineState
+from tightfit.watch.machine.machine_state import MachineState
+from tightfit.watch.machine.readings import CardReading
 from tightfit.watch.outlook.planner import OutlookSettings, num_samples
-from tightfit.watch.readings import CardReading
 from tightfit.watch.store.stored_history import StoredHistory
 
 _KEPT_SECONDS = 60.0

@@ -12,7 +12,7 @@ from tightfit.errors import WatchError
 from tightfit.forecast.forecasts import forecast_series
 from tightfit.forecast.series import Series
 from tightfit.units import format_bytes
-from tightfit.watch.machine_state import Outlook
+from tightfit.watch.machine.machine_state import Outlook
 from tightfit.watch.outlook.steady_growth import steady_growth
 from tightfit.watch.store.stored_history import StoredHistory
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tightfit.watch.machine_state import Episode, Outlook
-from tightfit.watch.readings import CardReading
+from tightfit.watch.machine.machine_state import Episode, Outlook
+from tightfit.watch.machine.readings import CardReading
 from tightfit.watch.store.levels import Retention, drop_ended, drop_half, drop_old, roll_up
 from tightfit.watch.store.reserve import Reserve
 from tightfit.watch.store.schema import SPANS, open_to_write

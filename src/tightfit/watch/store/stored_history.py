@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tightfit.forecast.series import Floats, Series
-from tightfit.watch.machine_state import Episode, Outlook
+from tightfit.watch.machine.machine_state import Episode, Outlook
 from tightfit.watch.store.schema import LEVELS, SPANS, USED, open_to_read
 
 _FINEST = {"readings": 900.0, "minutes": 48 * 3600.0, "hours": math.inf}

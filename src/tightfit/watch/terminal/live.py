@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tightfit.errors import WatchError
-from tightfit.watch.machine_state import MachineState
+from tightfit.watch.machine.machine_state import MachineState
 from tightfit.watch.sources.host_processes import facts_of_process
 from tightfit.watch.store.stored_history import CardHistory, StoredHistory
 from tightfit.watch.terminal.raw_terminal import RawTerminal, frame

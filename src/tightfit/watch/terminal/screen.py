@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from rich.text import Text
 
-from tightfit.watch.machine_state import MachineState, firing
+from tightfit.watch.machine.machine_state import MachineState, firing
 from tightfit.watch.store.stored_history import CardHistory
 from tightfit.watch.terminal.card_lines import card_line, history_lines
 from tightfit.watch.terminal.process_lines import process_lines

@@ -12,7 +12,7 @@ from typing import Any
 from tightfit.errors import UsageError, WatchError
 from tightfit.forecast.series import Floats
 from tightfit.units import parse
-from tightfit.watch.machine_state import MachineState
+from tightfit.watch.machine.machine_state import MachineState
 from tightfit.watch.metrics.exposition import content_type, exposition
 from tightfit.watch.metrics.families import families
 from tightfit.watch.outlook.admission_advice import JobAdvice
