@@ -33,7 +33,7 @@ from tightfit.errors import program_errors as programs
 from tightfit.tape import Coverage
 
 if TYPE_CHECKING:
-    from tightfit.capture.capture_session import CaptureSession
+    from tightfit.capture.child_process.capture_session import CaptureSession
     from tightfit.capture.steps.detector import StepWatch
 
 _SECONDS_TO_TRY_AGAIN = 0.2
