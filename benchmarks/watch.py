@@ -31,7 +31,7 @@ from tightfit.forecast.series import Series
 from tightfit.units import MIB
 from tightfit.watch.agent.agent import Agent, AgentSettings
 from tightfit.watch.clock import SimulatedClock
-from tightfit.watch.outlook.growth import steady_growth
+from tightfit.watch.outlook.steady_growth import steady_growth
 from tightfit.watch.sources.simulated import SimulatedMachine, SimulatedSource, parse_machine
 from tightfit.watch.store.schema import open_to_read
 

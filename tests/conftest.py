@@ -3,6 +3,8 @@
 import gc
 import math
 import os
+import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,13 +12,16 @@ import hypothesis
 import pytest
 from tests.process_state import changed_since, process_state
 
-from tightfit.cli.progress import ProgressLine
+from tightfit.capture import trace
+from tightfit.cli.shared.progress import ProgressLine
 
 # Programs that tests write run in processes of their own, and take their models from this folder.
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH")])
 )
 
+# Where the compiler keeps what it has compiled: it makes the folder as soon as it is imported, in a process that is shared by tests.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), "tightfit-tests-inductor"))
 
 # What a command writes while it waits depends on how long that takes; its tests have a clock of their own.
 ProgressLine.INTERVAL_IN_A_PIPE = math.inf
@@ -26,11 +31,49 @@ hypothesis.settings.register_profile("tightfit", deadline=None)
 hypothesis.settings.load_profile("tightfit")
 
 
+# Hugging Face's libraries take longer to import than most traces of tests take: these fork from a server that has done it. The commands that tests
+# run in processes of their own import them in each trace, as a user's do.
+_PRELOADED_ANYWHERE = trace._PRELOADED
+trace._PRELOADED += (
+    "transformers.trainer",
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama", "t5")),
+)
+
+
+@pytest.fixture
+def traces_import_libraries_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As everywhere but in tests: for those that ask what an import does to a trace."""
+    monkeypatch.setattr(trace, "_PRELOADED", _PRELOADED_ANYWHERE)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what is marked as slow."""
+    slow = [] if os.environ.get("TIGHTFIT_SLOW_TESTS") else [item for item in items if item.get_closest_marker("slow")]
+    if slow:
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+
+
 @pytest.fixture(scope="module", autouse=True)
 def what_was_imported_is_set_aside() -> None:
     """It stays for all tests: those that look at every object there is, as a recording does when it begins, need not go through it each time."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def modules_set_aside() -> set[str]:
+    """The modules that were imported when all objects were last set aside."""
+    return set()
+
+
+@pytest.fixture(autouse=True)
+def what_is_imported_later_is_set_aside_too(modules_set_aside: set[str]) -> None:
+    """Much of torch is imported when it is first used, by a test; and a test may have put back what was set aside."""
+    if len(sys.modules) >= len(modules_set_aside) + 50 or not gc.get_freeze_count():
+        modules_set_aside.update(sys.modules)
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)

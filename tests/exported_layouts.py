@@ -8,8 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from tightfit.layouts.exports.export_tools import TOOLS
 from tightfit.layouts.exports.layout_run import LayoutRun, num_nodes_of
-from tightfit.layouts.exports.registry import TOOLS
 from tightfit.layouts.layout import Layout
 from tightfit.layouts.stages import stage_sizes
 

@@ -25,7 +25,7 @@ from benchmarks.engine.architectures import ResidualNet
 from benchmarks.engine.growth import forget, held_now
 from benchmarks.engine.ways import TIERS, WAYS, freeze
 from tightfit.engine.copy_engines import HostCopies
-from tightfit.engine.disk_copies import DiskCopies
+from tightfit.engine.disk.disk_copies import DiskCopies
 from tightfit.errors import TightfitError
 from tightfit.runtime.apply import apply_choices
 from tightfit.techniques.session import Session

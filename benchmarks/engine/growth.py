@@ -19,7 +19,7 @@ import torch
 from benchmarks.engine.architectures import ARCHITECTURES
 from benchmarks.engine.ways import TIERS, WAYS, freeze
 from tightfit.engine.descriptors import close_gone
-from tightfit.engine.disk_slab import DiskSlab
+from tightfit.engine.disk.disk_slab import DiskSlab
 from tightfit.engine.host_slab import HostSlab
 from tightfit.runtime.apply import apply_choices
 from tightfit.units import MIB

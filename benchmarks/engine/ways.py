@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from tightfit.engine.disk_sizes import PAGE_BYTES
+from tightfit.engine.disk.disk_sizes import PAGE_BYTES
 from tightfit.planner.plan import Choice
 
 _HOST_BYTES = 1 << 22

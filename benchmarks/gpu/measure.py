@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.gpu.rows import Row
 from benchmarks.gpu.workload import train
-from tightfit.calibration.nvml import Nvml, ProcessMemory
+from tightfit.calibration.nvml_ctypes import Nvml, ProcessMemory
 
 NUM_STEPS = 3  # as many as are traced
 _MAX_TIMED_STEPS, _TIMED_SECONDS = 8, 3.0
@@ -128,7 +128,7 @@ def _seconds(steps: Iterator[Any]) -> float:
 def on_virtual_gpu(row: Row, *, device: str, limit_bytes: int | None, recording: Path | None) -> Measurement:
     """The same on the virtual GPU of a card, in a process that is used for nothing else."""
     from tightfit.allocator.settings import AllocatorSettings
-    from tightfit.capture.capture_session import CaptureSession
+    from tightfit.capture.child_process.capture_session import CaptureSession
     from tightfit.recordings.write import write_tape
     from tightfit.simulate.timeline import step_seconds
 

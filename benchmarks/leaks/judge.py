@@ -72,7 +72,7 @@ def _on_the_host(script: Script) -> list[dict[str, Any]]:
 
 def _on_a_virtual_gpu(script: Script) -> list[dict[str, Any]]:
     from tightfit.capture.trace_settings import TraceSettings
-    from tightfit.cli.subjects import subject_of
+    from tightfit.cli.shared.subjects import subject_of
     from tightfit.diagnosis.diagnose import diagnose
 
     tracing = TraceSettings(steps=script.steps)

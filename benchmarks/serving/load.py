@@ -10,7 +10,7 @@ import numpy as np
 from tests.null.reference_engine import ReferenceEngine
 
 from tightfit.serving.load.load_costs import FEMTOSECONDS, AttentionTimes, CachePages, LoadCosts
-from tightfit.serving.load.scheduler import Limits, serve_requests
+from tightfit.serving.load.scheduler import SchedulerLimits, serve_requests
 
 _BLOCK = 16
 
@@ -44,7 +44,7 @@ def million(number: int, rate: float, cache_tokens: int) -> str:
         answers,
         costs=_costs(2048),
         pages=_pages(cache_tokens),
-        limits=Limits(max_requests=256, max_tokens=2048, admits_whole=True),
+        limits=SchedulerLimits(max_requests=256, max_tokens=2048, admits_whole=True),
     )
     spent = time.process_time() - began
     return f"{number:,} requests at {rate:g}/s, {cache_tokens:,} tokens of cache: {spent:.1f} s of processor time, {found.num_steps:,} steps, {sum(found.preemptions):,} preemptions, {found.most_requests} at once"
@@ -58,7 +58,9 @@ def agreement(number: int) -> str:
         size = int(random.integers(2, 30))
         arrivals = np.sort(random.integers(0, 2 * 10**15, size)).tolist()
         prompts, answers = random.integers(1, 300, size).tolist(), random.integers(1, 60, size).tolist()
-        limits = Limits(max_requests=int(random.integers(1, 12)), max_tokens=256, admits_whole=bool(random.integers(2)))
+        limits = SchedulerLimits(
+            max_requests=int(random.integers(1, 12)), max_tokens=256, admits_whole=bool(random.integers(2))
+        )
         costs, pages = _costs(256), _pages(int(random.integers(400, 1500)))
         found = serve_requests(arrivals, prompts, answers, costs=costs, pages=pages, limits=limits)
         expected = ReferenceEngine(costs, pages, limits).serve(arrivals, prompts, answers)

@@ -8,7 +8,7 @@ from tightfit.analysis.profile import Profile
 from tightfit.capture.trace_settings import TraceSettings
 from tightfit.devices.device import Device
 from tightfit.fit import capture
-from tightfit.layouts.model_parts import ModelParts, Part, Rows, model_parts
+from tightfit.layouts.model_parts import ModelParts, ModelPart, Rows, model_parts
 from tightfit.tape import Tape
 
 _WORKLOAD = "benchmarks/workloads/plain_decoders.py"
@@ -45,7 +45,7 @@ def of_length(model: ModelParts, length: int) -> ModelParts:
         sizes = of.sizes.with_longer_sequences(of.is_attention, longer)
         return dataclasses.replace(of, operators=dataclasses.replace(of.operators, flops=flops), sizes=sizes)
 
-    def part(of: Part) -> Part:
+    def part(of: ModelPart) -> ModelPart:
         return dataclasses.replace(of, forward=rows(of.forward), backward=rows(of.backward))
 
     return dataclasses.replace(

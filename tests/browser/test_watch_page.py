@@ -11,7 +11,7 @@ from tests.watch.machines import ScriptedSource
 from tests.watch.served import served
 
 from tightfit.units import GIB
-from tightfit.watch.printable import printable
+from tightfit.watch.machine.printable import printable
 
 HOSTILE = printable("".join(HOSTILE_TEXTS.values()), 2000)
 

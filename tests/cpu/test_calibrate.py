@@ -19,7 +19,7 @@ from tightfit.devices.catalogue import find
 
 COUNT_ON_THE_VIRTUAL_GPU = """
 import json, os, sys
-from tightfit.capture.capture_session import CaptureSession
+from tightfit.capture.child_process.capture_session import CaptureSession
 session = CaptureSession("H200", sys.maxsize, by_yield=True)
 rows = []
 with session.gpu:
@@ -41,7 +41,7 @@ os._exit(0)  # torch is patched throughout, and is not torn down
 MEASURE_WITH_THE_INSTRUMENTS_OF_A_CARD = """
 import dataclasses, json, os, sys
 from pathlib import Path
-from tightfit.capture.capture_session import CaptureSession
+from tightfit.capture.child_process.capture_session import CaptureSession
 session = CaptureSession("H200", sys.maxsize, by_yield=True)
 with session.gpu:
     from tightfit.calibration import measured_card as card, card_process as child, simulated_instruments as simulated

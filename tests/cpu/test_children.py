@@ -83,8 +83,8 @@ def _wait_until(is_so: Callable[[], bool]) -> None:
     ("number", "words", "mechanism"),
     [
         (signal.SIGKILL, ["estimate", "train.py"], "namespaces"),
-        (signal.SIGKILL, ["estimate", "train.py"], "python"),
-        (signal.SIGTERM, ["estimate", "train.py"], "namespaces"),
+        pytest.param(signal.SIGKILL, ["estimate", "train.py"], "python", marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, ["estimate", "train.py"], "namespaces", marks=pytest.mark.slow),
         (signal.SIGHUP, ["estimate", "train.py"], "python"),
         (signal.SIGINT, ["plan", "train.py", "--search", "batch-size"], "namespaces"),
     ],
@@ -98,7 +98,7 @@ def test_all_that_a_program_has_started_dies_with_the_process_that_asked(
         [
             *(sys.executable, "-c"),
             "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); signal.signal(signal.SIGHUP, signal.SIG_DFL); "
-            "from tightfit.cli.progress import ProgressLine; ProgressLine.INTERVAL_IN_A_PIPE = float('inf'); "
+            "from tightfit.cli.shared.progress import ProgressLine; ProgressLine.INTERVAL_IN_A_PIPE = float('inf'); "
             "from tightfit.__main__ import main; main()",
             *(*words, "--device", "RTX 4090", "--show-output"),
         ],

@@ -18,11 +18,11 @@ import pytest
 import torch
 from tests.cpu.test_engine_saved_tensors import Blocks, Runtime, assert_same, batch, gradients, offload_to_disk, once
 
-from tightfit.engine import disk_copies, disk_file
 from tightfit.engine.descriptors import close_gone
-from tightfit.engine.disk_file import DiskFile
-from tightfit.engine.disk_sizes import PAGE_BYTES, buffer_bytes_for, num_buffers_of, piece_bytes_of
-from tightfit.engine.disk_slab import DiskSlab
+from tightfit.engine.disk import disk_copies, disk_file
+from tightfit.engine.disk.disk_file import DiskFile
+from tightfit.engine.disk.disk_sizes import PAGE_BYTES, buffer_bytes_for, num_buffers_of, piece_bytes_of
+from tightfit.engine.disk.disk_slab import DiskSlab
 from tightfit.engine.slab_notes import notes_on
 from tightfit.errors import ApplyError
 

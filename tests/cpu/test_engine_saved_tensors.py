@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tightfit.engine import copy_engines
-from tightfit.engine.disk_copies import DiskSpace
-from tightfit.engine.disk_sizes import PAGE_BYTES
+from tightfit.engine.disk.disk_copies import DiskSpace
+from tightfit.engine.disk.disk_sizes import PAGE_BYTES
 from tightfit.engine.host_slab import HostSlab, Part, unregister_gone
-from tightfit.engine.saved_storage import Place
-from tightfit.engine.saved_tensors import SavedTensors, Selection
+from tightfit.engine.saved.saved_storage import Place
+from tightfit.engine.saved.saved_tensors import SavedTensors, Selection
 from tightfit.errors import ApplyError
 
 HOST = torch.device("cpu")

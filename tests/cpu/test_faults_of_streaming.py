@@ -16,8 +16,8 @@ from tests.cpu import test_technique_trained_weight_streaming as trained
 from tests.cpu.training_loops import Optimizer, gradients, tokens, train
 from torch import nn
 
-from tightfit.engine import streamed_weights
 from tightfit.engine.copy_engines import HostCopies
+from tightfit.engine.weights import streamed_weights
 from tightfit.techniques.session import Session
 
 # What the copies of one step are: more than these are not begun, waited for or finished in one.

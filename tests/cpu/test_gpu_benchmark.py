@@ -85,11 +85,12 @@ def test_what_runs_on_the_virtual_gpu_holds_what_was_predicted(
     assert result["limited"] == {"at_estimate": False}
 
 
+@pytest.mark.slow
 def test_nothing_is_needed_but_torch_numpy_and_transformers() -> None:
     """The machine that measures has neither the packages of the command line nor those of the reports."""
     code = (
         "import sys, benchmarks.gpu.__main__, benchmarks.gpu.measure, benchmarks.gpu.processes, benchmarks.gpu.tokens\n"
-        "import tightfit.capture.capture_session, tightfit.capture.child, tightfit.recordings.write, tightfit.calibration.card_process\n"
+        "import tightfit.capture.child_process.capture_session, tightfit.capture.child_process.child, tightfit.recordings.write, tightfit.calibration.card_process\n"
         "print([name for name in ('cyclopts', 'tightfit.reports', 'tightfit.cli') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -226,6 +227,7 @@ def test_tools_stand_side_by_side_with_what_kept_them_from_answering() -> None:
     assert lines[3] == "| mem_tracker | 0 of 2 | - | - | - | - | - | not installed |"
 
 
+@pytest.mark.slow
 def test_the_formulas_of_other_tools_count_the_parameters_of_the_workload(
     virtual: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:

@@ -25,7 +25,7 @@ while True:
 
 # However slow the machine is, no line of progress comes first.
 QUIET = (
-    "from tightfit.cli.progress import ProgressLine; ProgressLine.INTERVAL_IN_A_PIPE = float('inf'); "
+    "from tightfit.cli.shared.progress import ProgressLine; ProgressLine.INTERVAL_IN_A_PIPE = float('inf'); "
     "from tightfit.__main__ import main; main()"
 )
 

@@ -12,7 +12,7 @@ from tests.exported_layouts import ACCEPTED, accepts, layouts, run_of
 from torch.distributed.run import get_args_parser
 
 from tightfit.cli.main import run as tightfit_run
-from tightfit.layouts.exports.registry import TOOLS
+from tightfit.layouts.exports.export_tools import TOOLS
 from tightfit.layouts.layout import Layout
 from tightfit.units import parse_bytes
 

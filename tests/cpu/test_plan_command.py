@@ -221,6 +221,6 @@ def test_a_script_that_never_trains_is_one_line(folder: Path, capsys: pytest.Cap
 
 
 def test_no_card_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("tightfit.cli.devices.local_cards", list)
+    monkeypatch.setattr("tightfit.cli.shared.local_cards.local_cards", list)
     assert run(["plan", "model.py:workload"]) == 2
     assert capsys.readouterr().err.startswith("tightfit: which GPU? There is none on this machine: name one")

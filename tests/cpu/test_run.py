@@ -137,7 +137,7 @@ def test_a_script_without_a_model_is_told_so_where_nothing_was_planned(capfd: py
 @pytest.mark.parametrize(
     ("arguments", "code", "reason"),
     [
-        (["nothing.py"], 2, "there is no script nothing.py; run takes a Python file"),
+        (["nothing.py"], 2, "there is no file nothing.py"),
         (["plan.json"], 2, "there is no script plan.json; run takes a Python file"),
         (["--plan", "nothing.json", "train.py"], 3, "the plan nothing.json cannot be read: No such file or directory"),
         (["--plan", "train.py", "train.py"], 3, "train.py is not a plan"),

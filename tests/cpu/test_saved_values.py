@@ -127,3 +127,40 @@ def test_graphs_of_the_same_operators_have_the_same_shape() -> None:
     shapes = {graph_shape(loss.grad_fn) for loss in (*different, (one.exp() + one).sum())}
     assert len(shapes) == 5
     assert graph_shape(torch.ones(2).grad_fn) == 0
+
+
+def test_memory_of_a_recurrent_layers_library_is_not_compared() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.LSTM(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x)[0]
+
+    def trained(*, is_recomputed: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(Layer(), Layer())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        if is_recomputed:
+            chosen = [
+                Choice(
+                    technique="checkpointing",
+                    where=f"Sequential.{i}",
+                    saves_bytes=0,
+                    adds_seconds=0.0,
+                    exact=True,
+                    settings={},
+                )
+                for i in range(2)
+            ]
+            apply_choices(chosen, model, [optimizer])
+        for _ in range(3):
+            optimizer.zero_grad()
+            # Memory that was used before: what is not written has other bytes in each run.
+            [torch.randn(1 << k) for k in range(4, 18)]
+            model(torch.randn(5, 2, 8)).square().mean().backward()
+            optimizer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    assert all(map(torch.equal, trained(is_recomputed=True), trained(is_recomputed=False)))

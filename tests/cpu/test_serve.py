@@ -9,11 +9,11 @@ import pytest
 from tightfit.cli.main import run
 from tightfit.errors import UsageError
 from tightfit.fit import serving
-from tightfit.serving.cache_size import CacheSize
 from tightfit.serving.engine_rules import rules_of
 from tightfit.serving.load.arrivals import drawn_arrivals
 from tightfit.serving.load.load_summary import ServiceLevel
-from tightfit.serving.model_facts import ModelFacts
+from tightfit.serving.model.cache_size import CacheSize
+from tightfit.serving.model.model_facts import ModelFacts
 from tightfit.serving.serve_settings import ServeSettings
 from tightfit.serving.serving_estimate import ServingEstimate
 from tightfit.serving.traced_server import AskedLoad, Server, TracedModel

@@ -10,15 +10,15 @@ import pytest
 from tightfit.cli.main import run
 from tightfit.devices.catalogue import find
 from tightfit.errors import UsageError
-from tightfit.fit import serving, serving_plan
-from tightfit.serving.choices.candidates import Card, Kind, kinds, servers
+from tightfit.fit import serving, serving_planning
+from tightfit.serving.choices.candidate_servers import Kind, PricedCard, kinds, servers
 from tightfit.serving.choices.choosing import Offer, Wanted, best_of_kind, ranked
 from tightfit.serving.engine_rules import rules_of
 from tightfit.serving.load.arrivals import drawn_arrivals
 from tightfit.serving.load.load_summary import ServiceLevel
+from tightfit.serving.model.weight_formats import format_named
 from tightfit.serving.serve_settings import ServeSettings
 from tightfit.serving.traced_server import AskedLoad, TracedModel
-from tightfit.serving.weight_formats import format_named
 
 pytest.importorskip("transformers", minversion="5")
 
@@ -34,7 +34,7 @@ CONFIG = {
     "max_position_embeddings": 4096,
 }
 RULES = rules_of("vllm")
-L4, H100 = (Card(device=find(name), most=4, price_per_hour=price) for name, price in (("L4", 0.8), ("H100", 3.0)))
+L4, H100 = (PricedCard(device=find(name), most=4, price_per_hour=price) for name, price in (("L4", 0.8), ("H100", 3.0)))
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def offers(model: TracedModel, want: Wanted, cards: Any = (L4, H100), formats: A
 def test_a_degree_that_does_not_divide_the_model_is_left_out_and_said(model: TracedModel) -> None:
     assert set(model.refused) == {3}
     assert "which 3 does not divide" in model.refused[3]
-    three = Card(device=L4.device, most=3)
+    three = PricedCard(device=L4.device, most=3)
     assert {kind.degree for kind in kinds(model, [three], [None], ["auto"])} == {1, 2}
 
 
@@ -180,6 +180,6 @@ def test_the_command_says_what_to_start_and_changes_answers_only_where_allowed(
 
 def test_prices_are_needed_for_cost() -> None:
     with pytest.raises(UsageError, match="give what each GPU costs"):
-        serving_plan.plan_serving(
-            "llama", [Card(device=L4.device, most=1)], wanted("cost"), asked=ServeSettings(), allow=()
+        serving_planning.plan_serving(
+            "llama", [PricedCard(device=L4.device, most=1)], wanted("cost"), asked=ServeSettings(), allow=()
         )

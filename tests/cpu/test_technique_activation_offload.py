@@ -23,7 +23,7 @@ from tightfit.capture.trace import Preparation, trace
 from tightfit.cli.main import run
 from tightfit.devices.catalogue import find
 from tightfit.engine import copy_engines
-from tightfit.engine.disk_sizes import buffer_bytes_for
+from tightfit.engine.disk.disk_sizes import buffer_bytes_for
 from tightfit.errors import ApplyError, UsageError
 from tightfit.planner.plan import Choice
 from tightfit.runtime.apply import apply_choices

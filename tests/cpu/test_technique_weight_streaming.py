@@ -82,8 +82,8 @@ def values(model: nn.Module) -> list[torch.Tensor]:
 
 
 def is_away(parameter: torch.Tensor) -> bool:
-    """On the host there is one device: what is away lies in the slab, which is larger than any weight."""
-    return parameter.untyped_storage().nbytes() > 1 << 14
+    """On the host there is one device: what is away lies in memory of the slab, which has a size of its own."""
+    return not parameter.untyped_storage().resizable()
 
 
 def test_weights_come_for_the_forward_and_the_backward_pass_of_their_block_and_are_away_in_between() -> None:

@@ -20,8 +20,8 @@ from tightfit.capture.targets import GeneratorFunction
 from tightfit.capture.trace import Preparation, trace
 from tightfit.devices.catalogue import find
 from tightfit.engine.descriptors import close_gone
-from tightfit.engine.disk_copies import DiskCopies
-from tightfit.engine.disk_places import OnDisk
+from tightfit.engine.disk.disk_copies import DiskCopies
+from tightfit.engine.disk.disk_places import OnDisk
 from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.lazy_tensor import LazyTensor
 from tightfit.techniques.registry import techniques

@@ -28,9 +28,9 @@ from tightfit.analysis.profile import Profile
 from tightfit.capture.targets import GeneratorFunction
 from tightfit.capture.trace import Preparation, trace
 from tightfit.devices.catalogue import find
-from tightfit.engine import disk_places
-from tightfit.engine.disk_sizes import PAGE_BYTES
-from tightfit.engine.file_mappings import FileMappings
+from tightfit.engine.disk import disk_places
+from tightfit.engine.disk.disk_sizes import PAGE_BYTES
+from tightfit.engine.disk.file_mappings import FileMappings
 from tightfit.errors import ApplyError
 from tightfit.runtime.apply import apply_choices
 from tightfit.techniques.registry import techniques

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tightfit.cli.devices import local_cards
+from tightfit.cli.shared.local_cards import local_cards
 
 HERE = Path(__file__).parent
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tightfit.cli.devices import local_cards
+from tightfit.cli.shared.local_cards import local_cards
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.catalogue import find
 

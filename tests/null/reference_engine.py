@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from tightfit.serving.load.load_costs import CachePages, LoadCosts
-from tightfit.serving.load.scheduler import Limits
+from tightfit.serving.load.scheduler import SchedulerLimits
 
 
 @dataclasses.dataclass(eq=False)
@@ -32,7 +32,7 @@ class Request:
 
 
 class ReferenceEngine:
-    def __init__(self, costs: LoadCosts, pages: CachePages, limits: Limits) -> None:
+    def __init__(self, costs: LoadCosts, pages: CachePages, limits: SchedulerLimits) -> None:
         self.costs, self.pages, self.limits = costs, pages, limits
         self.free = pages.capacity
         self.now = 0

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tightfit.planner.largest_batch import BatchSize, BatchSizes, close_in, fastest
+from tightfit.planner.largest_batch_size import BatchSize, BatchSizes, close_in, fastest
 
 MANY = 30
 

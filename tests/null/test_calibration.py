@@ -158,7 +158,7 @@ class Driver:
 
 
 def test_the_driver_is_asked_for_the_process() -> None:
-    from tightfit.calibration.nvml import Nvml, ProcessMemory
+    from tightfit.calibration.nvml_ctypes import Nvml, ProcessMemory
 
     driver = Driver((1, GIB), (77, 3 * GIB))
     assert Nvml(driver).driver_version() == "580.1"
@@ -168,7 +168,7 @@ def test_the_driver_is_asked_for_the_process() -> None:
 
 
 def test_a_process_that_the_driver_does_not_list_is_what_the_card_holds_more() -> None:
-    from tightfit.calibration.nvml import Nvml, ProcessMemory
+    from tightfit.calibration.nvml_ctypes import Nvml, ProcessMemory
 
     driver = Driver((1, GIB))
     memory = ProcessMemory(Nvml(driver), 77)
@@ -177,6 +177,6 @@ def test_a_process_that_the_driver_does_not_list_is_what_the_card_holds_more() -
 
 
 def test_no_library_is_no_driver() -> None:
-    from tightfit.calibration.nvml import Nvml
+    from tightfit.calibration.nvml_ctypes import Nvml
 
     assert Nvml.open("libno-such-library.so") is None

@@ -1,6 +1,7 @@
 """The catalogue: every card is plausible, and is found by the names that people write."""
 
 import pickle
+import re
 
 import pytest
 
@@ -77,9 +78,28 @@ def test_an_unknown_name_is_refused_in_one_line(query: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_an_unknown_name_lists_the_nearest() -> None:
-    with pytest.raises(UnknownDevice, match="NVIDIA GeForce RTX 4090"):
-        find("rtx 4091")
+@pytest.mark.parametrize(
+    ("query", "nearest"),
+    [
+        ("RTX 4061", "NVIDIA GeForce RTX 4060, NVIDIA GeForce RTX 4060 Ti"),
+        ("rtx 4091", "NVIDIA GeForce RTX 4090"),
+        ("a101", "NVIDIA A100-SXM4-80GB"),
+        ("h1000", "NVIDIA H100 80GB HBM3"),
+        ("4090 ti", "NVIDIA GeForce RTX 4090"),
+        ("mi301", "AMD Instinct MI300X"),
+        ("RTX A600", "NVIDIA RTX A6000"),
+        ("T5", "Tesla T4"),
+    ],
+)
+def test_an_unknown_name_lists_the_nearest_first(query: str, nearest: str) -> None:
+    with pytest.raises(UnknownDevice, match=f"the nearest are {re.escape(nearest)}"):
+        find(query)
+
+
+@pytest.mark.parametrize("query", ["banana", "geforce", "gpu"])
+def test_a_name_that_is_like_none_gets_no_list(query: str) -> None:
+    with pytest.raises(UnknownDevice, match="nothing is near to it"):
+        find(query)
 
 
 def test_a_device_is_plain_data() -> None:

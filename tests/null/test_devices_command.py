@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tightfit.cli.devices import LocalCard, devices, local_cards
+from tightfit.cli.devices import devices
+from tightfit.cli.shared.local_cards import LocalCard, local_cards
 from tightfit.devices.catalogue import all_devices, find
 from tightfit.errors import UnknownDevice
 from tightfit.units import MIB

@@ -12,8 +12,8 @@ import pytest
 from tests.exported_layouts import ACCEPTED, BLOCKS, MIXED, accepts, layouts, run_of
 
 from tightfit.errors import UsageError
+from tightfit.layouts.exports.export_tools import TOOLS, tool_named
 from tightfit.layouts.exports.layout_run import num_nodes_of
-from tightfit.layouts.exports.registry import TOOLS, tool_named
 from tightfit.layouts.exports.text_formats import comments, plain, toml
 from tightfit.layouts.exports.tool import with_master_weights
 from tightfit.layouts.layout import Layout

@@ -11,7 +11,7 @@ from tightfit.errors import UsageError
 from tightfit.serving.load.arrivals import Arrivals, drawn_arrivals, read_arrivals
 from tightfit.serving.load.load_costs import FEMTOSECONDS
 from tightfit.serving.load.load_summary import ServiceLevel
-from tightfit.serving.load.scheduler import Limits
+from tightfit.serving.load.scheduler import SchedulerLimits
 from tightfit.serving.load.simulation import SHARE_WITHIN, LoadedEngine
 
 NO_LIMITS = ServiceLevel()
@@ -87,7 +87,7 @@ def engine(**changes) -> LoadedEngine:
         decode=[each * FEMTOSECONDS // 10**6 for each in of.decode],
         attention=(),
     )
-    limits = Limits(max_requests=8, max_tokens=64)
+    limits = SchedulerLimits(max_requests=8, max_tokens=64)
     fields = {"costs": slow, "pages": pages(900), "limits": limits, "max_model_len": 60}
     return LoadedEngine(**{**fields, **changes})
 
@@ -105,7 +105,7 @@ def test_requests_that_the_engine_would_refuse_or_cut_are_counted():
 
 
 def test_times_of_a_request_alone_and_of_one_that_waits():
-    found = engine(limits=Limits(max_requests=1, max_tokens=64)).simulate(
+    found = engine(limits=SchedulerLimits(max_requests=1, max_tokens=64)).simulate(
         arrivals((0.0, 10, 3), (0.0, 10, 1)), NO_LIMITS
     )
     first, step = 1e-6 * (1000 + 370), 1e-6 * 911

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.null.reference_engine import ReferenceEngine
 
-from tightfit.serving.cache_size import CacheSize
 from tightfit.serving.load.load_costs import AttentionTimes, CachePages, LoadCosts
-from tightfit.serving.load.scheduler import Limits, serve_requests
-from tightfit.serving.model_facts import CacheTensor
+from tightfit.serving.load.scheduler import SchedulerLimits, serve_requests
+from tightfit.serving.model.cache_size import CacheSize
+from tightfit.serving.model.model_facts import CacheTensor
 
 BLOCK = 4
 
@@ -40,7 +40,9 @@ requests = st.lists(st.tuples(st.integers(0, 60_000), st.integers(1, 60), st.int
     capacity=st.integers(270, 900),
     window=st.one_of(st.none(), st.integers(1, 60)),
     fixed=st.integers(0, 12),
-    limits=st.builds(Limits, max_requests=st.integers(1, 8), max_tokens=st.integers(8, 64), admits_whole=st.booleans()),
+    limits=st.builds(
+        SchedulerLimits, max_requests=st.integers(1, 8), max_tokens=st.integers(8, 64), admits_whole=st.booleans()
+    ),
 )
 def test_every_request_has_the_same_times_and_preemptions_as_step_by_step(requests, capacity, window, fixed, limits):
     ordered = sorted(requests)
@@ -55,7 +57,9 @@ def test_every_request_has_the_same_times_and_preemptions_as_step_by_step(reques
 
 def test_a_request_alone_takes_its_prompt_and_then_a_step_for_each_further_token():
     of = costs(None)
-    found = serve_requests([5], [20], [3], costs=of, pages=pages(900), limits=Limits(max_requests=4, max_tokens=12))
+    found = serve_requests(
+        [5], [20], [3], costs=of, pages=pages(900), limits=SchedulerLimits(max_requests=4, max_tokens=12)
+    )
     # Twelve tokens of the prompt, then eight.
     prefill = (1_000 + 37 * 12) + (1_000 + 37 * 8) + 2 * 50 + 3 * (20 * 21 // 2)
     assert found.first == [5 + prefill]
@@ -66,7 +70,12 @@ def test_a_request_alone_takes_its_prompt_and_then_a_step_for_each_further_token
 def test_the_youngest_is_preempted_and_computed_again_with_its_answer_so_far():
     # Two requests of 40 tokens in the end, and room for 15 pages of 4.
     found = serve_requests(
-        [0, 0], [20, 20], [20, 20], costs=costs(None), pages=pages(150), limits=Limits(max_requests=4, max_tokens=64)
+        [0, 0],
+        [20, 20],
+        [20, 20],
+        costs=costs(None),
+        pages=pages(150),
+        limits=SchedulerLimits(max_requests=4, max_tokens=64),
     )
     assert found.preemptions == [0, 1]
     assert found.end[0] < found.end[1]
@@ -75,7 +84,12 @@ def test_the_youngest_is_preempted_and_computed_again_with_its_answer_so_far():
 
 def test_a_request_that_leaves_no_room_for_the_next_is_waited_for():
     found = serve_requests(
-        [0, 1], [56, 8], [4, 1], costs=costs(None), pages=pages(150), limits=Limits(max_requests=4, max_tokens=64)
+        [0, 1],
+        [56, 8],
+        [4, 1],
+        costs=costs(None),
+        pages=pages(150),
+        limits=SchedulerLimits(max_requests=4, max_tokens=64),
     )
     assert found.preemptions == [0, 0]
     assert found.first[1] > found.end[0]
@@ -107,7 +121,7 @@ def test_pages_are_those_of_the_cache():
 def test_a_long_run_adds_up_to_what_its_steps_do(window):
     of = costs(window)
     found = serve_requests(
-        [0], [2], [5_000], costs=of, pages=pages(1 << 20), limits=Limits(max_requests=1, max_tokens=8)
+        [0], [2], [5_000], costs=of, pages=pages(1 << 20), limits=SchedulerLimits(max_requests=1, max_tokens=8)
     )
     contexts = [min(n, window or math.inf) for n in range(2, 2 + 4_999)]
     assert found.end[0] - found.first[0] == 4_999 * 911 + 7 * sum(contexts)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tightfit.capture.processes.trace_progress import StatusFile, StatusReader, TraceProgress
-from tightfit.cli.progress import ProgressLine, progress_words
+from tightfit.cli.shared.progress import ProgressLine, progress_words
 from tightfit.fit.planning_progress import Progress, ProgressLog
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tightfit.cli.arguments.serving import cards_of
+from tightfit.cli.arguments.serving_arguments import cards_of
 from tightfit.errors import UsageError
 from tightfit.serving.launch.kubernetes import manifest
 from tightfit.serving.launch.launch_arguments import (
@@ -17,8 +17,8 @@ from tightfit.serving.launch.launch_arguments import (
     launch_arguments,
     shell_line,
 )
+from tightfit.serving.model.weight_formats import all_formats
 from tightfit.serving.serve_settings import KV_DTYPES, ResolvedSettings
-from tightfit.serving.weight_formats import all_formats
 
 SETTINGS = ResolvedSettings(
     num_gpus=2,

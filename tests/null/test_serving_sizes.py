@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from tightfit.devices.catalogue import find
 from tightfit.errors import UsageError
-from tightfit.serving.cache_size import CacheSize, mean_request_bytes, num_tokens
-from tightfit.serving.checkpoint_format import checkpoint_format
 from tightfit.serving.engine_rules import parsed_version, rules_of
-from tightfit.serving.lengths import lengths_of
-from tightfit.serving.model_facts import CacheTensor, WeightRow
+from tightfit.serving.load.lengths import lengths_of
+from tightfit.serving.model.cache_size import CacheSize, mean_request_bytes, num_tokens
+from tightfit.serving.model.checkpoint_format import checkpoint_format
+from tightfit.serving.model.model_facts import CacheTensor, WeightRow
+from tightfit.serving.model.weight_formats import format_named, row_bytes
 from tightfit.serving.serve_settings import ResolvedSettings, ServeSettings
-from tightfit.serving.weight_formats import format_named, row_bytes
 
 
 def keys(*, max_tokens: int | None = None, heads: int = 8) -> CacheTensor:

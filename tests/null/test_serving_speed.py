@@ -6,10 +6,10 @@ import pytest
 from tests.null.test_serving_sizes import linear
 
 from tightfit.devices.catalogue import find
-from tightfit.serving.model_facts import ModelFacts
-from tightfit.serving.seconds_range import SecondsRange
-from tightfit.serving.serving_speed import ServingSpeed, reductions_seconds
-from tightfit.serving.traced_operators import TracedLayers
+from tightfit.serving.costs.seconds_range import SecondsRange
+from tightfit.serving.costs.serving_speed import ServingSpeed, reductions_seconds
+from tightfit.serving.costs.traced_operators import TracedLayers
+from tightfit.serving.model.model_facts import ModelFacts
 
 
 def test_a_traced_layer_stands_for_those_of_its_kind_that_were_left_out() -> None:

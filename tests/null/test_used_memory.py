@@ -7,7 +7,7 @@ import pytest
 from tests.null.test_sizes_of_commands import CARD, tape
 
 import tightfit
-from tightfit.calibration.nvml import Nvml
+from tightfit.calibration.nvml_ctypes import Nvml
 from tightfit.cli.arguments import used as used_option
 from tightfit.cli.main import run
 from tightfit.devices.catalogue import find

@@ -23,7 +23,7 @@ from tightfit.cli.main import app
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.catalogue import find
 from tightfit.placement.buffers import read_problem
-from tightfit.watch.alerts.rules import KINDS, read_alerts
+from tightfit.watch.alerts.alert_rules import KINDS, read_alerts
 
 ROOT = Path(__file__).parents[2]
 PAGES = [

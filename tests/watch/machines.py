@@ -6,7 +6,7 @@ from pathlib import Path
 from tightfit.units import GIB
 from tightfit.watch.agent.agent import Agent, AgentSettings
 from tightfit.watch.clock import SimulatedClock
-from tightfit.watch.readings import CardReading, ProcessFacts, ProcessReading, Reading
+from tightfit.watch.machine.readings import CardReading, ProcessFacts, ProcessReading, Reading
 from tightfit.watch.sources.abstract_source import AbstractSource, SourceLost
 from tightfit.watch.sources.simulated import SimulatedMachine, SimulatedSource
 

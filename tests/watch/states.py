@@ -3,9 +3,9 @@
 from tests.watch.machines import card
 
 from tightfit.units import GIB
-from tightfit.watch.machine_state import CardState, MachineState, Outlook, ProcessState
-from tightfit.watch.printable import printable
-from tightfit.watch.readings import ProcessFacts
+from tightfit.watch.machine.machine_state import CardState, MachineState, Outlook, ProcessState
+from tightfit.watch.machine.printable import printable
+from tightfit.watch.machine.readings import ProcessFacts
 
 NOW = 1_700_000_000.0
 

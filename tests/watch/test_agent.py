@@ -12,11 +12,11 @@ from tests.watch.machines import ScriptedSource, bench, simulated
 
 from tightfit.units import GIB
 from tightfit.watch.agent.agent import AgentSettings
-from tightfit.watch.agent.timeline import Timeline
+from tightfit.watch.agent.reading_clock import ReadingClock
 from tightfit.watch.clock import SimulatedClock
 from tightfit.watch.outlook.planner import OutlookSettings
 from tightfit.watch.store.folder import StoreFolder
-from tightfit.watch.store.history import History
+from tightfit.watch.store.stored_history import StoredHistory
 from tightfit.watch.store.stored_state import stored_state
 from tightfit.watch.watching import Watching
 
@@ -58,7 +58,7 @@ class TestReading:
         source.identities[7], source.commands[7] = "boot:later", "python other.py"
         source.used[7] = 2 * GIB
         found.ticks(60)
-        history = History(found.database).of_card("GPU-0", seconds=119, bins=20, num_layers=5)
+        history = StoredHistory(found.database).of_card("GPU-0", seconds=119, bins=20, num_layers=5)
         assert {layer.command for layer in history.layers} == {"python train.py", "python other.py"}
 
     def test_a_process_whose_memory_the_driver_does_not_say_is_listed(self, tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ class TestClocks:
         # The label is what the wall clock says, the order that of the readings.
         assert state.time == found.clock.wall() - 1
         assert any("set back by 315,360,000 seconds" in note for note in state.notes)
-        used = History(found.database).of_card("GPU-0", seconds=199, bins=199, num_layers=1).used
+        used = StoredHistory(found.database).of_card("GPU-0", seconds=199, bins=199, num_layers=1).used
         assert used[:99].tolist() == [GIB] * 99
         assert used[-99:].tolist() == [2 * GIB] * 99
 
@@ -110,7 +110,7 @@ class TestClocks:
         found.ticks(10, seconds=60.0)
         found.clock.offset = 10 * 365 * 86400.0
         found.ticks(10, seconds=60.0)
-        minutes = History(found.database).minutes_of(1, count=10_000_000)
+        minutes = StoredHistory(found.database).minutes_of(1, count=10_000_000)
         assert len(minutes.values) == 20
 
     @settings(max_examples=30)
@@ -122,14 +122,14 @@ class TestClocks:
         )
     )
     def test_times_always_grow(self, steps: list[tuple[float, float]]) -> None:
-        timeline, monotonic, times = Timeline(1_700_000_000_000), 0.0, [1_700_000_000_000]
+        timeline, monotonic, times = ReadingClock(1_700_000_000_000), 0.0, [1_700_000_000_000]
         for offset, elapsed in steps:
             monotonic += elapsed
             times.append(timeline.advance(1.7e9 + monotonic + offset, monotonic))
         assert times == sorted(set(times))
 
     def test_a_clock_that_only_goes_on_is_taken_as_it_is(self) -> None:
-        timeline, clock = Timeline(0), SimulatedClock()
+        timeline, clock = ReadingClock(0), SimulatedClock()
         for _ in range(50):
             assert timeline.advance(clock.wall(), clock.monotonic()) == round(clock.wall() * 1000)
             clock.now += 0.999
@@ -165,7 +165,7 @@ class TestForecasts:
         planner, spent = found.agent._planner, [0.0]
         monkeypatch.setattr("tightfit.watch.outlook.planner.time.thread_time", lambda: spent[0])
 
-        def forecast(history: History, series: int, wall: float, used: int, *, is_card: bool) -> None:
+        def forecast(history: StoredHistory, series: int, wall: float, used: int, *, is_card: bool) -> None:
             spent[0] += 0.05
 
         monkeypatch.setattr(planner, "_forecast", forecast)

@@ -18,11 +18,11 @@ from tests.watch.states import machine
 from tightfit.errors import UsageError
 from tightfit.units import GIB, MIB
 from tightfit.watch.agent.agent import AgentSettings
+from tightfit.watch.alerts.alert_rules import DEFAULT, AlertSettings, Rule, read_alerts
 from tightfit.watch.alerts.episodes import Episodes, Notice
 from tightfit.watch.alerts.notify import Command, LogFile, Webhook
-from tightfit.watch.alerts.rules import DEFAULT, AlertSettings, Rule, read_alerts
 from tightfit.watch.background import Background
-from tightfit.watch.machine_state import Episode
+from tightfit.watch.machine.machine_state import Episode
 from tightfit.watch.outlook.planner import OutlookSettings
 from tightfit.watch.store.stored_state import stored_state
 

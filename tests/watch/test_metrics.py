@@ -20,7 +20,7 @@ from tests.watch.served import served
 from tests.watch.states import machine, process
 
 from tightfit.units import GIB
-from tightfit.watch.machine_state import Episode
+from tightfit.watch.machine.machine_state import Episode
 from tightfit.watch.metrics.exposition import OPENMETRICS, PROMETHEUS, content_type, exposition
 from tightfit.watch.metrics.families import MAX_PROCESSES, families
 

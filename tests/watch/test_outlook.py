@@ -11,8 +11,8 @@ from tightfit.forecast.series import Series
 from tightfit.units import GIB, MIB
 from tightfit.watch.agent.agent import AgentSettings
 from tightfit.watch.outlook.admission_advice import JobAdvice, advise
-from tightfit.watch.outlook.growth import steady_growth
 from tightfit.watch.outlook.planner import OutlookSettings
+from tightfit.watch.outlook.steady_growth import steady_growth
 
 UNLIMITED = AgentSettings(outlooks=OutlookSettings(share=1e9))
 WITHOUT = AgentSettings(outlooks=OutlookSettings(share=0.0))

@@ -19,9 +19,9 @@ from tightfit.units import GIB, MIB
 from tightfit.watch.agent.agent import AgentSettings
 from tightfit.watch.outlook.planner import OutlookSettings
 from tightfit.watch.store.folder import StoreFolder
-from tightfit.watch.store.history import History
 from tightfit.watch.store.levels import Retention
 from tightfit.watch.store.schema import open_to_read
+from tightfit.watch.store.stored_history import StoredHistory
 from tightfit.watch.store.stored_state import stored_state
 
 SETTINGS = AgentSettings(outlooks=OutlookSettings(share=0.0))
@@ -50,7 +50,7 @@ class TestLevels:
         found.ticks(150, seconds=120.0)
         assert rows(found.database, "SELECT count(*) FROM readings WHERE bytes > 2 << 30") == [(0,)]
         assert rows(found.database, "SELECT count(*) FROM minutes WHERE bytes > 2 << 30") == [(0,)]
-        history = History(found.database).of_card("GPU-0", seconds=3 * 86400, bins=300, num_layers=3)
+        history = StoredHistory(found.database).of_card("GPU-0", seconds=3 * 86400, bins=300, num_layers=3)
         assert np.nanmax(history.used) == 70 * GIB
         assert np.nanmax(history.layers[0].values) == 70 * GIB
 
@@ -108,7 +108,7 @@ class TestCharts:
         found = bench(tmp_path, source, SETTINGS)
         found.ticks(300)
         for seconds in (240, 3600):
-            history = History(found.database).of_card("GPU-0", seconds=seconds, bins=10, num_layers=4)
+            history = StoredHistory(found.database).of_card("GPU-0", seconds=seconds, bins=10, num_layers=4)
             assert [layer.pid for layer in history.layers] == [6, 5, 4, 3]
             assert history.others[-1] == 3 * GIB
             assert history.used[-1] == 21 * GIB
@@ -119,14 +119,14 @@ class TestCharts:
         found.ticks(10)
         found.clock.now += 80
         found.ticks(10)
-        used = History(found.database).of_card("GPU-0", seconds=99, bins=10, num_layers=1).used
+        used = StoredHistory(found.database).of_card("GPU-0", seconds=99, bins=10, num_layers=1).used
         assert [value == value for value in used.tolist()] == [True, *[False] * 8, True]
 
     def test_a_card_that_is_not_there(self, tmp_path: Path) -> None:
         found = bench(tmp_path, ScriptedSource({}), SETTINGS)
         found.ticks(1)
         with pytest.raises(LookupError):
-            History(found.database).of_card("GPU-1'; DROP TABLE cards", seconds=60, bins=5, num_layers=1)
+            StoredHistory(found.database).of_card("GPU-1'; DROP TABLE cards", seconds=60, bins=5, num_layers=1)
 
 
 class TestTrouble:

@@ -14,11 +14,11 @@ from tests.watch.machines import bench, simulated
 from tests.watch.states import NOW, machine, process
 
 from tightfit.units import GIB
-from tightfit.watch.machine_state import Episode, MachineState
-from tightfit.watch.store.history import CardHistory, Layer
+from tightfit.watch.machine.machine_state import Episode, MachineState
+from tightfit.watch.store.stored_history import CardHistory, Layer
 from tightfit.watch.terminal.charts import chart, resampled, sparkline
 from tightfit.watch.terminal.keys import KeyDecoder
-from tightfit.watch.terminal.screen import Shown, screen
+from tightfit.watch.terminal.screen import ScreenContent, screen
 from tightfit.watch.terminal.tables import tables
 from tightfit.watch.terminal.view import HELP, View, ordered, pressed, selected
 
@@ -28,11 +28,11 @@ KEYS = [
 ]
 
 
-def shown(state: MachineState, *, advice: tuple[str, ...] = ()) -> Shown:
+def shown(state: MachineState, *, advice: tuple[str, ...] = ()) -> ScreenContent:
     values = np.linspace(0, 60 * GIB, 50)
     layer = Layer(pid=10, user="ada", command="python", container="", values=values / 2)
     history = CardHistory(times=values, used=values, layers=(layer,), others=values)
-    return Shown(state=state, histories={"GPU-0": history}, advice=advice, now=NOW)
+    return ScreenContent(state=state, histories={"GPU-0": history}, advice=advice, now=NOW)
 
 
 def text_of(state: MachineState, view: View, width: int = 100, height: int = 30) -> str:

@@ -51,7 +51,7 @@ def _content(request: dict[str, Any]) -> dict[str, Any]:
     if not request["virtual"]:
         instruments = CardInstruments(lambda name: _card(request["device"] or name))
         return _measured(instruments, folder, driver=instruments.driver)
-    from tightfit.capture.capture_session import CaptureSession
+    from tightfit.capture.child_process.capture_session import CaptureSession
 
     # The steps of a capture are not used: measurements run on its virtual GPU.
     session = CaptureSession(request["device"], sys.maxsize, by_yield=True)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tightfit.calibration.instruments import Expected, Sizes
-from tightfit.calibration.nvml import Nvml, ProcessMemory
+from tightfit.calibration.nvml_ctypes import Nvml, ProcessMemory
 from tightfit.devices.device import Device
 from tightfit.errors import UsageError
 from tightfit.units import GIB, MIB

@@ -1,6 +1,7 @@
 """The kinds of workloads that a user can name, distinguished by their form, and how each is run.
 
 train.py                      a script, run as python would run it, with the arguments after `--`
+package.module                the same of a module, run as `python -m` would run it
 FILE.py:FUNCTION              a generator function in a file
 package.module:FUNCTION       a generator function in an importable module
 config.json, a folder, gpt2   a Hugging Face config with a task
@@ -11,6 +12,7 @@ import dataclasses
 import importlib
 import importlib.util
 import inspect
+import os
 import runpy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,15 +20,17 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
+from tightfit.capture.target_files import check_syntax, module_file, refuse_other_files
 from tightfit.errors import UsageError
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """A file to be run as `__main__`."""
+    """A file to be run as `__main__`; with `module`, as `python -m MODULE` runs it."""
 
     path: str
     arguments: tuple[str, ...]
+    module: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,16 +64,20 @@ def parse_target(
 
     Raises:
         UsageError: there is no such file or function, or it takes no such arguments.
+        ProgramError: the script has a syntax error.
     """
-    if text.endswith(".py"):
-        if not Path(text).is_file():
-            raise UsageError(f"there is no file {text}")
+    refuse_other_files(text)
+    script = parse_script(text, arguments)
+    if script is not None:
         if parameters:
             raise UsageError(
                 f"-p sets a parameter of a generator function; {text} is a script: give it its own arguments after --"
             )
-        return Script(path=text, arguments=tuple(arguments))
+        check_syntax(script.path)
+        return script
     location, colon, function = text.rpartition(":")
+    if not colon and "." in text and all(map(str.isidentifier, text.split("."))) and not Path(text).exists():
+        raise UsageError(f"there is no file and no module {text} to run here (python -m {text})")
     if colon and (location.endswith(".py") or location.replace(".", "").isidentifier()):
         if location.endswith(".py") and not Path(location).is_file():
             raise UsageError(f"there is no file {location}")
@@ -87,6 +95,21 @@ def parse_target(
             f"{text} is neither a script (FILE.py) nor a function (FILE.py:FUNCTION), so it takes neither -p nor arguments"
         )
     return HuggingFaceConfig(source=text, options=dict(options or {}))
+
+
+def parse_script(text: str, arguments: Sequence[str]) -> Script | None:
+    """The script or module that `text` names; None if it names something else.
+
+    Raises:
+        UsageError: there is no such file.
+    """
+    module = module_file(text) if not text.endswith(".py") else None
+    if module is None and not text.endswith(".py"):
+        return None
+    path = module or text
+    if not Path(path).is_file():
+        raise UsageError(f"there is no file {path}")
+    return Script(path=path, arguments=tuple(arguments), module=text if module else "")
 
 
 def words_of(target: Target) -> tuple[str, ...]:
@@ -115,15 +138,26 @@ def run_script(script: Script, *, compiled: Callable[[bytes, str], CodeType | No
 
     `compiled` makes code of its source, or None, where Python is to do that.
     """
-    sys.argv = [script.path, *script.arguments]
-    # As `python FILE` sets it: modules beside the script are found, those of the working folder are not.
-    sys.path[0] = str(Path(script.path).resolve().parent)
+    path, spec = script.path, None
+    if script.module:
+        # As `python -m` sets them.
+        sys.path[0], path = os.getcwd(), str(Path(script.path).resolve())
+        name = script.module + (".__main__" if Path(path).name == "__main__.py" else "")
+        importlib.import_module(name.rpartition(".")[0])
+        spec = importlib.util.find_spec(name)
+    else:
+        # As `python FILE` sets it: modules beside the script are found, those of the working folder are not.
+        sys.path[0] = str(Path(path).resolve().parent)
+    sys.argv = [path, *script.arguments]
     code = None if compiled is None else compiled(Path(script.path).read_bytes(), script.path)
+    if code is None and spec is not None:
+        return runpy.run_module(script.module, run_name="__main__", alter_sys=True)
     if code is None:
-        return runpy.run_path(script.path, run_name="__main__")
+        return runpy.run_path(path, run_name="__main__")
     # As `run_path` does with the code that it compiles itself: a module of that name, whose globals the program has.
     program = ModuleType("__main__")
-    vars(program).update(__file__=script.path, __cached__=None, __package__="")
+    package = "" if spec is None else spec.parent
+    vars(program).update(__file__=path, __cached__=None, __package__=package, __spec__=spec)
     sys.modules["__main__"] = program
     exec(code, vars(program))
     return vars(program)

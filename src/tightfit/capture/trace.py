@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from tightfit import errors
+from tightfit.capture.collectives.rank_traces import RankTraces
+from tightfit.capture.collectives.world import World
 from tightfit.capture.processes.children import shared_folder
 from tightfit.capture.processes.containment.policy import CLOSED, Policy, contained
 from tightfit.capture.processes.containment.written import dropped_notes
 from tightfit.capture.processes.fork_server import NOT_CLOSED_IN, ForkedChild, forked_child
 from tightfit.capture.processes.trace_progress import StatusReader, TraceProgress, user_place
-from tightfit.capture.ranks import RankTraces
 from tightfit.capture.targets import Target, words_of
 from tightfit.capture.trace_settings import DEFAULT_NUM_STEPS, DEFAULT_TIMEOUT_SECONDS
-from tightfit.capture.world import World
 from tightfit.errors.faults import answering, kept_file
 from tightfit.errors.program_errors import IN_A_THREAD
 from tightfit.tape import Assumption, Coverage, Tape
@@ -35,8 +35,8 @@ _programs_with_threads: set[str] = set()
 # What every trace imports, and the catalogue that it reads. Three are imported by torch itself, when it makes the first tensor without data and runs
 # the first backward pass; safetensors is patched where it is installed.
 _PRELOADED = (
-    "tightfit.capture.child",
-    "tightfit.capture.capture_session",
+    "tightfit.capture.child_process.child",
+    "tightfit.capture.child_process.capture_session",
     "tightfit.devices.catalogue:all_devices",
     "torch.fx.experimental.symbolic_shapes",
     "torch.distributed.tensor",
@@ -167,7 +167,7 @@ def _attempt(
         closed_in = None if containment is None else dataclasses.asdict(containment)
         request.write_text(json.dumps({**fields, "tape": str(tape), "containment": closed_in}))
         with forked_child(
-            "tightfit.capture.child",
+            "tightfit.capture.child_process.child",
             request,
             environment=_environment(policy, fields["world"]),
             reads_errors=not fields["show_output"],

@@ -1,36 +1,20 @@
-"""`tightfit devices`: the GPUs of the catalogue, one of them in full, and the GPUs of this machine.
-
-The machine's own GPUs are read from `nvidia-smi`, so that the command needs neither torch nor a working CUDA.
-"""
+"""`tightfit devices`: the GPUs of the catalogue, one of them in full, and the GPUs of this machine."""
 
 import dataclasses
 import json as json_module
-import shutil
-import subprocess
 import sys
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from tightfit.cli.shared.local_cards import local_cards
 from tightfit.devices.catalogue import all_devices, find
 from tightfit.devices.device import Device
-from tightfit.errors import UnknownDevice, UsageError
-from tightfit.units import MIB, format_bytes
+from tightfit.units import format_bytes
 
 # rich takes 80 columns where stdout is no terminal, and would cut the table's columns.
 _PIPED_WIDTH = 160
-_QUERY = ("--query-gpu=name,memory.total,memory.used", "--format=csv,noheader")
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class LocalCard:
-    """A GPU of this machine: the name that the driver reports, its memory in bytes and what all processes hold of it, and its name in the catalogue."""
-
-    name: str
-    total_bytes: int
-    used_bytes: int
-    known_as: str | None
 
 
 def devices(name: str | None = None, /, *, json: bool = False) -> int:
@@ -63,52 +47,6 @@ def devices(name: str | None = None, /, *, json: bool = False) -> int:
 def as_json(device: Device) -> dict[str, Any]:
     """The device as plain JSON types; sizes in bytes, rates per second."""
     return dataclasses.asdict(device)
-
-
-def local_cards() -> list[LocalCard]:
-    """The GPUs that `nvidia-smi` lists; none where that program is not installed or finds no driver."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return []
-    # 30 s: without persistence mode the driver initialises every GPU first, which takes seconds on a large machine.
-    answer = subprocess.run([program, *_QUERY], capture_output=True, text=True, timeout=30, check=False)
-    if answer.returncode != 0:
-        reason = (answer.stdout + answer.stderr).strip().partition("\n")[0]
-        print(f"nvidia-smi does not answer: {reason}", file=sys.stderr)
-        return []
-    return [_local_card(line) for line in answer.stdout.splitlines() if line.strip()]
-
-
-def own_card() -> str:
-    """The name of this machine's first GPU, for a command without `--device`.
-
-    Raises:
-        UsageError: there is none.
-    """
-    cards = local_cards()
-    if not cards:
-        raise UsageError(
-            'which GPU? There is none on this machine: name one, such as --device "RTX 4090" (tightfit devices lists them)'
-        )
-    return cards[0].name
-
-
-def _local_card(line: str) -> LocalCard:
-    # From the right, as a product name may have a comma.
-    name, *amounts = line.rsplit(",", 2)
-    total_bytes, used_bytes = map(_mebibytes, amounts)
-    name = name.strip()
-    try:
-        known_as = find(name).name
-    except UnknownDevice:
-        known_as = None
-    return LocalCard(name=name, total_bytes=total_bytes, used_bytes=used_bytes, known_as=known_as)
-
-
-def _mebibytes(text: str) -> int:
-    amount = text.strip().removesuffix(" MiB")
-    # Boards with unified memory (Jetson, GB10) answer "[N/A]".
-    return int(amount) * MIB if amount.isdigit() else 0
 
 
 def _console() -> Console:

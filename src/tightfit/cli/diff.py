@@ -4,7 +4,7 @@ import json as jsonlib
 import sys
 
 from tightfit.cli.arguments.options import AS_USUAL, TraceOptions
-from tightfit.cli.subjects import subject_of
+from tightfit.cli.shared.subjects import subject_of
 
 
 def diff(a: str, b: str, /, *, device: str | None = None, json: bool = False, tracing: TraceOptions = AS_USUAL) -> int:

@@ -7,7 +7,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from tightfit.cli.arguments.options import AS_USUAL, TraceOptions
-from tightfit.cli.subjects import subject_of
+from tightfit.cli.shared.subjects import subject_of
 from tightfit.errors import UsageError
 from tightfit.reports.redacted import redacted
 

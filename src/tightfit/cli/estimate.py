@@ -24,8 +24,8 @@ from tightfit.cli.arguments.options import (
     TraceOptions,
 )
 from tightfit.cli.arguments.used import used_now
-from tightfit.cli.devices import own_card
-from tightfit.cli.progress import ProgressLine
+from tightfit.cli.shared.local_cards import own_card
+from tightfit.cli.shared.progress import ProgressLine
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.catalogue import find
 from tightfit.devices.nodes import node_of
@@ -34,9 +34,9 @@ from tightfit.output_files import check_outputs
 from tightfit.reports.redacted import redacted
 
 if TYPE_CHECKING:
-    from tightfit.capture.world import World
+    from tightfit.capture.collectives.world import World
     from tightfit.devices.device import Device
-    from tightfit.reports.ranks import RankEstimate
+    from tightfit.reports.rank_estimates import RankEstimate
     from tightfit.simulate.estimate import Estimate
     from tightfit.tape import Tape
 
@@ -63,8 +63,8 @@ def estimate(
     Parameters
     ----------
     target
-        A script (its own arguments after --); FILE.py:FUNCTION or package.module:FUNCTION, a generator function that yields
-        once per step; a Hugging Face config.json, its folder or a model type; or a trace that --save-tape wrote.
+        A script, or package.module as python -m runs it (its own arguments after --); FILE.py:FUNCTION or package.module:FUNCTION,
+        a generator function that yields once per step; a Hugging Face config.json, its folder or a model type; or a trace that --save-tape wrote.
     device
         A GPU by name ("4090", "a100-80gb") or its TOML file; repeat it to compare several. Default: the GPU of this machine.
     parameter
@@ -85,7 +85,7 @@ def estimate(
     """
     from tightfit import fit
     from tightfit.recordings.write import write_tape
-    from tightfit.reports.ranks import worst_of
+    from tightfit.reports.rank_estimates import worst_of
 
     started = time.monotonic()
     devices, end = device or (own_card(),), fit.margin_named(margin)
@@ -127,7 +127,7 @@ def _tapes(
     target: str, device: str, asked: dict[str, Any], how: dict[str, Any], world: "World | None", *, is_chosen: bool
 ) -> "list[Tape]":
     """The trace, or those of the ranks that differ."""
-    from tightfit.fit.ranks import trace_ranks
+    from tightfit.fit.differing_ranks import trace_ranks
 
     if world is None:
         return [_tape(target, device, asked, how)]
@@ -141,8 +141,8 @@ def _tapes(
 
 
 def _ranks(tapes: "Sequence[Tape]", estimates: "Sequence[Estimate]") -> "list[RankEstimate]":
-    from tightfit.fit.ranks import role_of
-    from tightfit.reports.ranks import RankEstimate
+    from tightfit.fit.differing_ranks import role_of
+    from tightfit.reports.rank_estimates import RankEstimate
 
     return [
         RankEstimate(role=role_of(tape, tapes), tape=tape, estimate=estimate)
@@ -153,7 +153,7 @@ def _ranks(tapes: "Sequence[Tape]", estimates: "Sequence[Estimate]") -> "list[Ra
 def _described(
     found: "Sequence[Sequence[RankEstimate]]", cards: "Sequence[Device]", node: str | None
 ) -> list[dict[str, Any]]:
-    from tightfit.reports.ranks import ranks_of
+    from tightfit.reports.rank_estimates import ranks_of
 
     return [ranks_of(ranks, node_of(card, node)) for ranks, card in zip(found, cards, strict=True)]
 
@@ -178,7 +178,7 @@ def _sweep(
     json: bool,
     how: Any,
 ) -> int:
-    from tightfit.cli.sweep import option_kinds, write_rows
+    from tightfit.cli.variants.sweep import option_kinds, write_rows
 
     known = option_kinds(ModelOptions)
     return write_rows(target, specifications, cards, settings, measured, known_options=known, json=json, **asked, **how)
@@ -209,7 +209,7 @@ def _saved_tape(path: str) -> "Tape":
 def _print(
     estimates: "Sequence[Estimate]", ranks: Sequence[dict[str, Any]], *, json: bool, elapsed_seconds: float
 ) -> None:
-    from tightfit.reports.ranks import rank_words
+    from tightfit.reports.rank_estimates import rank_words
     from tightfit.reports.text import estimates as text_report
 
     if json:

@@ -20,6 +20,7 @@ from tightfit.errors.faults import internal_error
 _SIGPIPE = 13
 _INTERRUPTED = 130
 _DEBUG = "--debug"
+_MODULE = "-m"
 # Errors of the file system (permissions, a full disk) about a path that the user named are no bugs of ours.
 _OF_THE_MACHINE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EISDIR, errno.ENOTDIR)
 
@@ -82,7 +83,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     # Only before --: what follows belongs to the user's script.
     is_debug = _DEBUG in words[:end]
     try:
-        result = app([*(w for w in words[:end] if w != _DEBUG), *words[end:]], exit_on_error=False, print_error=False)
+        result = app([*_own_words(words[:end]), *words[end:]], exit_on_error=False, print_error=False)
         # Here, where a closed pipe can be caught, and not when the interpreter shuts down.
         sys.stdout.flush()
     except CycloptsError as error:
@@ -104,6 +105,17 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return _say(_own(error, words), is_debug=is_debug)
     # --help and --version return None.
     return result if isinstance(result, int) else 0
+
+
+def _own_words(words: Sequence[str]) -> list[str]:
+    """The words before --, without --debug, and with a module after `-m`, as python takes it, in the form of a target."""
+    kept: list[str] = []
+    for word in words:
+        if kept and kept[-1] == _MODULE:
+            kept[-1] = word if "." in word else f"{word}.py"
+        elif word != _DEBUG:
+            kept.append(word)
+    return kept
 
 
 def _own(error: Exception, words: Sequence[str]) -> TightfitError:

@@ -20,9 +20,9 @@ from tightfit.cli.arguments.options import (
 )
 from tightfit.cli.arguments.sizes import Size, with_unit
 from tightfit.cli.arguments.used import used_now
-from tightfit.cli.devices import own_card
-from tightfit.cli.plan_cards import ONE_CARD, Cards, check_alone, plan_cards
-from tightfit.cli.progress import ProgressLine
+from tightfit.cli.shared.local_cards import own_card
+from tightfit.cli.shared.progress import ProgressLine
+from tightfit.cli.variants.plan_cards import ONE_CARD, Cards, check_alone, plan_cards
 from tightfit.errors import UsageError
 from tightfit.output_files import check_outputs
 from tightfit.reports.redacted import redacted

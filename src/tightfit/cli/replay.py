@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tightfit.cli.arguments.sizes import Size, with_unit
-from tightfit.cli.progress import ProgressLine
+from tightfit.cli.shared.progress import ProgressLine
 from tightfit.units import format_bytes
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from tightfit.cli.arguments.options import AS_USUAL, SEVERAL, TraceOptions
-from tightfit.cli.progress import ProgressLine
+from tightfit.cli.shared.progress import ProgressLine
 from tightfit.errors import UsageError
 from tightfit.output_files import check_outputs, write_text
 from tightfit.reports.redacted import redacted, redacted_text
@@ -148,7 +148,7 @@ def _tape(
     target: str, arguments: Sequence[str], device: Sequence[str], parameter: Sequence[str], tracing: TraceOptions
 ) -> "Tape":
     from tightfit import fit
-    from tightfit.cli.devices import local_cards
+    from tightfit.cli.shared.local_cards import local_cards
     from tightfit.tape.load import read_tape
 
     if target.endswith(".npz"):

@@ -7,13 +7,13 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from tightfit.capture.targets import Script
+from tightfit.capture.targets import Script, parse_script
 from tightfit.cli.arguments.options import CLOSED_IN, SEVERAL, Permissions
 from tightfit.cli.arguments.programs import exit_code_of
 from tightfit.cli.arguments.sizes import Size, with_unit
 from tightfit.cli.arguments.used import used_now
-from tightfit.cli.devices import local_cards
-from tightfit.cli.guarded_run import UNGUARDED, Guarding, run_guarded
+from tightfit.cli.shared.local_cards import local_cards
+from tightfit.cli.variants.guarded_run import UNGUARDED, Guarding, run_guarded
 from tightfit.errors import DoesNotFit, UsageError
 from tightfit.planner.plan import Plan
 from tightfit.units import format_bytes
@@ -41,7 +41,7 @@ def run(
     Parameters
     ----------
     script
-        A Python file, run as by python.
+        A Python file, run as by python; or package.module, run as by python -m.
     plan
         The file that tightfit plan -o wrote. Without it, a plan is made first.
     budget
@@ -59,10 +59,10 @@ def run(
     disk_folder
         The folder for what the plan keeps on disk, in a file without a name. Default: the folder for temporary files (TMPDIR).
     """
-    _check(script, check_steps, disk_folder, guarding)
+    parsed = _checked(script, arguments, check_steps, disk_folder, guarding)
     if guarding.guard:
         others = {"--used": used, "--device": device, "--allow": allow, "--virtual": virtual}
-        return run_guarded(script, arguments, guarding, plan, budget, others, check_steps, disk_folder)
+        return run_guarded(parsed, guarding, plan, budget, others, check_steps, disk_folder)
     # These are in the plan, and taking others silently would run something that was never verified.
     if plan is not None and (budget or device or allow or used):
         raise UsageError("--plan names a finished plan: it takes no --budget, --used, --device or --allow")
@@ -92,7 +92,7 @@ def run(
     return exit_code_of(
         lambda: run_really(
             chosen,
-            Script(path=script, arguments=arguments),
+            parsed,
             _say,
             check_steps=check_steps,
             disk_folder=None if disk_folder is None else str(disk_folder),
@@ -101,8 +101,11 @@ def run(
     )
 
 
-def _check(script: str, check_steps: int, disk_folder: Path | None, guarding: Guarding) -> None:
-    if not script.endswith(".py") or not Path(script).is_file():
+def _checked(
+    script: str, arguments: tuple[str, ...], check_steps: int, disk_folder: Path | None, guarding: Guarding
+) -> Script:
+    parsed = parse_script(script, arguments)
+    if parsed is None:
         raise UsageError(f"there is no script {script}; run takes a Python file, and its own arguments after --")
     if disk_folder is not None and not disk_folder.is_dir():
         raise UsageError(f"--disk-folder {disk_folder}: there is no such folder")
@@ -110,6 +113,7 @@ def _check(script: str, check_steps: int, disk_folder: Path | None, guarding: Gu
         raise UsageError(f"--check-steps is {check_steps}: give how many steps are to be checked, 0 for none")
     if guarding.fallback and not guarding.guard:
         raise UsageError("--fallback names plans for a guarded run: give --guard too")
+    return parsed
 
 
 def _made(

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 from tightfit.cli.arguments.options import SEVERAL
-from tightfit.cli.arguments.serving import (
+from tightfit.cli.arguments.serving_arguments import (
     EngineArguments,
     LoadArguments,
     PlanArguments,
@@ -18,12 +18,12 @@ from tightfit.cli.arguments.serving import (
     level_of,
     load_of,
 )
-from tightfit.cli.devices import own_card
-from tightfit.cli.progress import ProgressLine
+from tightfit.cli.shared.local_cards import own_card
+from tightfit.cli.shared.progress import ProgressLine
 from tightfit.errors import UsageError
 
 if TYPE_CHECKING:
-    from tightfit.serving.choices.candidates import Card
+    from tightfit.serving.choices.candidate_servers import PricedCard
     from tightfit.serving.choices.serving_plan import ServingPlan
     from tightfit.serving.serve_settings import ResolvedSettings, ServeSettings
 
@@ -77,8 +77,8 @@ def serve(
         Print JSON.
     """
     from tightfit.fit.serving import serve as estimated
-    from tightfit.reports.text.serving import write_serving
-    from tightfit.serving.lengths import lengths_of
+    from tightfit.reports.text.serving_estimates import write_serving
+    from tightfit.serving.load.lengths import lengths_of
     from tightfit.serving.serve_settings import ServeSettings
 
     started = time.monotonic()
@@ -123,14 +123,14 @@ def _refuse_what_nothing_uses(load: LoadArguments, prices: Sequence[str], length
 
 def _chosen(
     model: str,
-    cards: "list[Card]",
+    cards: "list[PricedCard]",
     asked: "ServeSettings",
     plan: PlanArguments,
     load: LoadArguments,
     lengths: Sequence[tuple[int, int]],
     names: Mapping[str, Any],
 ) -> "ServingPlan":
-    from tightfit.fit.serving_plan import plan_serving
+    from tightfit.fit.serving_planning import plan_serving
     from tightfit.serving.choices.choosing import OBJECTIVES, Wanted
 
     objective = next((each for each in OBJECTIVES if each == (plan.objective or "throughput")), None)

@@ -20,13 +20,13 @@ from tightfit.errors import UsageError
 from tightfit.forecast.horizon import parse_horizon
 from tightfit.units import parse
 from tightfit.watch.agent.agent import MIN_INTERVAL_SECONDS, AgentSettings
-from tightfit.watch.alerts.rules import DEFAULT, read_alerts
+from tightfit.watch.agent.simulated_past import write_past
+from tightfit.watch.alerts.alert_rules import DEFAULT, read_alerts
 from tightfit.watch.background import Background
-from tightfit.watch.machine_state import MachineState
+from tightfit.watch.machine.machine_state import MachineState
 from tightfit.watch.outlook.admission_advice import JobAdvice
 from tightfit.watch.outlook.planner import OutlookSettings
 from tightfit.watch.publishing.socket_path import listening_path
-from tightfit.watch.simulated_past import write_past
 from tightfit.watch.sinks.tensorboard import TensorBoardSink
 from tightfit.watch.sinks.weights_and_biases import WeightsAndBiasesSink
 from tightfit.watch.sources.abstract_source import AbstractSource

@@ -27,6 +27,9 @@ _MAKERS |= {"gpu", "gpus", "graphics", "card", "generation", "edition", "series"
 # "80 GB", "80G" and "80GiB" become one word; the look-arounds leave "h100g" and other model names alone.
 _SIZE = re.compile(r"(?<![a-z0-9])(\d+)\s*g(?:i?b)?(?![a-z0-9])")
 _WORD = re.compile(r"\d+gb|\d+|[a-z]+")
+# Of the names that an unknown one is answered with: how many, and how alike at least (two names with nothing in common have up to 0.5).
+_NUM_NEAREST = 4
+_LEAST_LIKENESS = 0.6
 
 
 @functools.cache
@@ -68,7 +71,7 @@ def find(text: str | os.PathLike[str]) -> Device:
 
 def words(text: str) -> frozenset[str]:
     """The words of a GPU's name that are compared: `NVIDIA A100-SXM4-80GB` has `a`, `100`, `sxm`, `4` and `80gb`."""
-    return frozenset(_WORD.findall(_SIZE.sub(r"\1gb", text.lower()))) - _MAKERS
+    return frozenset(_in_order(text))
 
 
 def _all_words(device: Device) -> frozenset[str]:
@@ -85,11 +88,28 @@ def _read_file(path: Path) -> Device:
 
 
 def _nearest(text: str) -> str:
-    names = {name.lower(): device.name for device in all_devices() for name in (device.name, *device.aliases)}
-    short = {" ".join(sorted(words(name))): full for name, full in names.items()}
-    near = [names[name] for name in difflib.get_close_matches(text.lower(), names, n=4, cutoff=0.5)]
-    # A second search on the sorted words finds "4090 laptop rtx", whose order difflib would not forgive.
-    near += [short[name] for name in difflib.get_close_matches(" ".join(sorted(words(text))), short, n=4, cutoff=0.5)]
+    likeness: dict[str, float] = {}
+    for device in all_devices():
+        likeness[device.name] = max(_likeness(text, name) for name in (device.name, *device.aliases))
+    near = [
+        name for name in sorted(likeness, key=likeness.__getitem__, reverse=True) if likeness[name] > _LEAST_LIKENESS
+    ]
     if not near:
         return "nothing is near to it"
-    return "the nearest are " + ", ".join(list(dict.fromkeys(near))[:5])
+    return "the nearest are " + ", ".join(near[:_NUM_NEAREST])
+
+
+def _likeness(text: str, name: str) -> float:
+    """How alike two names are: their letters, and their model numbers as text (a digit was mistyped) and as numbers (a card that there is not)."""
+    ours, theirs = _in_order(text), _in_order(name)
+    letters = difflib.SequenceMatcher(None, "".join(ours), "".join(theirs), autojunk=False).ratio()
+    number, other = (next((word for word in words if word.isdigit()), "") for words in (ours, theirs))
+    if not number or not other:
+        return letters
+    digits = difflib.SequenceMatcher(None, number, other, autojunk=False).ratio()
+    distance = min(int(number), int(other)) / max(int(number), int(other), 1)
+    return letters + (digits + distance) / 3
+
+
+def _in_order(text: str) -> list[str]:
+    return [word for word in _WORD.findall(_SIZE.sub(r"\1gb", text.lower())) if word not in _MAKERS]

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from tightfit.capture.processes.process_role import is_simulated
 from tightfit.engine.free_ranges import FreeRanges
 from tightfit.errors import ApplyError
 from tightfit.units import format_bytes
@@ -32,6 +33,11 @@ class Part:
     def source(self) -> torch.Tensor:
         """What a copy engine copies from."""
         return self.bytes
+
+    def with_storage(self) -> torch.Tensor:
+        """The same memory as a storage of its own, with a version of its own: what is asked which tensors share memory (safetensors), or saves whole storages
+        (`torch.save`), is not told of the slab. On the virtual GPU, where the slab's pages are never filled, the storage is that of the slab."""
+        return self.bytes.data if is_simulated() or not len(self.bytes) else torch.from_numpy(self.bytes.numpy())
 
 
 class HostSlab:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from tightfit.engine.disk_slab import DiskSlab
+from tightfit.engine.disk.disk_slab import DiskSlab
 from tightfit.engine.host_slab import HostSlab
 
 

@@ -24,6 +24,8 @@ _REMEDIES = {
         "the program uses the GPU in a thread of its own, where a trace does not follow it: copy to the GPU in the main thread, "
         "at least while it is traced"
     ),
+    "relative import with no known parent": "it is a module of a package: give it as python -m takes it (package.module), from the folder above the package",
+    "EOF when reading a line": "a trace has no standard input: give the program what it asks for in its arguments",
 }
 
 
@@ -55,7 +57,7 @@ def one_line(label: str, error: BaseException) -> str:
     # torch goes on for a screen with what it was built with.
     if IN_A_THREAD in message:
         message = message[: message.index(IN_A_THREAD) + len(IN_A_THREAD)]
-    return f"{label} raised {type(error).__name__}{where}: {message}{cause}{helps}{assumed(error)}"
+    return f"{label} raised {_class_name(error)}{where}: {message}{cause}{helps}{assumed(error)}"
 
 
 def program_trace(error: BaseException) -> str:
@@ -72,6 +74,11 @@ def program_trace(error: BaseException) -> str:
         part.stack = traceback.StackSummary.from_list(kept or part.stack)
         waiting += [p for p in (part.__cause__, part.__context__, *(part.exceptions or ())) if p is not None]
     return "".join(whole.format())
+
+
+def _class_name(error: BaseException) -> str:
+    """The name of its class, or of the first one above that is not torch's own for tensors without data: a real run raises that one."""
+    return next(kind.__name__ for kind in type(error).__mro__ if not kind.__module__.startswith("torch._subclasses"))
 
 
 def _first_line(error: BaseException) -> str:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tightfit.allocator.settings import AllocatorSettings
-from tightfit.capture.ranks import RankTraces
+from tightfit.capture.collectives.rank_traces import RankTraces
+from tightfit.capture.collectives.world import World
 from tightfit.capture.targets import HuggingFaceConfig, Script, parse_target
 from tightfit.capture.trace import Preparation, Traced, trace
 from tightfit.capture.trace_settings import AS_USUAL, DEFAULT_NUM_STEPS, DEFAULT_TIMEOUT_SECONDS, Steps, TraceSettings
-from tightfit.capture.world import World
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.catalogue import find
 from tightfit.devices.device import Device
@@ -22,9 +22,9 @@ from tightfit.fit.available import Used, used_bytes_of, with_note, without_used
 from tightfit.fit.card_settings import CardSettings
 from tightfit.fit.card_settings import allocator_settings as allocator_settings
 from tightfit.fit.card_settings import margin_named as margin_named
+from tightfit.fit.differing_ranks import pipeline_of
 from tightfit.fit.extent import extent_of, policy_of
 from tightfit.fit.planning_progress import OnProgress, ProgressLog
-from tightfit.fit.ranks import pipeline_of
 from tightfit.recordings.read import read_recording
 from tightfit.recordings.replayed import Replay, devices_of, limit_of, together
 from tightfit.recordings.replayed import replay as replay_recording

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import TypeVar
 
-from tightfit.calibration.nvml import Nvml
+from tightfit.calibration.nvml_ctypes import Nvml
 from tightfit.devices.device import Device
 from tightfit.errors import UsageError
 from tightfit.reports.plans import Plan

@@ -21,7 +21,7 @@ from tightfit.fit.planning import allowed
 from tightfit.fit.planning_progress import OnProgress, ProgressLog
 from tightfit.fit.searching.search import Found, Search
 from tightfit.fit.traced_runs import TracedRuns
-from tightfit.planner.largest_batch import BatchSize, BatchSizes, close_in, fastest
+from tightfit.planner.largest_batch_size import BatchSize, BatchSizes, close_in, fastest
 from tightfit.planner.option import Option
 
 FIRST_SIZE = 8

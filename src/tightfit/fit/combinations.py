@@ -22,7 +22,7 @@ from tightfit.fit.available import Used
 from tightfit.reports.results import Estimate
 
 MAX_COMBINATIONS = 256
-_TRUTHS = {"true": True, "false": False}
+_BOOLEANS = {"true": True, "false": False}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,8 +155,8 @@ def _spelled(script: Script, name: str) -> str:
 
 
 def _literal(value: str) -> Any:
-    if value.lower() in _TRUTHS:
-        return _TRUTHS[value.lower()]
+    if value.lower() in _BOOLEANS:
+        return _BOOLEANS[value.lower()]
     try:
         return ast.literal_eval(value)
     except (ValueError, SyntaxError):

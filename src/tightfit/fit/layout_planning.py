@@ -13,8 +13,8 @@ from tightfit.errors.faults import answering
 from tightfit.fit import capture
 from tightfit.fit.card_settings import CardSettings
 from tightfit.fit.planning_progress import OnProgress
+from tightfit.layouts.exports.export_tools import tool_named
 from tightfit.layouts.exports.layout_run import LayoutRun, num_nodes_of
-from tightfit.layouts.exports.registry import tool_named
 from tightfit.layouts.exports.tool import AbstractTool
 from tightfit.layouts.layout_plan import LayoutPlan, PricedLayout
 from tightfit.layouts.layout_search import LayoutSearch
@@ -43,7 +43,7 @@ def plan_layout(
     """The fastest layout of `target`, a program for one card, over `gpus` cards, traced once on a virtual GPU whose size does not matter.
 
     `global_batch` is the number of examples in a step of all cards, by default the program's own. `node` names a kind of node or its TOML file.
-    `export` names a tool (`tightfit.layouts.exports.registry`): only layouts that it runs are considered, and the plan has its file.
+    `export` names a tool (`tightfit.layouts.exports.export_tools`): only layouts that it runs are considered, and the plan has its file.
 
     Raises:
         UsageError: numbers that do not go together, or a batch that the trace does not show and `global_batch` does not give.

@@ -11,13 +11,13 @@ from tightfit.devices.catalogue import find
 from tightfit.errors import UsageError
 from tightfit.errors.faults import answering
 from tightfit.fit.planning_progress import OnProgress, ProgressLog
-from tightfit.serving.checkpoint_format import checkpoint_format
 from tightfit.serving.engine_rules import EngineRules, rules_of
 from tightfit.serving.launch.launch_arguments import all_launches, launch_of
+from tightfit.serving.model.checkpoint_format import checkpoint_format
+from tightfit.serving.model.weight_formats import format_named
 from tightfit.serving.serve_settings import ResolvedSettings, ServeSettings
 from tightfit.serving.serving_estimate import ServingEstimate
 from tightfit.serving.traced_server import AskedLoad, Server, TracedModel
-from tightfit.serving.weight_formats import format_named
 
 _RUN = "tightfit.capture.inference.inference_run"
 # More than it has.

@@ -22,6 +22,9 @@ from tightfit.planner.plan import Choice
 _ROUNDING = {"float64": 1e-6, "float32": 2e-3, "float16": 0.1, "bfloat16": 0.2}
 _ABSOLUTE = 1e-9
 
+# What each run on the host imports: torch imports its compiler when the first optimizer is made, which takes longer than a few small steps.
+_PRELOADED = ("tightfit.capture.child_process.host_run", "torch._dynamo", "tightfit.runtime.apply")
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HostValues:
@@ -88,11 +91,11 @@ def _answer(request: Path, timeout_seconds: float, policy: Policy, containment: 
         **policy.environment(),
     }
     with forked_child(
-        "tightfit.capture.host_run",
+        "tightfit.capture.child_process.host_run",
         request,
         environment=environment,
         reads_errors=True,
-        preloaded=("tightfit.capture.host_run",),
+        preloaded=_PRELOADED,
         containment=containment,
     ) as process:
         try:

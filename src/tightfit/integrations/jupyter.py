@@ -26,7 +26,7 @@ class Shell(Protocol):
         """Makes `%magic_name` call `func` with the rest of the line."""
 
 
-class Shown:
+class NotebookResult:
     """A result with an HTML form for notebooks (IPython's `_repr_html_`) and a text form for terminals."""
 
     def __init__(self, markup: str, text: str) -> None:
@@ -45,7 +45,7 @@ def load_ipython_extension(shell: Shell) -> None:
     shell.register_magic_function(tightfit, "line", "tightfit")
 
 
-def tightfit(line: str) -> Shown | None:
+def tightfit(line: str) -> NotebookResult | None:
     """Runs `tightfit LINE`. An estimate and a report are shown as HTML; what else a command prints is printed."""
     words = shlex.split(line)
     if words[:1] == ["estimate"] and "--json" not in words:
@@ -56,27 +56,27 @@ def tightfit(line: str) -> Shown | None:
     return None
 
 
-def _estimate(words: list[str]) -> Shown | None:
+def _estimate(words: list[str]) -> NotebookResult | None:
     # A script's own arguments come after --, ours before.
     at = words.index("--") if "--" in words else len(words)
     answers = [json.loads(answer) for answer in _run([*words[:at], "--json", *words[at:]]).stdout.splitlines()]
     # The command failed and has said why on stderr.
     if not answers:
         return None
-    return Shown("".join(map(estimate_fragment, answers)), "\n".join(map(_in_a_line, answers)))
+    return NotebookResult("".join(map(estimate_fragment, answers)), "\n".join(map(_in_a_line, answers)))
 
 
 def _in_a_line(answer: dict[str, Any]) -> str:
     return f"{answer['target']} {verdict_of_answer(answer)[0]} on {answer['device']['name']}: peak {answer['peak']['device_bytes']:,} bytes"
 
 
-def _report(words: list[str]) -> Shown | None:
+def _report(words: list[str]) -> NotebookResult | None:
     wrote = [line for line in _run(words).stderr.splitlines() if line.startswith(("wrote ", "replaced "))]
     if not wrote:
         return None
     # The path is read off the line on stderr: stdout is kept for data.
     page = Path(wrote[-1].partition(" ")[2].rpartition(" (")[0]).read_text(encoding="utf-8")
-    return Shown(framed_page(page), wrote[-1])
+    return NotebookResult(framed_page(page), wrote[-1])
 
 
 def _run(words: list[str]) -> subprocess.CompletedProcess[str]:

@@ -41,7 +41,7 @@ class Rows:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Part:
+class ModelPart:
     """A block, or what runs before or after the blocks. `class_name` is that of a block's module, empty where it is not known. Bytes are those of the traced batch.
 
     `saved_bytes` are saved for backward, its output among them; of these `product_bytes` would be if only the results of products were saved,
@@ -78,9 +78,9 @@ class ModelParts:
     """
 
     tape: Tape
-    before: Part
-    blocks: tuple[Part, ...]
-    after: Part
+    before: ModelPart
+    blocks: tuple[ModelPart, ...]
+    after: ModelPart
     order: tuple[int, ...]
     batch: BatchOfTape
     num_rounds: int
@@ -95,7 +95,7 @@ class ModelParts:
     computed_dtype: str = "bfloat16"
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[ModelPart, ...]:
         """Each distinct part once: before, the classes of blocks, after."""
         return (self.before, *self.blocks, self.after)
 
@@ -220,9 +220,9 @@ class _Reader:
         mask[begin:end] = busy[begin:end]
         return mask
 
-    def _classes(self, units: list[ModuleCall]) -> tuple[tuple[Part, ...], tuple[int, ...]]:
+    def _classes(self, units: list[ModuleCall]) -> tuple[tuple[ModelPart, ...], tuple[int, ...]]:
         found: dict[str, int] = {}
-        parts: list[Part] = []
+        parts: list[ModelPart] = []
         order = []
         for call in units:
             key = self._likeness(call)
@@ -243,7 +243,7 @@ class _Reader:
         )
         return re.sub(r"\d+", "*", call.path) + hashlib.sha1(repr(content).encode()).hexdigest()
 
-    def _block(self, call: ModuleCall) -> Part:
+    def _block(self, call: ModuleCall) -> ModelPart:
         forward = np.arange(call.begin, call.end)
         backward = np.arange(call.back_begin, call.back_end)
         name = re.sub(r"\.\d+", ".*", call.path)
@@ -256,7 +256,7 @@ class _Reader:
         part = self._part(name, forward, backward, saved, self.weights.inside(call.path), input_bytes)
         return dataclasses.replace(part, class_name=class_name)
 
-    def _rest(self, name: str, rows: Column, taken: frozenset[str]) -> tuple[Part, tuple[str, ...]]:
+    def _rest(self, name: str, rows: Column, taken: frozenset[str]) -> tuple[ModelPart, tuple[str, ...]]:
         phase = self.tape.operators.phase
         forward, backward = rows[phase[rows] == Phase.FORWARD], rows[phase[rows] == Phase.BACKWARD]
         saved = np.flatnonzero(np.isin(self.tape.storages.operator, forward) & self.calls.saved_for_backward)
@@ -266,7 +266,7 @@ class _Reader:
 
     def _part(
         self, name: str, forward: Column, backward: Column, saved: Column, weights: WeightBytes, input_bytes: int
-    ) -> Part:
+    ) -> ModelPart:
         rows, rows_back = self._rows(forward), self._rows(backward)
         storages = self.tape.storages
         made_by = storages.operator
@@ -292,7 +292,7 @@ class _Reader:
         operators = rows.operators
         # Query, key and value are read, and the output has the size of the query.
         key_value = sum(max(0, int(operators.bytes_read[i] - operators.bytes_written[i])) for i in attention.tolist())
-        return Part(
+        return ModelPart(
             name=name,
             forward=rows,
             backward=rows_back,

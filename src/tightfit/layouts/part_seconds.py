@@ -13,7 +13,7 @@ import numpy as np
 from tightfit.cost.efficiency import efficiency_of
 from tightfit.cost.roofline import is_kernel, operator_seconds
 from tightfit.devices.device import Device
-from tightfit.layouts.model_parts import ModelParts, Part, Rows
+from tightfit.layouts.model_parts import ModelPart, ModelParts, Rows
 from tightfit.tape import Operators, Table
 
 _AnyTable = TypeVar("_AnyTable", bound=Table)
@@ -83,7 +83,7 @@ class PricedParts:
         return tuple(found)
 
     def _part(
-        self, part: Part, seconds: np.ndarray, kernels: np.ndarray, forward: slice, backward: slice
+        self, part: ModelPart, seconds: np.ndarray, kernels: np.ndarray, forward: slice, backward: slice
     ) -> PartSeconds:
         casts, casts_back = part.forward.is_cast, part.backward.is_cast
         seconds = seconds.copy()

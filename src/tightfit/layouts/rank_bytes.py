@@ -15,7 +15,7 @@ from tightfit.cost.communicators import communicator_bytes
 from tightfit.devices.device import Device
 from tightfit.devices.node import Node
 from tightfit.layouts.layout import Layout
-from tightfit.layouts.model_parts import ModelParts, Part
+from tightfit.layouts.model_parts import ModelPart, ModelParts
 from tightfit.layouts.stages import Stage
 
 FRAGMENTATION = 0.03
@@ -78,7 +78,7 @@ def _share(model: ModelParts, layout: Layout) -> float:
     return layout.micro_batch / (model.batch.num_examples or 1) / layout.cp
 
 
-def _stored(model: ModelParts, layout: Layout, part: Part) -> tuple[float, float]:
+def _stored(model: ModelParts, layout: Layout, part: ModelPart) -> tuple[float, float]:
     """The bytes of the weights of a part on a rank before they are sharded: those of experts, and the others."""
     dense = part.parameter_bytes - part.expert_bytes
     return (

@@ -13,7 +13,7 @@ import dataclasses
 from tightfit.cost.collectives import Collective, Group, collective_seconds
 from tightfit.devices.node import Node
 from tightfit.layouts.layout import Layout
-from tightfit.layouts.model_parts import ModelParts, Part
+from tightfit.layouts.model_parts import ModelPart, ModelParts
 from tightfit.layouts.part_seconds import PartSeconds, PricedParts
 from tightfit.layouts.stages import Stage, stages_of
 from tightfit.simulate.contention import CONTENTION
@@ -123,7 +123,7 @@ class StepClock:
             exposed += count * inside + again * inside_again
         return _Pass(compute=compute, recomputed=recomputed, exposed=exposed)
 
-    def _fsdp(self, layout: Layout, part: Part) -> tuple[float, float]:
+    def _fsdp(self, layout: Layout, part: ModelPart) -> tuple[float, float]:
         """Seconds to gather the weights of a part, and to reduce its gradients, in one micro-batch."""
         model, over = self.model, layout.sharded_over
         if layout.zero_stage < 2 or over == 1:
@@ -152,7 +152,7 @@ class StepClock:
             self._known[key] = collective_seconds(kind, num_bytes, group, self.node)
         return self._known[key]
 
-    def _inside(self, layout: Layout, part: Part, share: float) -> tuple[float, float]:
+    def _inside(self, layout: Layout, part: ModelPart, share: float) -> tuple[float, float]:
         """Collectives inside of a block for one micro-batch that it waits for: forward and backward together, and again in recomputation."""
         found, again = 0.0, 0.0
         tokens = part.input_bytes * share

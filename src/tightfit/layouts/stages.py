@@ -4,7 +4,7 @@ import dataclasses
 import functools
 
 from tightfit.layouts.layout import Layout
-from tightfit.layouts.model_parts import ModelParts, Part
+from tightfit.layouts.model_parts import ModelPart, ModelParts
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class Stage:
         """The blocks of the rank."""
         return sum(self.counts)
 
-    def parts(self, model: ModelParts) -> list[tuple[int, Part, int]]:
+    def parts(self, model: ModelParts) -> list[tuple[int, ModelPart, int]]:
         """The parts of the stage: place in `model.parts`, part, and how often it occurs."""
         found = [(0, model.before, 1)] if self.has_before else []
         found += [(1 + i, model.blocks[i], n) for i, n in enumerate(self.counts) if n]

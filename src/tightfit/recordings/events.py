@@ -152,7 +152,7 @@ class Shared:
         return known
 
 
-class Row:
+class EventRow:
     """Stands for an event that is in a table already."""
 
     __slots__ = ("number", "table")
@@ -184,7 +184,7 @@ class EventTable:
         Raises:
             Malformed: it lacks something, or a figure is out of range.
         """
-        # Almost every event is a dict; a Row is an event that the file refers to a second time.
+        # Almost every event is a dict; an EventRow is an event that the file refers to a second time.
         if type(event) is not dict:
             self._add_again(event)
             return
@@ -225,7 +225,7 @@ class EventTable:
         self.free_bytes_at_oom[len(self)] = free_bytes
 
     def _add_again(self, row: Any) -> None:
-        if type(row) is not Row:
+        if type(row) is not EventRow:
             raise Malformed("an event is no dict")
         for name, column in self._columns.items():
             column.append(row.table._columns[name][row.number])

@@ -18,10 +18,10 @@ from tightfit.recordings.events import (
     MOST,
     Action,
     Column,
+    EventRow,
     EventTable,
     Frame,
     Malformed,
-    Row,
     Shared,
     Stack,
     table_of,
@@ -276,7 +276,7 @@ def _annotations(recorded: Any) -> tuple[Annotation, ...]:
 def _plain(value: Any, known: dict[int, Any], depth: int = 0) -> Any:
     """A copy of `value` with plain lists; objects that occur twice stay shared."""
     if type(value) not in (dict, tuple, EventList):
-        if type(value) in (Stack, Row, Frame):
+        if type(value) in (Stack, EventRow, Frame):
             raise Malformed("there are events or stacks under 'tightfit'")
         return value
     if id(value) in known:

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tightfit.recordings.events import MAX_DEVICES, EventTable, Frame, Malformed, Row, Shared, Stack
+from tightfit.recordings.events import MAX_DEVICES, EventRow, EventTable, Frame, Malformed, Shared, Stack
 from tightfit.recordings.plain_pickle import GONE, PlainValue, Reader, load, memoise
 
 # MARK, then BINGET or LONG_BINGET for each frame, then APPENDS: a stack whose frames were all memoised before.
@@ -196,12 +196,12 @@ class _RecordingReader(Reader):
         self._num_swept = len(memo)
 
     def recall(self, index: int) -> Any:
-        """The `Row` of an event that is referred to after it went into its table."""
+        """The `EventRow` of an event that is referred to after it went into its table."""
         at = bisect_left(self._gone_at, index)
         if at == len(self._gone_at) or self._gone_at[at] != index:
             return super().recall(index)
         row = self._gone_rows[at]
-        return Row(self._tables[row >> _ROW_BITS], row & (1 << _ROW_BITS) - 1)
+        return EventRow(self._tables[row >> _ROW_BITS], row & (1 << _ROW_BITS) - 1)
 
     def push_tuple(self, items: list[Any]) -> None:
         """Pushes a tuple; pairs of numbers (the `pool_id` of every event) are stored once."""
@@ -230,4 +230,4 @@ def _references(run: bytes) -> Iterator[int]:
 
 
 def _is_event(value: Any) -> bool:
-    return type(value) is Row or (type(value) is dict and "action" in value)
+    return type(value) is EventRow or (type(value) is dict and "action" in value)

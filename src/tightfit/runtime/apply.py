@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tightfit.capture.processes.simulated import is_simulated
+from tightfit.capture.processes.process_role import is_simulated
 from tightfit.errors import ApplyError
 from tightfit.errors.faults import answering, note
 from tightfit.planner.plan import Choice, Plan

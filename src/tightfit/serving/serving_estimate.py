@@ -8,14 +8,14 @@ from tightfit.cost.collectives import Group
 from tightfit.cost.communicators import communicator_bytes
 from tightfit.devices.device import Device
 from tightfit.devices.nodes import node_of
-from tightfit.serving.cache_size import CacheSize, mean_request_bytes, num_tokens
+from tightfit.serving.costs.profiled_batch import StepMemory
+from tightfit.serving.costs.serving_speed import ServingSpeed
 from tightfit.serving.engine_rules import EngineRules
 from tightfit.serving.load.load_summary import LoadSummary
-from tightfit.serving.model_facts import ModelFacts
-from tightfit.serving.profiled_batch import StepMemory
+from tightfit.serving.model.cache_size import CacheSize, mean_request_bytes, num_tokens
+from tightfit.serving.model.model_facts import ModelFacts
+from tightfit.serving.model.weight_formats import WeightFormat, weights_bytes, whole_rows
 from tightfit.serving.serve_settings import KV_DTYPES, ResolvedSettings
-from tightfit.serving.serving_speed import ServingSpeed
-from tightfit.serving.weight_formats import WeightFormat, weights_bytes, whole_rows
 from tightfit.units import KIB, format_bytes
 
 

@@ -7,22 +7,22 @@ from typing import Any, Self
 
 from tightfit.devices.device import Device
 from tightfit.errors import UsageError
-from tightfit.serving.cache_size import CacheSize
+from tightfit.serving.costs.profiled_batch import StepMemory, TracedStep, batch_memory
+from tightfit.serving.costs.serving_speed import ServingSpeed, reductions_seconds, speed_at
+from tightfit.serving.costs.step_costs import StepCosts, step_costs
+from tightfit.serving.costs.traced_operators import TracedLayers
+from tightfit.serving.costs.weight_products import WeightProducts
 from tightfit.serving.engine_rules import EngineRules
 from tightfit.serving.load.arrivals import Arrivals
 from tightfit.serving.load.load_costs import CachePages, LoadCosts
 from tightfit.serving.load.load_summary import ServiceLevel
-from tightfit.serving.load.scheduler import Limits
+from tightfit.serving.load.scheduler import SchedulerLimits
 from tightfit.serving.load.simulation import LoadedEngine
-from tightfit.serving.model_facts import ModelFacts
-from tightfit.serving.profiled_batch import StepMemory, TracedStep, batch_memory
+from tightfit.serving.model.cache_size import CacheSize
+from tightfit.serving.model.model_facts import ModelFacts
+from tightfit.serving.model.weight_formats import WeightFormat
 from tightfit.serving.serve_settings import KV_DTYPES, ResolvedSettings
 from tightfit.serving.serving_estimate import ServingEstimate, estimate_serving
-from tightfit.serving.serving_speed import ServingSpeed, reductions_seconds, speed_at
-from tightfit.serving.step_costs import StepCosts, step_costs
-from tightfit.serving.traced_operators import TracedLayers
-from tightfit.serving.weight_formats import WeightFormat
-from tightfit.serving.weight_products import WeightProducts
 from tightfit.tape import Tape
 
 # The lengths of vLLM's own benchmark (`vllm bench serve`, random), where the user names none.
@@ -157,7 +157,7 @@ class Server:
         return LoadedEngine(
             costs=LoadCosts.of(costs, max_tokens=settings.max_num_batched_tokens, max_requests=settings.max_num_seqs),
             pages=CachePages.of(self.cache, kv_bytes),
-            limits=Limits(
+            limits=SchedulerLimits(
                 max_requests=settings.max_num_seqs,
                 max_tokens=settings.max_num_batched_tokens,
                 admits_whole=self.rules.admits_whole,

@@ -151,6 +151,11 @@ IN_USERS_PROCESS: tuple[Name, ...] = (
     known(
         "torch:Tensor._make_wrapper_subclass", "to have tensors that are computed when they are needed", "techniques"
     ),
+    known(
+        "torch._C:_set_throw_on_mutable_data_ptr",
+        "to end in an error where C++ code reads the memory of a tensor that has none (to_dlpack)",
+        "techniques",
+    ),
     known("torch:Tensor._base", "to tell what a saved view is of, and what a view keeps", "engine techniques"),
     # Autograd.
     known("torch._C._functorch:is_batchedtensor", "to refuse backward passes for many gradients at once", "techniques"),

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from tightfit.errors import WatchError
 from tightfit.watch.agent.agent import Agent, AgentSettings
-from tightfit.watch.alerts.rules import AlertSettings
+from tightfit.watch.alerts.alert_rules import AlertSettings
 from tightfit.watch.background import Background
 from tightfit.watch.clock import AbstractClock, SystemClock
-from tightfit.watch.machine_state import MachineState
+from tightfit.watch.machine.machine_state import MachineState
 from tightfit.watch.sources.abstract_source import AbstractSource
 from tightfit.watch.store.folder import StoreFolder
 from tightfit.watch.store.stored_state import stored_state

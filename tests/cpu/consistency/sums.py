@@ -95,7 +95,7 @@ def real():
 
 
 def virtual():
-    from tightfit.capture.capture_session import CaptureSession
+    from tightfit.capture.child_process.capture_session import CaptureSession
     from tightfit.tape import Phase
 
     session = CaptureSession("RTX 4090", 1, by_yield=True)

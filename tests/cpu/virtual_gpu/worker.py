@@ -33,7 +33,7 @@ def names_of(module):
 
 
 def main(chosen):
-    from tightfit.capture.capture_session import CaptureSession
+    from tightfit.capture.child_process.capture_session import CaptureSession
 
     session = CaptureSession("RTX 4090", 3, by_yield=True)
     session.watch.begin_yielded_step()

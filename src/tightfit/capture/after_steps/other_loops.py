@@ -80,7 +80,7 @@ class OtherLoops:
             place, f"the loop was left after {num_turns} iterations; its later iterations are assumed to be like them"
         )
         # What the first turn leaves is held in names that the next one binds anew.
-        growth = (self._alive_bytes() - turns.alive_after_first) // max(1, num_turns - 1)
+        growth = (self._gpu.storages.alive_bytes() - turns.alive_after_first) // max(1, num_turns - 1)
         if growth >= MIN_GROWTH_BYTES:
             what, grows = (
                 f"iterations of the loop after the first {num_turns}",
@@ -89,10 +89,6 @@ class OtherLoops:
             self.grows.append(NotReached(what=what, where=place, condition=grows))
         self._program.steps[number] = -1
         del self._turns[number]
-
-    def _alive_bytes(self) -> int:
-        num_bytes = self._gpu.recorder.storages["num_bytes"]
-        return sum(num_bytes[index] for index in self._gpu.storages.indices())
 
     def _turned(self, number: int, *, counts_alive: bool) -> LoopTurns:
         """The turns of a loop, brought up to date as one of them begins; alike turns leave as much allocated, with `counts_alive`."""
@@ -107,12 +103,12 @@ class OtherLoops:
         is_alike = did == turns.did and self.num_calls > turns.calls
         if is_alike and counts_alive:
             # What a loop collects (a list of outputs) grows from turn to turn, and counts.
-            alive = self._alive_bytes()
+            alive = self._gpu.storages.alive_bytes()
             is_alike, turns.alive = alive == turns.alive, alive
         turns.num_alike = turns.num_alike + 1 if is_alike else 0
         turns.num_turns += 1
         if turns.num_turns == 1:
-            turns.alive_after_first = self._alive_bytes()
+            turns.alive_after_first = self._gpu.storages.alive_bytes()
         turns.did, turns.calls = did, self.num_calls
         turns.operators, turns.storages = recorder.num_operators, len(num_bytes)
         return turns

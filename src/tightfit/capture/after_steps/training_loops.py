@@ -43,6 +43,7 @@ class TrainingLoops:
         self._parameters = parameters
         self._with_gradients: dict[int, list[weakref.ref[torch.Tensor]]] = {}
         self._num_ended_since_left = 0
+        self._num_steps_looked_at = 0
         self._max_ended_since_left = 0
 
     def step_ended(self) -> None:
@@ -136,7 +137,10 @@ class TrainingLoops:
             place,
             "the training loop was left after the steps that were traced; its later iterations are assumed to be like them",
         )
-        differing = told_of_batches(recorder)
+        # The loop around is left behind an evaluation, whose batches are of another size.
+        num_steps = sum(kind == SpanKind.STEP for _, kind, *_ in recorder.spans)
+        differing = told_of_batches(recorder) if num_steps > self._num_steps_looked_at else ""
+        self._num_steps_looked_at = num_steps
         if differing:
             recorder.assume(place, differing)
         self.around.update(around)

@@ -26,13 +26,13 @@ from tightfit.capture.collectives.arguments import Collective
 from tightfit.capture.collectives.callers import is_called_by_python, is_called_by_sharding
 from tightfit.capture.collectives.objects import Objects
 from tightfit.capture.collectives.pending import Pending, PendingCollectives
+from tightfit.capture.collectives.world import World
 from tightfit.capture.dispatch.known_values import Unknown, limit
 from tightfit.capture.dispatch.operators import facts
 from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.capture.observe.streams import VirtualEvent, VirtualStream, current_stream, set_stream
 from tightfit.capture.patches import gradients_of_data, libraries
 from tightfit.capture.replace import replace
-from tightfit.capture.world import World
 from tightfit.tape import Category, CollectiveKind, Phase
 
 _CHECKPOINTS = "torch.distributed.checkpoint.default_planner"
@@ -220,7 +220,7 @@ class Communication:
         if call.kind is CollectiveKind.RECEIVE:
             found = self._message(call)
         with contextlib.suppress(Unknown):
-            sent = [gpu.shadows.values(t) if isinstance(t, FakeTensor) else t for t in call.sent]
+            sent = [gpu.known_values.values(t) if isinstance(t, FakeTensor) else t for t in call.sent]
             with torch.no_grad():
                 found = found or gathered_values.results(call, sent, [t.shape for t in call.received])
             if call.kind is CollectiveKind.SEND:
@@ -236,7 +236,7 @@ class Communication:
             if not isinstance(target, FakeTensor):
                 if value is not target:
                     target.detach().copy_(value)
-            elif gpu.shadows.known(target):
-                gpu.shadows.values(target).copy_(value)
+            elif gpu.known_values.known(target):
+                gpu.known_values.values(target).copy_(value)
             elif target.untyped_storage().nbytes() == target.numel() * target.element_size() <= limit(target.dtype):
-                gpu.shadows.adopt(target, value)
+                gpu.known_values.adopt(target, value)

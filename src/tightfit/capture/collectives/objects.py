@@ -1,7 +1,7 @@
 """Python objects that ranks send each other: `send_object_list`, `recv_object_list`, `broadcast_object_list` and `scatter_object_list`.
 
 One process is traced, so what another rank sends is known only from a trace of that rank. A channel is a sender and its receivers; its objects are numbered in the order in
-which they are sent. A rank that needs an object that nobody has sent yet ends with `WaitsForRank`, and is traced again when the other rank has been traced so far (`tightfit.capture.ranks`). Stages of
+which they are sent. A rank that needs an object that nobody has sent yet ends with `WaitsForRank`, and is traced again when the other rank has been traced so far (`tightfit.capture.collectives.rank_traces`). Stages of
 `torch.distributed.pipelining` tell each other so the shapes of what they send.
 """
 
@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from tightfit.capture.collectives.channels import channel_name
+from tightfit.capture.collectives.world import World
 from tightfit.capture.observe.attribution import user_line
 from tightfit.capture.replace import replace
-from tightfit.capture.world import World
 from tightfit.errors import CaptureError, WaitsForRank
 from tightfit.errors.faults import hands_over
 

@@ -7,8 +7,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tightfit.capture.dispatch import sparse
-from tightfit.capture.dispatch.known_values import Shadows
-from tightfit.capture.dispatch.unknown_conditions import Truths
+from tightfit.capture.dispatch.data_dependent_conditions import DataDependentConditions
+from tightfit.capture.dispatch.known_values import KnownValues
 from tightfit.capture.observe.recorder import Recorder
 from tightfit.tape import Category
 
@@ -25,14 +25,14 @@ class StorageReference(weakref.ref[torch.UntypedStorage]):
 
 
 class DeviceStorages:
-    """The storages on the virtual card that are alive. `shadows` and `truths` know values of them, until they are freed."""
+    """The storages on the virtual card that are alive. `known_values` and `conditions` say what is known of their contents, until they are freed."""
 
-    def __init__(self, recorder: Recorder, shadows: Shadows, truths: Truths) -> None:
+    def __init__(self, recorder: Recorder, known_values: KnownValues, conditions: DataDependentConditions) -> None:
         self.references: dict[int, StorageReference] = {}
         """By address."""
         self._recorder = recorder
-        self._shadows = shadows
-        self._truths = truths
+        self._known_values = known_values
+        self._conditions = conditions
 
     def add(self, tensor: torch.Tensor, category: Category = Category.TEMPORARIES) -> None:
         """Records the storage of `tensor` as allocated, if it is a new one on the device."""
@@ -45,8 +45,8 @@ class DeviceStorages:
         if address in self.references:
             return
         # One that is not followed, of no bytes or at the host, was freed here without a word.
-        self._shadows.forget(address)
-        self._truths.forget(address)
+        self._known_values.forget(address)
+        self._conditions.forget(address)
         if tensor.device.type != "cuda":
             return
         num_bytes = storage.nbytes()
@@ -59,8 +59,8 @@ class DeviceStorages:
     def _freed(self, reference: StorageReference) -> None:
         # All that is known by the address goes with it: another storage may be made there at once.
         del self.references[reference.address]
-        self._shadows.forget(reference.address)
-        self._truths.forget(reference.address)
+        self._known_values.forget(reference.address)
+        self._conditions.forget(reference.address)
         self._recorder.free(reference.index)
 
     def mark(self, tensors: Iterable[torch.Tensor], category: Category) -> None:
@@ -112,3 +112,8 @@ class DeviceStorages:
     def indices(self) -> list[int]:
         """The tape's indices of all storages that are alive."""
         return [reference.index for reference in self.references.values()]
+
+    def alive_bytes(self) -> int:
+        """The bytes of all storages that are alive."""
+        num_bytes = self._recorder.storages["num_bytes"]
+        return sum(num_bytes[index] for index in self.indices())

@@ -145,7 +145,7 @@ def _host_of(gpu: VirtualGpu, virtual: FakeTensor, dtype: torch.dtype) -> torch.
     if virtual.layout != torch.strided:
         return sparse.host_of(virtual).to(dtype)
     try:
-        return gpu.shadows.values(virtual).clone().to(dtype)
+        return gpu.known_values.values(virtual).clone().to(dtype)
     except Unknown:
         shape = torch.empty_strided(virtual.size(), virtual.stride(), dtype=dtype, device="meta")
         num_bytes = shape.untyped_storage().nbytes()

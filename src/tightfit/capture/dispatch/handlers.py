@@ -55,7 +55,7 @@ def _to_card(
     category = Category.TEMPORARIES if gpu.attribution.modules else Category.INPUTS
     out = gpu.new(source.size(), _stride_of_copy(source, memory_format), dtype, category)
     if not isinstance(source, FakeTensor) and not gpu.host.is_blank(source):
-        gpu.shadows.adopt(out, source)
+        gpu.known_values.adopt(out, source)
     return out
 
 
@@ -73,10 +73,10 @@ def _values_on_host(gpu: VirtualGpu, source: torch.Tensor, dtype: torch.dtype) -
     if source.layout != torch.strided:
         return sparse.host_of(source).to(dtype)
     try:
-        return gpu.shadows.values(source).to(dtype, copy=True)
+        return gpu.known_values.values(source).to(dtype, copy=True)
     except Unknown:
         host = gpu.reads.fill(gpu.host.new_blank(source.size(), dtype))
-        return host.fill_(1) if gpu.truths.holds(source) else host
+        return host.fill_(1) if gpu.conditions.holds(source) else host
 
 
 def _stride_of_copy(source: torch.Tensor, memory_format: torch.memory_format | None) -> tuple[int, ...]:
@@ -96,15 +96,15 @@ def _copy_(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mappi
         gpu.note_operator(func, facts(func), args, {}, (target,), None)
         non_blocking = host_copies.is_non_blocking(func, args, kwargs)
         host_copies.note_to_card(gpu, source, target, target.dtype, non_blocking=non_blocking)
-        if gpu.shadows.known(target) and not gpu.host.is_blank(source):
-            gpu.shadows.values(target).copy_(source)
+        if gpu.known_values.known(target) and not gpu.host.is_blank(source):
+            gpu.known_values.values(target).copy_(source)
         else:
-            gpu.shadows.forget(target.untyped_storage()._cdata)
+            gpu.known_values.forget(target.untyped_storage()._cdata)
         return target
     _synchronize(gpu)
     host_copies.note_to_host(gpu, source, target, non_blocking=host_copies.is_non_blocking(func, args, kwargs))
     try:
-        target.copy_(gpu.shadows.values(source))
+        target.copy_(gpu.known_values.values(source))
     except Unknown:
         gpu.reads.fill(target)
     return target
@@ -122,12 +122,12 @@ def _foreach_copy_(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwarg
 def _item(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     _read(gpu)
     try:
-        return gpu.shadows.values(args[0]).item()
+        return gpu.known_values.values(args[0]).item()
     except Unknown:
         passing = passing_answer(sys._getframe(1)) if args[0].dtype == torch.bool else None
         if passing is not None:
             return gpu.reads.passes(passing)
-        if gpu.truths.holds(args[0]):
+        if gpu.conditions.holds(args[0]):
             return True
         return gpu.reads.scalar(args[0].dtype)
 
@@ -135,7 +135,7 @@ def _item(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mappin
 def _equal(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     _read(gpu)
     try:
-        return bool(gpu.shadows.run(func, args, kwargs))
+        return bool(gpu.known_values.run(func, args, kwargs))
     except Unknown:
         passing = passing_answer(sys._getframe(1))
         return bool(gpu.reads.scalar(torch.bool)) if passing is None else gpu.reads.passes(passing)
@@ -158,7 +158,7 @@ def _shaped_by_data(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwar
     """An operator with a data-dependent output size: the true size where the values are known, else the largest possible."""
     _synchronize(gpu)
     try:
-        values = gpu.shadows.run(func, args, kwargs)
+        values = gpu.known_values.run(func, args, kwargs)
     except Unknown:
         gpu.recorder.assume(
             gpu.attribution.where(),
@@ -175,7 +175,7 @@ def _shaped_by_data(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwar
     for value in results:
         tensor = gpu.new(value.size(), value.stride(), value.dtype)
         if value.device.type == "cpu":
-            gpu.shadows.adopt(tensor, value)
+            gpu.known_values.adopt(tensor, value)
         out.append(tensor)
     return tuple(out) if isinstance(values, tuple) else out[0]
 
@@ -223,9 +223,9 @@ def _even_counts(number: int, num_bins: int) -> torch.Tensor:
 
 def _histc(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     out = gpu.run(func, args, kwargs)
-    if not gpu.shadows.known(out) and out.nbytes <= limit(out.dtype):
+    if not gpu.known_values.known(out) and out.nbytes <= limit(out.dtype):
         gpu.recorder.assume(gpu.attribution.where(), _SPREAD)
-        gpu.shadows.adopt(out, _even_counts(args[0].numel(), out.numel()).to(out.dtype))
+        gpu.known_values.adopt(out, _even_counts(args[0].numel(), out.numel()).to(out.dtype))
     return out
 
 

@@ -32,7 +32,7 @@ class Unknown(Exception):
     """The value is not known."""
 
 
-class Shadows:
+class KnownValues:
     """Known values by the address of the virtual storage."""
 
     def __init__(self) -> None:

@@ -16,12 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tightfit.capture.dispatch import fallback, one_card, program_operators, sparse
 from tightfit.capture.dispatch.call_cache import Call, CallCache, Row
+from tightfit.capture.dispatch.data_dependent_conditions import ABOUT_FINITE, DataDependentConditions
 from tightfit.capture.dispatch.data_reads import ReadPolicy
 from tightfit.capture.dispatch.device_storages import DeviceStorages
 from tightfit.capture.dispatch.hosts import HostMemory
-from tightfit.capture.dispatch.known_values import Shadows
+from tightfit.capture.dispatch.known_values import KnownValues
 from tightfit.capture.dispatch.operators import OperatorFacts, are_alike, facts, tensors, written
-from tightfit.capture.dispatch.unknown_conditions import ABOUT_FINITE, Truths
 from tightfit.capture.observe.attribution import Attribution
 from tightfit.capture.observe.kernel_memory import KernelMemory
 from tightfit.capture.observe.recorder import Recorder
@@ -97,16 +97,16 @@ class VirtualGpu(TorchDispatchMode):
         super().__init__()
         self.recorder = recorder
         self.attribution = Attribution(recorder)
-        self.reads = ReadPolicy(self.attribution.where, recorder.assume)
-        self.shadows = Shadows()
+        self.reads = ReadPolicy(self.attribution.where, recorder.assume, self.attribution.modules)
+        self.known_values = KnownValues()
         self.host = HostMemory(recorder)
         # Without fallback kernels: torch would run an operator without a shape rule for real
         # (`run_fallback_kernel`), whatever its size and without a word. `fallback` does that within bounds.
         self.fake = _SharedFakeMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         self.fake.cache_enabled = False
         self.calls = CallCache(self.fake)
-        self.truths = Truths()
-        self.storages = DeviceStorages(recorder, self.shadows, self.truths)
+        self.conditions = DataDependentConditions()
+        self.storages = DeviceStorages(recorder, self.known_values, self.conditions)
         self.has_side_streams = False
         self.progress: Callable[[str, int], None] | None = None
         self.on_backward_end: Callable[[], None] | None = None
@@ -273,21 +273,21 @@ class VirtualGpu(TorchDispatchMode):
             for tensor in written(func, args, kwargs):
                 self.storages.resize(tensor)
         if isinstance(out, torch.Tensor) and out.dtype == torch.bool:
-            self.truths.follow(func, args, out)
+            self.conditions.follow(func, args, out)
         # After the outputs: most kernels ask for their scratch memory then (docs/how-it-works/cuda-rules.md).
         self._kernels.add(func, args, kwargs, out, None if call is None else call.scratch)
         if call is None or call.has_small_outputs or known.is_mutable:
-            self.shadows.follow(func, known, args, kwargs, outputs)
+            self.known_values.follow(func, known, args, kwargs, outputs)
         if known.is_mutable:
-            self.truths.written(written(func, args, kwargs))
-        elif func in ABOUT_FINITE and isinstance(out, torch.Tensor) and self.truths.counts_nothing(func, args, out):
+            self.conditions.written(written(func, args, kwargs))
+        elif func in ABOUT_FINITE and isinstance(out, torch.Tensor) and self.conditions.counts_nothing(func, args, out):
             self._adopt_nothing(out)
 
     def _adopt_nothing(self, out: torch.Tensor) -> None:
         """`out` says whether values are finite, and they are: what is read of it is 0."""
-        if not out.dim() and not self.shadows.known(out):
+        if not out.dim() and not self.known_values.known(out):
             self.recorder.assume(self.attribution.where(), "values are assumed to be finite: no infinity, no NaN")
-            self.shadows.adopt(out, torch.zeros((), dtype=out.dtype))
+            self.known_values.adopt(out, torch.zeros((), dtype=out.dtype))
 
     def note_operator(
         self,
@@ -365,8 +365,8 @@ class VirtualGpu(TorchDispatchMode):
         """Notes that a kernel has written unknown values to `targets`."""
         if self.on_write is not None:
             self.on_write(targets)
-        self.shadows.forget_written(targets)
-        self.truths.written(targets)
+        self.known_values.forget_written(targets)
+        self.conditions.written(targets)
 
 
 def _shape_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Every private name of torch, vtable slot and native symbol that the child which traces uses, and those that a user's process uses as well.
 
-None of them is promised by torch. The child looks for them before it imports what uses them (`tightfit.capture.child`), so that a release which lacks
+None of them is promised by torch. The child looks for them before it imports what uses them (`tightfit.capture.child_process.child`), so that a release which lacks
 one is told in one line. `tightfit.torch_hooks.manifest` has those of a user's process alone; tests/surface/test_manifest.py compares both with
 the source. Operators are listed where a release without them would stop us; an operator that only names are compared with is not.
 """
@@ -89,7 +89,9 @@ MODULE_APPLY = known(
 )
 
 GRAPH_TASK_ID = known(
-    "torch._C:_current_graph_task_id", "to tell what runs within a backward pass", "capture techniques torch_hooks"
+    "torch._C:_current_graph_task_id",
+    "to tell what runs within a backward pass",
+    "capture/child_process techniques torch_hooks",
 )
 
 SET_VERSIONS = known(

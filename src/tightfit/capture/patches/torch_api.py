@@ -337,7 +337,7 @@ def _install_ctc_loss(gpu: VirtualGpu) -> None:
 def _lengths(gpu: VirtualGpu, lengths: Any, longest: int) -> Any:
     if not isinstance(lengths, torch.Tensor):
         return lengths
-    if isinstance(lengths, FakeTensor) and not gpu.shadows.known(lengths):
+    if isinstance(lengths, FakeTensor) and not gpu.known_values.known(lengths):
         return [longest] * lengths.numel()
     return lengths.tolist()
 

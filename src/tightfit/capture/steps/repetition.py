@@ -99,7 +99,7 @@ class Repetition:
         # Another module may have got the address of one that is gone.
         if history is None or history.module() is not module:
             history = self._histories[key] = _History(weakref.ref(module))
-        alive = self._alive_bytes()
+        alive = self._gpu.storages.alive_bytes()
         self._called_in_context.add(id(module))
         if history.call is not None and history.num_alike >= NUM_CALLS_TRACED:
             return self._answer(module, history, alive)
@@ -116,10 +116,6 @@ class Repetition:
         is_first = bool(autocast) and id(module) not in self._called_in_context
         modes = (module.training, autocast, is_first, self._gpu.recorder.stream)
         return (id(module), self._gpu.attribution.line(), modes, str(structure), *described)
-
-    def _alive_bytes(self) -> int:
-        num_bytes = self._gpu.recorder.storages["num_bytes"]
-        return sum(num_bytes[index] for index in self._gpu.storages.indices())
 
     def _trace(self, history: _History, alive: int, run: Callable[[], Any]) -> Any:
         recorder = self._gpu.recorder
@@ -174,7 +170,7 @@ class Repetition:
             index = self._gpu.storages.index_of(leaf)
             # Outputs with known values decide over control flow (a token that ends a generation); such a call
             # is always run.
-            if index is None or index not in alive or self._gpu.shadows.known(leaf):
+            if index is None or index not in alive or self._gpu.known_values.known(leaf):
                 return None
             outputs.append(
                 _Output(

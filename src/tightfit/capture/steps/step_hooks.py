@@ -12,6 +12,7 @@ from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.capture.replace import replace
 from tightfit.capture.steps.category_marks import CategoryMarks
 from tightfit.capture.steps.effects.effect_watch import EffectWatch
+from tightfit.capture.steps.growing_calls import GrowingCalls
 from tightfit.capture.steps.loops import loop_around
 from tightfit.capture.steps.repetition import Repetition
 from tightfit.errors import CaptureError
@@ -159,6 +160,7 @@ class StepHooks:
         recorder, modules, lines_below = self._gpu.recorder, attribution.modules, attribution.lines_below
         repetition = Repetition(self._gpu)
         repetition.install()
+        growing = GrowingCalls(self._gpu)
         effects = self._effects
 
         def inside(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -184,7 +186,14 @@ class StepHooks:
                 # Answering repeated calls from memory pays off in evaluation loops of scripts; a generator
                 # yields for each step, and there are three.
                 if not (self._watch.by_yield or torch.is_grad_enabled()):
-                    returned = repetition.call(module, args, kwargs, lambda: inside(module, *args, **kwargs))
+                    is_answered, returned = False, None
+                    # What a script does that only predicts counts, with its seconds.
+                    if self._marks.optimizers:
+                        is_answered, returned = growing.call(
+                            module, args, kwargs, lambda: inside(module, *args, **kwargs)
+                        )
+                    if not is_answered:
+                        returned = repetition.call(module, args, kwargs, lambda: inside(module, *args, **kwargs))
                     self._watch.after_prediction()
                     return returned
             return inside(module, *args, **kwargs)

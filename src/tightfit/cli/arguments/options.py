@@ -6,8 +6,8 @@ from typing import Any
 
 from cyclopts import Group, Parameter
 
+from tightfit.capture.collectives.world import World
 from tightfit.capture.trace_settings import TraceSettings
-from tightfit.capture.world import World
 from tightfit.cli.arguments.sizes import Size
 from tightfit.errors import UsageError
 

@@ -12,7 +12,7 @@ def used_now(used: str | None, device: str, *, is_own: bool) -> str | int | None
         return with_unit("--used", used)
     if not is_own:
         return None
-    from tightfit.calibration.nvml import Nvml
+    from tightfit.calibration.nvml_ctypes import Nvml
     from tightfit.fit.available import in_use, used_on_own_card
 
     card = find(device)

@@ -103,6 +103,8 @@ class FakeRun(TorchDispatchMode):
         self._reads = None if reads is None else list(reads)
         # Nothing here has data: all storages are kept, so that none is taken for another.
         self._kept: list[Any] = []
+        # By the number of the tensor, which is kept with its fake one.
+        self._fakes: dict[int, tuple[torch.Tensor, FakeTensor]] = {}
         self._born: set[int] = set()
         self._is_atom = False
 
@@ -144,7 +146,13 @@ class FakeRun(TorchDispatchMode):
 
     def _as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """What FakeTensorMode makes of a tensor with data anyway; but it finds what it knows of an operator only where all arguments are fake."""
-        return tensor if isinstance(tensor, FakeTensor) else self.fake.from_tensor(_without_graph(tensor))
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        # Detached: what is converted is asked for its gradient as well, which is the program's own matter, or one of ours that nobody may read.
+        known = self._fakes.get(id(tensor))
+        if known is None:
+            known = self._fakes[id(tensor)] = (tensor, self.fake.from_tensor(tensor.detach()))
+        return known[1]
 
     def _check(self, func: Any, arguments: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
         """Raises if the operator cannot be followed, before it runs."""
@@ -202,11 +210,6 @@ class FakeRun(TorchDispatchMode):
         values = tuple(leaf for leaf in tree_leaves((args, dict(kwargs))) if is_plain(leaf))
         self._note(Operation(func=func, values=values, sizes=(), shapes=(tuple(out.shape),)))
         return out
-
-
-def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
-    """Detaches a non-leaf: converting it to a fake tensor reads `.grad`, which only leaves have."""
-    return tensor if tensor.is_leaf else tensor.detach()
 
 
 def _is_on_host(func: OpOverload, arguments: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> bool:

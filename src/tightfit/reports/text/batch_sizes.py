@@ -3,7 +3,7 @@
 from rich.table import Table
 from rich.text import Text
 
-from tightfit.planner.largest_batch import BatchSize, BatchSizes
+from tightfit.planner.largest_batch_size import BatchSize, BatchSizes
 from tightfit.reports.text.estimates import console
 from tightfit.reports.text.table_columns import GAP
 from tightfit.units import format_bytes, format_seconds

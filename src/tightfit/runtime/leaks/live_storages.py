@@ -14,7 +14,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from tightfit.capture.observe.attribution import short
-from tightfit.capture.processes.simulated import is_simulated
+from tightfit.capture.processes.process_role import is_simulated
 from tightfit.runtime.leaks.named_roots import is_users_or_test
 from tightfit.runtime.record_hooks import all_tensors
 from tightfit.runtime.storage_watch import SeenStorage, StorageWatch

@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from tightfit.capture.capture_session import WHEN_TAKEN, CaptureSession
+from tightfit.capture.child_process.capture_session import WHEN_TAKEN, CaptureSession
 from tightfit.runtime.leaks.holder_search import holders_of_storages
 from tightfit.tape import Category, SpanKind
 

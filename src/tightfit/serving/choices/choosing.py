@@ -9,13 +9,13 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from tightfit.serving.choices.candidates import Kind
+from tightfit.serving.choices.candidate_servers import Kind
+from tightfit.serving.costs.serving_speed import ServingSpeed
+from tightfit.serving.costs.step_costs import StepCosts
 from tightfit.serving.load.arrivals import Arrivals
 from tightfit.serving.load.load_summary import LoadSummary, ServiceLevel
 from tightfit.serving.load.simulation import SHARE_WITHIN
 from tightfit.serving.serving_estimate import ServingEstimate
-from tightfit.serving.serving_speed import ServingSpeed
-from tightfit.serving.step_costs import StepCosts
 from tightfit.serving.traced_server import AskedLoad, Server
 from tightfit.units import format_seconds
 

@@ -4,13 +4,13 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tightfit.serving.choices.candidates import Kind
+from tightfit.serving.choices.candidate_servers import Kind
 from tightfit.serving.choices.choosing import Objective, Offer
-from tightfit.serving.weight_formats import WeightFormat
+from tightfit.serving.model.weight_formats import WeightFormat
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class ServerChoice:
     """One choice: what of, which, whether answers stay the same up to the order of sums, and what is published of the loss."""
 
     choice: str
@@ -35,7 +35,7 @@ class ServingPlan:
         """Whether there is a server that does."""
         return bool(self.offers)
 
-    def choices(self) -> list[Choice]:
+    def choices(self) -> list[ServerChoice]:
         """What was chosen."""
         return choices_of(self.offers[0]) if self.offers else []
 
@@ -57,32 +57,32 @@ class ServingPlan:
         return {**plain, "tokens_per_second_of_all": best.tokens_per_second, "num_servers": best.kind.replicas}
 
 
-def choices_of(offer: Offer) -> list[Choice]:
+def choices_of(offer: Offer) -> list[ServerChoice]:
     """What a server is, choice by choice."""
     kind, settings = offer.kind, offer.server.settings
     return [
-        Choice(choice="device", value=kind.card.device.name),
-        Choice(choice="tensor_parallel_size", value=str(kind.degree)),
-        Choice(choice="num_servers", value=str(kind.replicas)),
+        ServerChoice(choice="device", value=kind.card.device.name),
+        ServerChoice(choice="tensor_parallel_size", value=str(kind.degree)),
+        ServerChoice(choice="num_servers", value=str(kind.replicas)),
         _weights(kind.weight_format),
-        Choice(
+        ServerChoice(
             choice="kv_dtype",
             value=settings.kv_dtype,
             exact=settings.kv_dtype == "auto",
             loss="" if settings.kv_dtype == "auto" else "8-bit floats for keys and values: no published perplexity",
         ),
-        Choice(choice="max_model_len", value=str(settings.max_model_len)),
-        Choice(choice="max_num_seqs", value=str(settings.max_num_seqs)),
-        Choice(choice="max_num_batched_tokens", value=str(settings.max_num_batched_tokens)),
-        Choice(choice="gpu_memory_utilization", value=f"{settings.gpu_memory_utilization:g}"),
-        Choice(choice="cuda_graphs", value="off" if settings.enforce_eager else "on"),
+        ServerChoice(choice="max_model_len", value=str(settings.max_model_len)),
+        ServerChoice(choice="max_num_seqs", value=str(settings.max_num_seqs)),
+        ServerChoice(choice="max_num_batched_tokens", value=str(settings.max_num_batched_tokens)),
+        ServerChoice(choice="gpu_memory_utilization", value=f"{settings.gpu_memory_utilization:g}"),
+        ServerChoice(choice="cuda_graphs", value="off" if settings.enforce_eager else "on"),
     ]
 
 
-def _weights(weight_format: WeightFormat | None) -> Choice:
+def _weights(weight_format: WeightFormat | None) -> ServerChoice:
     if weight_format is None:
-        return Choice(choice="weight_format", value="as they are")
-    return Choice(choice="weight_format", value=weight_format.name, exact=False, loss=weight_format.loss)
+        return ServerChoice(choice="weight_format", value="as they are")
+    return ServerChoice(choice="weight_format", value=weight_format.name, exact=False, loss=weight_format.loss)
 
 
 def _row(offer: Offer) -> dict[str, Any]:

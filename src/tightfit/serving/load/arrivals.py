@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from tightfit.errors import UsageError
-from tightfit.serving.lengths import columns_of_lengths, pair_of
+from tightfit.serving.load.lengths import columns_of_lengths, pair_of
 from tightfit.tape import Column
 
 _TIME = ("timestamp", "time", "arrival")

@@ -1,13 +1,13 @@
 """What steps of an engine cost and requests hold, in whole numbers: femtoseconds and bytes, so that a run of a million steps adds up to the same time however it is summed.
 
-The seconds are the middles of the ranges of `tightfit.serving.step_costs`.
+The seconds are the middles of the ranges of `tightfit.serving.costs.step_costs`.
 """
 
 import dataclasses
 from collections.abc import Sequence
 
-from tightfit.serving.cache_size import CacheSize
-from tightfit.serving.step_costs import StepCosts
+from tightfit.serving.costs.step_costs import StepCosts
+from tightfit.serving.model.cache_size import CacheSize
 
 FEMTOSECONDS = 10**15
 

@@ -21,7 +21,7 @@ from tightfit.serving.load.load_costs import CachePages, LoadCosts
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class SchedulerLimits:
     """How many requests run at once at most, and how many tokens a step has. `admits_whole`: a request begins only if there are pages for all of its prompt, not for the first chunk alone."""
 
     max_requests: int
@@ -54,7 +54,7 @@ def serve_requests(
     *,
     costs: LoadCosts,
     pages: CachePages,
-    limits: Limits,
+    limits: SchedulerLimits,
 ) -> Served:
     """Serves requests that arrive in that order (femtoseconds, not falling), with prompts and answers of so many tokens, at least one each.
 
@@ -83,7 +83,7 @@ class _Engine:
         answers: Sequence[int],
         costs: LoadCosts,
         pages: CachePages,
-        limits: Limits,
+        limits: SchedulerLimits,
     ) -> None:
         self.arrivals, self.prompts, self.answers = arrivals, prompts, answers
         self.costs, self.pages, self.limits = costs, pages, limits

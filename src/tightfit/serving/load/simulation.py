@@ -7,7 +7,7 @@ import numpy as np
 from tightfit.serving.load.arrivals import Arrivals
 from tightfit.serving.load.load_costs import FEMTOSECONDS, CachePages, LoadCosts
 from tightfit.serving.load.load_summary import LoadSummary, ServiceLevel, Times, summary_of
-from tightfit.serving.load.scheduler import Limits, Served, serve_requests
+from tightfit.serving.load.scheduler import SchedulerLimits, Served, serve_requests
 
 SHARE_WITHIN = 0.99
 """Of the requests, the share that must be within the service level at the largest rate."""
@@ -22,7 +22,7 @@ class LoadedEngine:
 
     costs: LoadCosts
     pages: CachePages
-    limits: Limits
+    limits: SchedulerLimits
     max_model_len: int
 
     def simulate(self, arrivals: Arrivals, level: ServiceLevel, *, finds_rate: bool = True) -> LoadSummary:

@@ -11,7 +11,7 @@ from typing import Any, Literal, final
 import torch
 
 from tightfit.errors import ApplyError
-from tightfit.techniques.lazy_tensors.lazy_tensor import NOT_ANSWERED, AbstractSource, ElementsNeeded, LazyTensor
+from tightfit.techniques.lazy_tensors.lazy_tensor import NOT_ANSWERED, AbstractElementSource, ElementsNeeded, LazyTensor
 
 State = Literal["deferred", "made", "zero", "used"]
 
@@ -22,7 +22,7 @@ _SCALING = frozenset({_aten.mul_.Tensor, _aten.mul_.Scalar, _aten.div_.Tensor, _
 
 
 @final
-class Deferred(AbstractSource):
+class Deferred(AbstractElementSource):
     """A gradient of the shape, strides, dtype and device of `like`. `make_all` recomputes those of its backward pass; `refuse` makes the error for
     reads of a consumed one.
 

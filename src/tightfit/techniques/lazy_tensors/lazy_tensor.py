@@ -19,7 +19,7 @@ NOT_ANSWERED = object()
 _IS_SPARSE = torch.Tensor.is_sparse.__get__  # type: ignore[attr-defined]
 
 
-class AbstractSource(abc.ABC):
+class AbstractElementSource(abc.ABC):
     """The source of a lazy tensor's elements, shared by all of its aliases."""
 
     @abc.abstractmethod
@@ -55,7 +55,7 @@ class AbstractSource(abc.ABC):
 class ElementsNeeded(Exception):
     """An operator reads a lazy tensor whose elements need a backward pass, which cannot run inside of an operator."""
 
-    def __init__(self, source: AbstractSource) -> None:
+    def __init__(self, source: AbstractElementSource) -> None:
         super().__init__("a gradient was read that was not kept; leave updates in the backward pass out of the plan")
         self.source = source
 
@@ -63,12 +63,12 @@ class ElementsNeeded(Exception):
 class LazyTensor(torch.Tensor, metaclass=SeenAsTensor):
     """A tensor whose elements come from `source`."""
 
-    source: AbstractSource
+    source: AbstractElementSource
 
     @staticmethod
     def __new__(
         cls,
-        source: AbstractSource,
+        source: AbstractElementSource,
         like: torch.Tensor,
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
@@ -77,6 +77,8 @@ class LazyTensor(torch.Tensor, metaclass=SeenAsTensor):
             cls, like.shape, strides=like.stride(), dtype=dtype or like.dtype, device=device or like.device
         )
         made.source = source
+        # C++ code that reads memory without a call that reaches us (`torch.utils.dlpack.to_dlpack`) gets an error, not an address of nothing.
+        torch._C._set_throw_on_mutable_data_ptr(made)
         return made
 
     @classmethod

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tightfit.engine.saved_storage import Saved
+from tightfit.engine.saved.saved_storage import Saved
 from tightfit.torch_hooks.manifest import SAVED_DATA, SAVED_HOOK, STORAGE_USES
 from tightfit.torch_hooks.saved_variables import saved_variables_of
 

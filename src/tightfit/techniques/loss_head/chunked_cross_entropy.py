@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional
 
 from tightfit.effects.contents import contents_of, is_any_written
+from tightfit.effects.value_checks import has_values
 from tightfit.errors import ApplyError
 from tightfit.techniques.loss_head.loss_options import NUM_WEIGHT_BLOCKS, GradientsIn
 from tightfit.techniques.wrappers.first_order import Refuse, first_order
@@ -244,11 +245,21 @@ class _Vocabulary:
             _add_product(self.gradients.hidden, slope, part)
 
 
+def _check_labels(target: torch.Tensor, num_classes: int, ignore_index: int) -> None:
+    """Raises the error of torch's own kernel for the host (aten/src/ATen/native/LossNLL.cpp); on a card labels out of bounds are an assertion of the device's in both."""
+    if target.device.type != "cpu" or not has_values(target):
+        return
+    wrong = target[(target != ignore_index) & ((target < 0) | (target >= num_classes))]
+    if len(wrong):
+        raise IndexError(f"Target {int(wrong[0])} is out of bounds.")
+
+
 def _through_tokens(
     ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, loss: Loss
 ) -> tuple[torch.Tensor, torch.Tensor | None, _Gradients | None]:
     num_tokens, device = len(hidden), hidden.device
     is_counted = (target != loss.ignore_index).unsqueeze(1)
+    _check_labels(target, len(weight), loss.ignore_index)
     tokens = _Tokens(
         loss=loss,
         hidden=hidden,

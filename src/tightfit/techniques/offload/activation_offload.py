@@ -16,7 +16,7 @@ from tightfit.analysis.moved_sizes import MovedSizes, Sizes, bytes_of, largest_h
 from tightfit.analysis.profile import Profile
 from tightfit.analysis.recomputable import RecomputableBlock
 from tightfit.analysis.relative_places import relative_place
-from tightfit.engine.disk_sizes import buffer_bytes_for, in_pages
+from tightfit.engine.disk.disk_sizes import buffer_bytes_for, in_pages
 from tightfit.planner.option import Option
 from tightfit.tape import Column
 from tightfit.techniques.technique import AbstractTechnique, Choice

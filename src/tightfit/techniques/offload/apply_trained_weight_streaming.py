@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from tightfit.engine.descriptors import close_gone
-from tightfit.engine.disk_sizes import buffer_bytes_for
+from tightfit.engine.disk.disk_sizes import buffer_bytes_for
 from tightfit.engine.slab_notes import notes_on
-from tightfit.engine.streamed_weights import StreamedWeights
+from tightfit.engine.weights.streamed_weights import StreamedWeights
 from tightfit.errors import ApplyError
 from tightfit.techniques.offload.apply_weight_streaming import stream_weights
 from tightfit.techniques.offload.streamable import streamable
@@ -43,7 +43,10 @@ def apply_trained_weight_streaming(session: Session, chosen: Sequence[Choice]) -
         ApplyError: a block is not there or has nothing that can be streamed, the parameters are on several devices, an optimizer cannot be stepped apart, or the
             host has too little memory.
     """
-    (choice,) = chosen
+    choice, *others = chosen
+    if others:
+        places = [each.where for each in chosen]
+        raise ApplyError(f"the plan has {_NAME} at {' and '.join(places)}; it is for one model at a time", places=places)
     for optimizer in session.optimizers:
         # Its class is defined in a module of another name, and it updates each parameter by itself.
         if type(optimizer) is not torch.optim.Adafactor:

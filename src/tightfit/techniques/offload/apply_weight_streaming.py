@@ -18,12 +18,12 @@ from tightfit.effects.ambient import (
 )
 from tightfit.effects.asked_of_saved import question_of, told
 from tightfit.effects.state import MOVED
-from tightfit.engine.disk_copies import DiskSpace
-from tightfit.engine.saved_storage import Saved
+from tightfit.engine.disk.disk_copies import DiskSpace
+from tightfit.engine.saved.saved_storage import Saved
 from tightfit.engine.slab_notes import notes_on
-from tightfit.engine.streamed_weight import StreamedWeight
-from tightfit.engine.streamed_weights import Pass, SavedWeight, StreamedBlock, StreamedWeights
-from tightfit.engine.weights_in_files import bytes_on_disk
+from tightfit.engine.weights.streamed_weight import StreamedWeight
+from tightfit.engine.weights.streamed_weights import Pass, SavedWeight, StreamedBlock, StreamedWeights
+from tightfit.engine.weights.weights_in_files import bytes_on_disk
 from tightfit.errors import ApplyError
 from tightfit.techniques.offload.streamable import seen_by_others, streamable
 from tightfit.techniques.session import Session, Verdict

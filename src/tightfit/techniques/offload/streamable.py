@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from tightfit.engine.weights_in_files import file_range_of
+from tightfit.engine.weights.weights_in_files import file_range_of
 from tightfit.torch_hooks.manifest import STORAGE_USES
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)

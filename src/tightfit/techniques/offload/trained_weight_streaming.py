@@ -19,7 +19,7 @@ from tightfit.analysis.streamed_uses import StreamedUses
 from tightfit.cost.copies import copy_seconds
 from tightfit.cost.disks import disk_seconds
 from tightfit.cost.host_bandwidth import HOST_BYTES_PER_SECOND
-from tightfit.engine.disk_sizes import buffer_bytes_for, in_pages
+from tightfit.engine.disk.disk_sizes import buffer_bytes_for, in_pages
 from tightfit.planner.option import Change, Option, merged
 from tightfit.tape import Category, Column, CopyDirection, Phase
 from tightfit.techniques.offload.streamed_blocks import ALIGNMENT, MIN_BLOCKS, not_hidden, slots_of, smallest_of

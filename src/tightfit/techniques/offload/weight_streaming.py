@@ -14,7 +14,7 @@ from tightfit.analysis.profile import Profile
 from tightfit.analysis.relative_places import relative_place
 from tightfit.analysis.streamed_uses import StreamedUses
 from tightfit.cost.steps import step_operators
-from tightfit.engine.disk_sizes import buffer_bytes_for, in_pages
+from tightfit.engine.disk.disk_sizes import buffer_bytes_for, in_pages
 from tightfit.planner.option import Change, Option, merged
 from tightfit.tape import Column, CopyDirection, Phase
 from tightfit.techniques.offload.streamed_blocks import ALIGNMENT, MIN_BLOCKS, not_hidden, slots_of, smallest_of

@@ -26,7 +26,7 @@ from tightfit.analysis.updates import (
     waiting_for_second_pass,
 )
 from tightfit.cost.disks import disk_seconds
-from tightfit.engine.disk_sizes import buffer_bytes_for, in_pages
+from tightfit.engine.disk.disk_sizes import buffer_bytes_for, in_pages
 from tightfit.planner.option import Change, Option
 from tightfit.techniques.optimizer.at_host.offloaded_updates import (
     HOST_AHEAD,

@@ -12,8 +12,8 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
-from tightfit.capture.processes.simulated import is_simulated
-from tightfit.effects.reach import reach_of
+from tightfit.capture.processes.process_role import is_simulated
+from tightfit.effects.reachable.reach import reach_of
 from tightfit.effects.value_checks import has_values
 from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.asked_gradients import watch_inputs_of_backward

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Sequence
 
 from tightfit.analysis.relative_places import following_of
-from tightfit.engine.saved_tensors import SavedTensors
+from tightfit.engine.saved.saved_tensors import SavedTensors
 from tightfit.techniques.recomputation.held_products import held_contexts
 from tightfit.techniques.recomputation.recompute import Recomputed
 from tightfit.techniques.session import Session

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from tightfit.engine.saved_tensors import Held, SavedTensors
+from tightfit.engine.saved.saved_tensors import Held, SavedTensors
 from tightfit.techniques.recomputation.apply_selective_checkpointing import keeping_contexts
 from tightfit.torch_hooks.manifest import KEPT_RESULT
 

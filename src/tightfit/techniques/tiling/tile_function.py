@@ -30,16 +30,24 @@ class TileRuns:
 
     def __init__(self) -> None:
         self._gives_same_bits: bool | None = None
-        # By tile, since those at the ends of a chain of convolutions pad what those in the middle do not, and by whether the input has a gradient: a
-        # discriminator is called with data and with what a generator made.
-        self._shapes: dict[tuple[int, bool], int] = {}
+        # By tile, since those at the ends of a chain of convolutions pad what those in the middle do not, and by what has a gradient: a
+        # discriminator is called with data and with what a generator made, and weights are frozen.
+        self._shapes: dict[tuple[int, bool, tuple[bool, ...]], int] = {}
 
     def check(
-        self, number: int, part: torch.Tensor, first: int | None, result: torch.Tensor, *, is_checked: bool
+        self,
+        number: int,
+        part: torch.Tensor,
+        parameters: Sequence[torch.nn.Parameter],
+        first: int | None,
+        result: torch.Tensor,
+        *,
+        is_checked: bool,
     ) -> str:
-        """Compares the second run of tile `number`, of the input `part`, in words if it differs. `first` is the checksum of the first run, None where it was not read."""
+        """Compares the second run of tile `number`, of the input `part` with `parameters`, in words if it differs. `first` is the checksum of the first run, None where it was not read."""
         shape = graph_shape(result.grad_fn)
-        if self._shapes.setdefault((number, part.requires_grad), shape) != shape:
+        key = (number, part.requires_grad, tuple(parameter.requires_grad for parameter in parameters))
+        if self._shapes.setdefault(key, shape) != shape:
             return "ran other operators when a tile was run again in the backward pass"
         again = None if first is None else checksum_of(result)
         if again is None:
@@ -159,7 +167,9 @@ class _Tiled(torch.autograd.Function):
             part = tile.of(value.detach(), tiling.dim).requires_grad_(whole is not None)
             with torch.enable_grad(), ctx.ambient.put_back(), torch.autocast(**ctx.autocast):
                 result = tiling.run(tile, part)
-            told = tiling.runs.check(number, part, ctx.results[number], result, is_checked=tiling.is_checked)
+            told = tiling.runs.check(
+                number, part, tiling.parameters, ctx.results[number], result, is_checked=tiling.is_checked
+            )
             if not told and ctx.sums and sums_differ(ctx.sums[number], checksum([result]), result):
                 told = _OTHER_RESULT
             if told:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tightfit.engine.disk_copies import DiskSpace
+from tightfit.engine.disk.disk_copies import DiskSpace
 from tightfit.errors import ApplyError
 
 if TYPE_CHECKING:

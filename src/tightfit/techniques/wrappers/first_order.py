@@ -29,13 +29,11 @@ def first_order(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
             # The engine runs backward functions with gradients on exactly if create_graph is set.
             if torch.is_grad_enabled():
                 raise ctx.refuse(
-                    f"the program differentiates a backward pass (create_graph=True), and that of {what} has no derivative; "
-                    f"go on without it: tightfit plan --without {what}"
+                    f"the program differentiates a backward pass (create_graph=True), and that of {what} has no derivative"
                 )
             if any(map(_are_many, gradients)):
                 raise ctx.refuse(
-                    f"the program runs one backward pass for many gradients at once (is_grads_batched, vmap), which {what} cannot; "
-                    f"go on without it: tightfit plan --without {what}"
+                    f"the program runs one backward pass for many gradients at once (is_grads_batched, vmap), which {what} cannot"
                 )
             return backward(ctx, *gradients)
 
@@ -60,8 +58,7 @@ def check_transforms(what: str, refuse: Refuse) -> None:
     """
     if are_transforms_active():
         raise refuse(
-            f"the program transforms the model (torch.func, or forward-mode differentiation), which {what} knows nothing of; "
-            f"go on without it: tightfit plan --without {what}"
+            f"the program transforms the model (torch.func, or forward-mode differentiation), which {what} knows nothing of"
         )
 
 

@@ -15,9 +15,9 @@ from tightfit.effects.ambient import (
     takes_saved_tensor_hooks,
 )
 from tightfit.effects.asked_of_saved import told
-from tightfit.engine.disk_copies import DiskSpace
-from tightfit.engine.saved_storage import SavedStorage
-from tightfit.engine.saved_tensors import SavedTensors, Selection
+from tightfit.engine.disk.disk_copies import DiskSpace
+from tightfit.engine.saved.saved_storage import SavedStorage
+from tightfit.engine.saved.saved_tensors import SavedTensors, Selection
 from tightfit.engine.slab_notes import notes_on
 from tightfit.errors import ApplyError
 from tightfit.techniques.wrappers.forwards import Around, OnlyHere, through

@@ -11,18 +11,18 @@ from typing import Any
 
 from tightfit.watch.agent.alerting import Alerting
 from tightfit.watch.agent.process_table import ProcessTable
+from tightfit.watch.agent.reading_clock import ReadingClock
 from tightfit.watch.agent.source_reader import SourceReader
-from tightfit.watch.agent.timeline import Timeline
-from tightfit.watch.alerts.rules import DEFAULT, AlertSettings
+from tightfit.watch.alerts.alert_rules import DEFAULT, AlertSettings
 from tightfit.watch.background import Background
 from tightfit.watch.clock import AbstractClock
-from tightfit.watch.machine_state import CardState, MachineState, ProcessState
+from tightfit.watch.machine.machine_state import CardState, MachineState, ProcessState
+from tightfit.watch.machine.printable import printable
+from tightfit.watch.machine.readings import CardReading, ProcessFacts, ProcessReading, Reading
 from tightfit.watch.outlook.planner import OutlookPlanner, OutlookSettings
-from tightfit.watch.printable import printable
 from tightfit.watch.publishing.listener import Listener, TorchCounters, without_prefix
-from tightfit.watch.readings import CardReading, ProcessFacts, ProcessReading, Reading
 from tightfit.watch.sources.abstract_source import AbstractSource
-from tightfit.watch.store.history_writer import HistoryWriter, Moment
+from tightfit.watch.store.history_writer import HistoryWriter, TimedReading
 from tightfit.watch.store.levels import Retention
 from tightfit.watch.store.schema import ALLOCATED, RESERVED, SEEN, USED
 
@@ -82,7 +82,7 @@ class Agent:
         self._reader = SourceReader(source)
         self._processes = ProcessTable(source)
         self._writer = HistoryWriter(database, max_bytes=settings.max_bytes, retention=settings.retention)
-        self._timeline = Timeline(self._writer.last_time)
+        self._reading_clock = ReadingClock(self._writer.last_time)
         self._planner = OutlookPlanner(database, settings.outlooks)
         self._alerting = Alerting(settings.alerts, database, settings.outlooks)
         self._listener = None if settings.listen_at is None else Listener(settings.listen_at)
@@ -105,9 +105,9 @@ class Agent:
         reading = self._reader.read(wall, monotonic)
         moment = None
         if reading is not None:
-            time = self._timeline.advance(wall, monotonic)
+            time = self._reading_clock.advance(wall, monotonic)
             seen, samples = self._name(reading, time, wall, monotonic)
-            moment = Moment(time=time, wall=round(wall * 1000), cards=reading.cards, samples=samples)
+            moment = TimedReading(time=time, wall=round(wall * 1000), cards=reading.cards, samples=samples)
             self._writer.keep_outlooks(self._planner.plan(_needed(seen), wall, monotonic))
             self._seen = seen
         if self._seen is not None:
@@ -201,7 +201,7 @@ class Agent:
     def _notes(self) -> list[str]:
         """What the agent has to say of itself."""
         heard = "" if self._listener is None else self._listener.trouble
-        found = [self._writer.trouble, self._timeline.note, heard, *self._alerting.troubles]
+        found = [self._writer.trouble, self._reading_clock.note, heard, *self._alerting.troubles]
         return [printable(note) for note in (*found, *(sink.trouble for sink in self._sinks)) if note]
 
     def _status(self) -> dict[str, Any]:

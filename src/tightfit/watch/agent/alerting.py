@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tightfit.errors import WatchError
+from tightfit.watch.alerts.alert_rules import AlertSettings
 from tightfit.watch.alerts.conditions import Bounds
 from tightfit.watch.alerts.episodes import Episodes, Notice
 from tightfit.watch.alerts.notify import open_channels
-from tightfit.watch.alerts.rules import AlertSettings
-from tightfit.watch.machine_state import Episode, MachineState, Outlook
+from tightfit.watch.machine.machine_state import Episode, MachineState, Outlook
 from tightfit.watch.outlook.planner import OutlookPlanner, OutlookSettings
-from tightfit.watch.store.history import History
+from tightfit.watch.store.stored_history import StoredHistory
 
 
 class Alerting:
@@ -73,7 +73,7 @@ class Alerting:
 
 def _open_episodes(database: Path) -> list[Episode]:
     with contextlib.suppress(sqlite3.Error, WatchError):
-        history = History(database)
+        history = StoredHistory(database)
         try:
             return history.open_episodes()
         finally:

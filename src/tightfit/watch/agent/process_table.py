@@ -1,6 +1,6 @@
 """Who the processes are, asked of the system once and again now and then: a PID may have passed to another process."""
 
-from tightfit.watch.readings import ProcessFacts
+from tightfit.watch.machine.readings import ProcessFacts
 from tightfit.watch.sources.abstract_source import AbstractSource
 
 _CHECK_SECONDS = 30

@@ -1,6 +1,6 @@
 """Asks a source, and keeps count of it when its driver is away."""
 
-from tightfit.watch.readings import Reading
+from tightfit.watch.machine.readings import Reading
 from tightfit.watch.sources.abstract_source import AbstractSource, SourceLost
 
 _MAX_PAUSE_SECONDS = 30.0

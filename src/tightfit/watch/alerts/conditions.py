@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping
 
 from tightfit.units import format_bytes
-from tightfit.watch.alerts.rules import Rule
-from tightfit.watch.machine_state import CardState, MachineState, Outlook, ProcessState
+from tightfit.watch.alerts.alert_rules import Rule
+from tightfit.watch.machine.machine_state import CardState, MachineState, Outlook, ProcessState
 
 Bounds = Mapping[float, Mapping[str, Outlook]]
 """Forecasts of cards by horizon in seconds and UUID."""

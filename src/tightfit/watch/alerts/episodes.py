@@ -3,9 +3,9 @@
 import dataclasses
 from collections.abc import Iterable
 
+from tightfit.watch.alerts.alert_rules import Rule
 from tightfit.watch.alerts.conditions import Bounds, holding
-from tightfit.watch.alerts.rules import Rule
-from tightfit.watch.machine_state import Episode, MachineState
+from tightfit.watch.machine.machine_state import Episode, MachineState
 
 _NUM_OVER = 50
 _Key = tuple[str, str]

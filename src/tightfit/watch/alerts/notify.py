@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from http.client import HTTPException
 from pathlib import Path
 
+from tightfit.watch.alerts.alert_rules import AlertSettings
 from tightfit.watch.alerts.episodes import Notice
-from tightfit.watch.alerts.rules import AlertSettings
 from tightfit.watch.background import Background
 
 _MAX_WAITING = 256

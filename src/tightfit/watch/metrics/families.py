@@ -8,8 +8,8 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 
-from tightfit.watch.machine_state import MachineState, Outlook, ProcessState, firing
-from tightfit.watch.readings import CardReading
+from tightfit.watch.machine.machine_state import MachineState, Outlook, ProcessState, firing
+from tightfit.watch.machine.readings import CardReading
 
 MAX_PROCESSES = 500
 """Of more processes the largest are exported: each is a series in the server that scrapes."""

@@ -11,10 +11,10 @@ from tightfit.errors import WatchError
 from tightfit.forecast.admission import Admission, admit
 from tightfit.forecast.horizon import Horizon
 from tightfit.units import format_bytes
-from tightfit.watch.machine_state import MachineState
+from tightfit.watch.machine.machine_state import MachineState
+from tightfit.watch.machine.readings import CardReading
 from tightfit.watch.outlook.planner import OutlookSettings, num_samples
-from tightfit.watch.readings import CardReading
-from tightfit.watch.store.history import History
+from tightfit.watch.store.stored_history import StoredHistory
 
 _KEPT_SECONDS = 60.0
 
@@ -67,7 +67,7 @@ def advise(database: Path, state: MachineState, job_bytes: int, settings: Outloo
         WatchError: there is no history, or it cannot be read.
         sqlite3.Error: it cannot be read now.
     """
-    history = History(database)
+    history = StoredHistory(database)
     try:
         numbers = history.series_of_cards()
         return tuple(
@@ -78,7 +78,7 @@ def advise(database: Path, state: MachineState, job_bytes: int, settings: Outloo
 
 
 def _advice(
-    history: History, series: int | None, card: CardReading, job_bytes: int, settings: OutlookSettings
+    history: StoredHistory, series: int | None, card: CardReading, job_bytes: int, settings: OutlookSettings
 ) -> Advice:
     past = None
     if series is not None and card.total_bytes:

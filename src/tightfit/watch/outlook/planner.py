@@ -12,9 +12,9 @@ from tightfit.errors import WatchError
 from tightfit.forecast.forecasts import forecast_series
 from tightfit.forecast.series import Series
 from tightfit.units import format_bytes
-from tightfit.watch.machine_state import Outlook
-from tightfit.watch.outlook.growth import steady_growth
-from tightfit.watch.store.history import History
+from tightfit.watch.machine.machine_state import Outlook
+from tightfit.watch.outlook.steady_growth import steady_growth
+from tightfit.watch.store.stored_history import StoredHistory
 
 _SAMPLE_SECONDS = 60.0
 _MIN_SAMPLES = 3
@@ -104,7 +104,9 @@ class OutlookPlanner:
                 rows.append((2, -age, series))
         return [series for _, _, series in sorted(rows)]
 
-    def _forecast(self, history: History, series: int, wall: float, used: int, *, is_card: bool) -> Outlook | None:
+    def _forecast(
+        self, history: StoredHistory, series: int, wall: float, used: int, *, is_card: bool
+    ) -> Outlook | None:
         settings = self._settings
         # The store may be locked, full or not written yet: then there is no forecast, and the next minute has one.
         with contextlib.suppress(sqlite3.Error, LookupError):
@@ -137,10 +139,10 @@ def num_samples(past: Series, seconds: float) -> int:
 
 
 @contextlib.contextmanager
-def _reading(database: Path) -> Iterator[History | None]:
+def _reading(database: Path) -> Iterator[StoredHistory | None]:
     """The history, None where it cannot be read now."""
     try:
-        history = History(database)
+        history = StoredHistory(database)
     except WatchError:
         yield None
         return

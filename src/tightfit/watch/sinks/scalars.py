@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from tightfit.units import GIB
-from tightfit.watch.machine_state import MachineState
+from tightfit.watch.machine.machine_state import MachineState
 
 
 def scalars(state: MachineState) -> Iterator[tuple[str, float]]:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from tightfit.errors import MissingExtra
-from tightfit.watch.machine_state import MachineState
+from tightfit.watch.machine.machine_state import MachineState
 from tightfit.watch.sinks.scalars import scalars
 
 

@@ -1,7 +1,7 @@
 """Logs the machine as a run of Weights & Biases. Needs the package wandb, with its usual settings (WANDB_API_KEY, WANDB_MODE)."""
 
 from tightfit.errors import MissingExtra
-from tightfit.watch.machine_state import MachineState
+from tightfit.watch.machine.machine_state import MachineState
 from tightfit.watch.sinks.scalars import scalars
 
 

@@ -3,7 +3,7 @@
 import abc
 from typing import ClassVar
 
-from tightfit.watch.readings import ProcessFacts, Reading
+from tightfit.watch.machine.readings import ProcessFacts, Reading
 
 
 class SourceLost(Exception):

@@ -6,8 +6,8 @@ import os
 import re
 from pathlib import Path
 
-from tightfit.watch.printable import printable
-from tightfit.watch.readings import ProcessFacts
+from tightfit.watch.machine.printable import printable
+from tightfit.watch.machine.readings import ProcessFacts
 
 _MAX_COMMAND_BYTES = 4096
 _CONTAINERS = (

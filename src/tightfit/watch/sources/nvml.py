@@ -5,8 +5,8 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from tightfit.watch.printable import printable
-from tightfit.watch.readings import CardReading, ProcessFacts, ProcessReading, Reading
+from tightfit.watch.machine.printable import printable
+from tightfit.watch.machine.readings import CardReading, ProcessFacts, ProcessReading, Reading
 from tightfit.watch.sources.abstract_source import AbstractSource, SourceLost
 from tightfit.watch.sources.host_processes import facts_of_process
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from tightfit.errors import UsageError
 from tightfit.units import GIB, MIB
-from tightfit.watch.readings import CardReading, ProcessFacts, ProcessReading, Reading
+from tightfit.watch.machine.readings import CardReading, ProcessFacts, ProcessReading, Reading
 from tightfit.watch.sources.abstract_source import AbstractSource, SourceLost
 
 _Hashes = NDArray[np.uint64]

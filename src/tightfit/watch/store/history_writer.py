@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tightfit.watch.machine_state import Episode, Outlook
-from tightfit.watch.readings import CardReading
+from tightfit.watch.machine.machine_state import Episode, Outlook
+from tightfit.watch.machine.readings import CardReading
 from tightfit.watch.store.levels import Retention, drop_ended, drop_half, drop_old, roll_up
 from tightfit.watch.store.reserve import Reserve
 from tightfit.watch.store.schema import SPANS, open_to_write
@@ -38,7 +38,7 @@ _EPISODE = (
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
+class TimedReading:
     """A reading as it is written: its time and what the wall clock said (milliseconds), the cards, and samples as (series, bytes)."""
 
     time: int
@@ -59,7 +59,7 @@ class HistoryWriter:
         """
         self._path, self._max_bytes, self._retention = path, max_bytes, retention
         self._reserve = Reserve(path.with_name("reserve"))
-        self._waiting: deque[Moment] = deque(maxlen=_MAX_WAITING)
+        self._waiting: deque[TimedReading] = deque(maxlen=_MAX_WAITING)
         self._beside: deque[tuple[str, tuple[object, ...]]] = deque(maxlen=10 * _MAX_WAITING)
         self._num_to_skip = self._num_skipped = 0
         self.trouble = ""
@@ -70,7 +70,7 @@ class HistoryWriter:
         """The time of the last reading in the history, in milliseconds; 0 for a new one."""
         self._reserve.fill()
 
-    def add(self, moment: Moment | None, status: Mapping[str, Any]) -> None:
+    def add(self, moment: TimedReading | None, status: Mapping[str, Any]) -> None:
         """Writes a reading (None: there was none) with those that wait, and what readers are told of the agent. What cannot be written waits, ten minutes of it at most."""
         if moment is not None:
             self._waiting.append(moment)
@@ -140,7 +140,7 @@ class HistoryWriter:
         if is_new_minute:
             self._look_after()
 
-    def _write_cards(self, last: Moment) -> None:
+    def _write_cards(self, last: TimedReading) -> None:
         rows = [
             (json.dumps({name: getattr(card, name) for name in CardReading.__slots__}), last.time, card.uuid)
             for card in last.cards

@@ -1,6 +1,6 @@
 """The tables of a store, and how one is opened: to write, by one process, or to read.
 
-A time is in whole milliseconds and grows with every reading, whatever the wall clock does (`agent/timeline.py`); `wall` beside it is what the wall clock said. Three levels hold
+A time is in whole milliseconds and grows with every reading, whatever the wall clock does (`agent/reading_clock.py`); `wall` beside it is what the wall clock said. Three levels hold
 samples: readings, minutes and hours, each with the largest sample of its span, so that peaks survive. A sample belongs to a series: the memory of a card, or
 of a process on a card as the driver, or as torch's allocator, counts it.
 """

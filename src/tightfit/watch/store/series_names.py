@@ -5,7 +5,7 @@ import json
 import sqlite3
 from collections.abc import Mapping
 
-from tightfit.watch.readings import CardReading, ProcessFacts
+from tightfit.watch.machine.readings import CardReading, ProcessFacts
 
 _Row = tuple[str, tuple[object, ...]]
 # A store that has taken the place of another one is given rows anew, some of them more than once.

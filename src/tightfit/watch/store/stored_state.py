@@ -5,10 +5,10 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
-from tightfit.watch.machine_state import CardState, Episode, MachineState, Outlook, ProcessState
-from tightfit.watch.readings import CardReading, ProcessFacts
-from tightfit.watch.store.history import outlooks_of, series_of_cards
+from tightfit.watch.machine.machine_state import CardState, Episode, MachineState, Outlook, ProcessState
+from tightfit.watch.machine.readings import CardReading, ProcessFacts
 from tightfit.watch.store.schema import ALLOCATED, RESERVED, USED, open_to_read
+from tightfit.watch.store.stored_history import outlooks_of, series_of_cards
 
 _NUM_EPISODES = 50
 _SAMPLES = """

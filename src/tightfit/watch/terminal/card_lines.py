@@ -5,8 +5,8 @@ import math
 import numpy as np
 from rich.text import Text
 
-from tightfit.watch.machine_state import CardState, Outlook, ProcessState
-from tightfit.watch.store.history import CardHistory
+from tightfit.watch.machine.machine_state import CardState, Outlook, ProcessState
+from tightfit.watch.store.stored_history import CardHistory
 from tightfit.watch.terminal.charts import ASCII_BLOCKS, BLOCKS, chart, resampled, sparkline
 from tightfit.watch.terminal.words import bound, memory, percent, share, size
 

@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.text import Text
 
 from tightfit.errors import WatchError
-from tightfit.watch.machine_state import MachineState
+from tightfit.watch.machine.machine_state import MachineState
 from tightfit.watch.sources.host_processes import facts_of_process
-from tightfit.watch.store.history import CardHistory, History
+from tightfit.watch.store.stored_history import CardHistory, StoredHistory
 from tightfit.watch.terminal.raw_terminal import RawTerminal, frame
-from tightfit.watch.terminal.screen import Shown, screen
+from tightfit.watch.terminal.screen import ScreenContent, screen
 from tightfit.watch.terminal.view import SignalRequest, View, pressed
 from tightfit.watch.watching import Watching
 
@@ -45,7 +45,7 @@ def run_screen(watching: Watching, advise: Advise) -> None:
                 terminal.write(frame(iter([("waiting for the first reading (q quits)", False)])))
             else:
                 histories.refresh(state, view)
-                shown = Shown(state=state, histories=histories.found, advice=advise(state), now=time.time())
+                shown = ScreenContent(state=state, histories=histories.found, advice=advise(state), now=time.time())
                 lines = screen(shown, view, width, height, is_ascii=is_ascii)
                 terminal.write(frame((_styled(console, line), line.cell_len >= width) for line in lines))
             for key in terminal.keys(_DRAW_SECONDS):
@@ -99,7 +99,7 @@ class _Histories:
             return
         due.sort(key=lambda uuid: (view.selected is None or uuid != view.selected[0], self._read_at.get(uuid, 0.0)))
         try:
-            history = History(self._watching.database)
+            history = StoredHistory(self._watching.database)
         except WatchError:
             return
         try:

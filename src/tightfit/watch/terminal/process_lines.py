@@ -2,7 +2,7 @@
 
 from rich.text import Text
 
-from tightfit.watch.machine_state import MachineState, ProcessState
+from tightfit.watch.machine.machine_state import MachineState, ProcessState
 from tightfit.watch.terminal.view import COLUMNS, View, ordered
 from tightfit.watch.terminal.words import age, bound, size
 

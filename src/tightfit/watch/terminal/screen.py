@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from rich.text import Text
 
-from tightfit.watch.machine_state import MachineState, firing
-from tightfit.watch.store.history import CardHistory
+from tightfit.watch.machine.machine_state import MachineState, firing
+from tightfit.watch.store.stored_history import CardHistory
 from tightfit.watch.terminal.card_lines import card_line, history_lines
 from tightfit.watch.terminal.process_lines import process_lines
 from tightfit.watch.terminal.view import HELP, View, selected
@@ -18,7 +18,7 @@ _MIN_SAID = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
+class ScreenContent:
     """What there is to show: the machine, the history of cards (as far as it has been read), and lines of advice about a job."""
 
     state: MachineState
@@ -27,7 +27,7 @@ class Shown:
     now: float
 
 
-def screen(shown: Shown, view: View, width: int, height: int, *, is_ascii: bool = False) -> list[Text]:
+def screen(shown: ScreenContent, view: View, width: int, height: int, *, is_ascii: bool = False) -> list[Text]:
     """Exactly `height` lines, none wider than `width`."""
     if view.is_help:
         lines = _help()
@@ -45,14 +45,14 @@ def screen(shown: Shown, view: View, width: int, height: int, *, is_ascii: bool 
     return lines
 
 
-def _head(shown: Shown, width: int) -> Text:
+def _head(shown: ScreenContent, width: int) -> Text:
     state = shown.state
     left = f"{state.host}  {state.source}  {time.strftime('%H:%M:%S', time.localtime(shown.now))}"
     keys = "q quit  h help"
     return Text.assemble((left, "bold"), " " * max(2, width - len(left) - len(keys)), (keys, "dim"))
 
 
-def _said(shown: Shown, view: View, count: int) -> list[Text]:
+def _said(shown: ScreenContent, view: View, count: int) -> list[Text]:
     """What wants to be read first is what stays when there is little room: a question, what is wrong with the watching, alerts, advice."""
     lines = [Text(view.message, "bold")] if view.message else []
     lines += [Text(f"! {line}", "bold red") for line in warnings(shown.state, shown.now)]
@@ -65,7 +65,7 @@ def _said(shown: Shown, view: View, count: int) -> list[Text]:
     return [*lines, *(Text(line, "yellow") for line in alerts), *advice][:count]
 
 
-def _cards(shown: Shown, view: View, width: int, room: int, *, is_ascii: bool) -> list[Text]:
+def _cards(shown: ScreenContent, view: View, width: int, room: int, *, is_ascii: bool) -> list[Text]:
     cards = shown.state.cards
     if not room:
         return []
@@ -82,7 +82,7 @@ def _cards(shown: Shown, view: View, width: int, room: int, *, is_ascii: bool) -
     return lines
 
 
-def _history(shown: Shown, view: View, width: int, height: int, room: int, *, is_ascii: bool) -> list[Text]:
+def _history(shown: ScreenContent, view: View, width: int, height: int, room: int, *, is_ascii: bool) -> list[Text]:
     is_full = view.mode == "full" or view.is_detail or (view.mode == "auto" and height >= _MIN_FULL_HEIGHT)
     if view.mode == "compact" or not is_full or not shown.state.cards:
         return []

@@ -4,7 +4,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tightfit.watch.machine_state import MachineState, firing
+from tightfit.watch.machine.machine_state import MachineState, firing
 from tightfit.watch.terminal.words import age, bound, memory, percent, share, size, warnings
 
 

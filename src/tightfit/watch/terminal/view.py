@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from tightfit.watch.machine_state import MachineState, ProcessState
+from tightfit.watch.machine.machine_state import MachineState, ProcessState
 
 COLUMNS = ("GPU", "PID", "USER", "GPU-MEM", "NEXT HOUR", "TIME")
 _SORT_KEYS = {"n": 0, "p": 1, "u": 2, "g": 3, "f": 4, "t": 5}

@@ -1,8 +1,8 @@
 """Short forms of figures for narrow columns; `-` is what nobody knows."""
 
 from tightfit.units import GIB, MIB
-from tightfit.watch.machine_state import MachineState, Outlook, ProcessState
-from tightfit.watch.readings import CardReading
+from tightfit.watch.machine.machine_state import MachineState, Outlook, ProcessState
+from tightfit.watch.machine.readings import CardReading
 
 
 def size(count: int | None) -> str:

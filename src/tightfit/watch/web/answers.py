@@ -12,12 +12,12 @@ from typing import Any
 from tightfit.errors import UsageError, WatchError
 from tightfit.forecast.series import Floats
 from tightfit.units import parse
-from tightfit.watch.machine_state import MachineState
+from tightfit.watch.machine.machine_state import MachineState
 from tightfit.watch.metrics.exposition import content_type, exposition
 from tightfit.watch.metrics.families import families
 from tightfit.watch.outlook.admission_advice import JobAdvice
 from tightfit.watch.outlook.planner import OutlookSettings
-from tightfit.watch.store.history import CardHistory, History
+from tightfit.watch.store.stored_history import CardHistory, StoredHistory
 from tightfit.watch.watching import Watching
 from tightfit.watch.web.page import page_html
 
@@ -90,7 +90,7 @@ class Answers:
         with self._lock:
             kept = self._histories.get(key)
             if kept is None or now - kept[0] >= _KEPT_SECONDS:
-                history = History(self._watching.database)
+                history = StoredHistory(self._watching.database)
                 try:
                     found = history.of_card(uuid, seconds=float(span), bins=_BINS, num_layers=_LAYERS)
                 finally:

@@ -10,10 +10,10 @@ from typing import final
 
 import torch
 
-from tightfit.capture.processes.simulated import is_simulated
+from tightfit.capture.processes.process_role import is_simulated
 from tightfit.engine.copy_engines import CopyEngine, Ticket, copies_for
-from tightfit.engine.disk_copies import DiskSpace
-from tightfit.engine.disk_slab import DiskPart, DiskSlab
+from tightfit.engine.disk.disk_copies import DiskSpace
+from tightfit.engine.disk.disk_slab import DiskPart, DiskSlab
 from tightfit.engine.host_slab import HostSlab, Part
 from tightfit.techniques.optimizer.states.state_codecs import AbstractCodec, Encoded
 from tightfit.techniques.optimizer.states.state_sizes import MIN_NUMBERS

@@ -15,7 +15,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tightfit.errors import ApplyError
-from tightfit.techniques.lazy_tensors.lazy_tensor import AbstractSource, LazyTensor
+from tightfit.techniques.lazy_tensors.lazy_tensor import AbstractElementSource, LazyTensor
 from tightfit.techniques.optimizer.states.decoding_states import DecodingStates, is_shared, num_holders
 from tightfit.techniques.optimizer.states.state_codecs import AbstractCodec, Encoded
 from tightfit.techniques.optimizer.states.states_ahead import StatesAhead
@@ -33,12 +33,14 @@ from tightfit.techniques.session import Session
 from tightfit.techniques.wrappers.first_order import Refuse
 
 # What checkpoints in memory have been given, with the states that they were made from, and the number of updates on the host by then.
-_SAVED_FROM: MutableMapping[torch.Tensor, "tuple[weakref.ref[AbstractSource] | None, int]"] = WeakTensorKeyDictionary()
-_NOT_SAVED: "tuple[weakref.ref[AbstractSource] | None, int]" = None, 0
+_SAVED_FROM: MutableMapping[torch.Tensor, "tuple[weakref.ref[AbstractElementSource] | None, int]"] = (
+    WeakTensorKeyDictionary()
+)
+_NOT_SAVED: "tuple[weakref.ref[AbstractElementSource] | None, int]" = None, 0
 
 
 @final
-class EncodedState(AbstractSource):
+class EncodedState(AbstractElementSource):
     """One state quantised by `codec`."""
 
     def __init__(self, codec: AbstractCodec, name: str, value: torch.Tensor) -> None:

@@ -1,0 +1,226 @@
+"""One capture: a virtual GPU of a given card, and a target run on it until its steps are over."""
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from tightfit.capture import targets
+from tightfit.capture.after_steps.fast_forward import EndOfCapture, FastForward
+from tightfit.capture.after_steps.running_lines import places_of
+from tightfit.capture.collectives.world import World
+from tightfit.capture.dispatch import one_card
+from tightfit.capture.dispatch.accumulation import ACCUMULATION_HANDLERS
+from tightfit.capture.dispatch.handlers import HANDLERS
+from tightfit.capture.dispatch.memory_formats import LAYOUT_HANDLERS
+from tightfit.capture.dispatch.virtual import VirtualGpu
+from tightfit.capture.kernels import install
+from tightfit.capture.kernels.architecture import Card
+from tightfit.capture.observe.attribution import short
+from tightfit.capture.observe.kernel_memory import KernelMemory
+from tightfit.capture.observe.recorder import LiveMemory, Recorder, tape_of
+from tightfit.capture.patches import eager, largest_batch, loaders, native, spawned, threads, torch_api
+from tightfit.capture.patches.cuda_api import CudaApi
+from tightfit.capture.patches.loading_times import LoadingTimes
+from tightfit.capture.steps.detector import StepWatch
+from tightfit.devices.catalogue import find
+from tightfit.effects.random_operators import draws
+from tightfit.errors import ApplyError, CaptureError, InternalError, faults
+from tightfit.errors.program_errors import one_line
+from tightfit.tape import Coverage, NotReached, Tape, Weights
+
+_OF_INFERENCE = "; for inference, give a generator function that yields once per step"
+# What Python's multiprocessing has loaded where a program has started processes that are no forks of its own.
+_SPAWNING = {
+    "multiprocessing.popen_spawn_posix",
+    "multiprocessing.popen_forkserver",
+    "multiprocessing.popen_spawn_win32",
+}
+_REACHED = "--until"
+"""Why a trace has stopped that came to its line (`FastForward`)."""
+
+WHEN_TAKEN: "list[Callable[[CaptureSession], None]]" = []
+"""Called when the tape has been taken, while the program's frames and objects are still there."""
+
+
+class CaptureSession:
+    """Gives this process the virtual card `device`, for one run of a target. `with_effects`: side effects of modules and of the program are
+    watched too. `used_bytes` of the card are held by other processes. `world`: the process is one of a distributed program."""
+
+    def __init__(
+        self,
+        device: str,
+        num_steps: int,
+        *,
+        by_yield: bool,
+        with_effects: bool = False,
+        used_bytes: int = 0,
+        follows: Coverage | None = None,
+        until: tuple[str, int] | None = None,
+        world: World | None = None,
+    ) -> None:
+        self.device, self._until = find(device), until
+        self.recorder = Recorder()
+        eager.keep_compiler_out()
+        # Host computations are small, and a thread pool costs more than it saves.
+        torch.set_num_threads(1)
+        card = Card(
+            compute_capability=self.device.compute_capability, num_multiprocessors=self.device.num_multiprocessors
+        )
+        # Before `CudaApi.install`, which gives `torch.version.cuda` a value: a CPU build is recognised by
+        # having none.
+        native.pretend_cuda_is_built()
+        live = LiveMemory(self.recorder, self.device.capacity_bytes)
+        num_cards = 1 if world is None else world.ranks_per_node
+        CudaApi(self.recorder, live, self.device, used_bytes, num_cards).install()
+        self.gpu = VirtualGpu(
+            self.recorder,
+            # Accumulation comes last: it has `index_put` in common with HANDLERS, and calls the handler that is
+            # there itself.
+            HANDLERS | LAYOUT_HANDLERS | ACCUMULATION_HANDLERS,
+            KernelMemory(self.recorder, card),
+            install.composites(card),
+        )
+        torch_api.install(self.gpu)
+        self._routes = install.install(card)
+        if world is None:
+            one_card.one_process()
+            spawned.install(1, 0)
+        else:
+            one_card.also_named(world.local_rank)
+            # Here, as torch takes long to load what only a distributed program needs.
+            from tightfit.capture.collectives.communication import Communication
+
+            Communication(self.gpu, world).install()
+        self.watch = StepWatch(self.gpu, num_steps, by_yield=by_yield, on_end=self._take, follows=follows, until=until)
+        if with_effects:
+            self.watch.watch_effects()
+        self.watch.on_prediction = self._note_weights
+        self.watch.install()
+        loaders.install(lambda: self.watch.num_ended)
+        self._loading = LoadingTimes(self.recorder)
+        self._loading.install()
+        self._tape: Tape | None = None
+        self._seen_weights: dict[tuple[int, int], bool] = {}
+
+    def _take(self) -> None:
+        tape = tape_of(self.recorder, target="", versions={}, traced_for=self.device.name)
+        coverage = Coverage() if self.watch.after is None else self.watch.after.coverage()
+        if self._until is not None and coverage.stopped != _REACHED:
+            file, line = self._until
+            missed = NotReached(what="the line of --until", where=f"{short(file)}:{line}")
+            coverage = dataclasses.replace(coverage, not_reached=(missed, *coverage.not_reached))
+        self._tape = dataclasses.replace(
+            tape,
+            effects=self.watch.effects(),
+            coverage=coverage,
+            weights=self._weights(),
+            strings=tuple(self.recorder.texts),
+            loaders=self._loading.uses(),
+        )
+        for look in WHEN_TAKEN:
+            look(self)
+
+    def _note_weights(self) -> None:
+        """Models that a script predicts with, and trains nothing, are often gone when it ends."""
+        self._seen_weights.update((row[:2], row[2]) for row in self._held_weights())
+
+    def _held_weights(self) -> Iterator[tuple[int, int, bool]]:
+        for weight, path in self.gpu.attribution.weights():
+            storage = self.gpu.storages.index_of(weight)
+            if storage is not None:
+                yield storage, path, weight.requires_grad
+
+    def _weights(self) -> Weights:
+        seen = self._seen_weights if self.watch.predicts_only else {}
+        found = seen | {row[:2]: row[2] for row in self._held_weights()}
+        rows = sorted((*key, is_trained) for key, is_trained in found.items())
+        columns = zip(*rows, strict=True) if rows else ((), (), ())
+        return Weights.from_columns(dict(zip(("storage", "module", "is_trained"), columns, strict=True)))
+
+    def tape(self, *, target: str, versions: Mapping[str, str]) -> Tape:
+        """The tape of the run at the end of the last step."""
+        assert self._tape is not None
+        # Here, as operators of the program's own are registered in no other process.
+        names = {self._tape.strings[name] for name in self._tape.operators.name.tolist()}
+        drawing = tuple(sorted(name for name in names if draws(name)))
+        return dataclasses.replace(self._tape, target=target, versions=versions, random_operators=drawing)
+
+    def give_largest_batches(self, begin: int) -> None:
+        """Has data loaders give their largest batch after `begin` steps."""
+        largest_batch.install(lambda: self.watch.num_ended >= begin, self.recorder.assume)
+
+    def follow_threads(self) -> None:
+        """Has the virtual GPU answer in the program's threads too, which take turns."""
+
+        after = self.watch.after
+        if after is None:
+            followed = threads.ThreadsFollowed(self.gpu, lambda: False, lambda why: None)
+        else:
+            followed = threads.ThreadsFollowed(self.gpu, lambda: after.is_on, after.stop)
+        followed.install()
+
+    def run(self, target: targets.Target) -> None:
+        """Runs the target until its steps are over.
+
+        Raises:
+            CaptureError: it never takes a step, or never uses the card.
+        """
+        with self.gpu, contextlib.suppress(EndOfCapture):
+            if isinstance(target, targets.Script):
+                assert self.watch.after is not None
+                held = self._run_script(target, self.watch.after)  # noqa: F841 - what lives at the end of a script lives on until the tape is taken
+                if self.watch.num_ended or self.watch.predicts():
+                    self.watch.settle()
+            else:
+                self._run_generator(targets.generator_on(target, device="cuda"))
+        if not self.watch.num_ended and not isinstance(target, targets.Script):
+            raise CaptureError("the function did not yield: set up, then `yield` once per step")
+        if not self.watch.num_ended and not self.watch.has_ended:
+            others = (
+                "; the processes that it started are not traced: call what they run, in this one"
+                if _SPAWNING & sys.modules.keys()
+                else ""
+            )
+            raise CaptureError(
+                f"the workload ended without a step: no optimizer stepped and no backward pass was run{others or _OF_INFERENCE}"
+            )
+        self.watch.settle()
+        if not self.recorder.storages["num_bytes"]:
+            raise CaptureError(
+                'the workload took its steps without a tensor on the GPU; does it move its model to "cuda"?'
+            )
+
+    def _run_script(self, script: targets.Script, after: FastForward) -> Mapping[str, Any] | None:
+        """The globals of the script, or None after an error of its own behind its steps: the tape has what came before."""
+        try:
+            return targets.run_script(script, compiled=after.program.compiled)
+        except (Exception, SystemExit) as error:
+            is_own = isinstance(error, ApplyError | InternalError) or faults.our_error(error, "the capture") is not None
+            if not is_own:
+                self._note_assumed(error)
+            if not after.is_on or (is_own and not isinstance(error, CaptureError)):
+                raise
+            if not (isinstance(error, SystemExit) and error.code in (None, 0)):
+                after.stopped(one_line("it", error), places_of(error))
+            self.watch.settle()
+            return None
+
+    def _run_generator(self, generator: Iterator[Any]) -> None:
+        for _ in range(self.watch.num_steps):
+            self.watch.begin_yielded_step()
+            try:
+                next(generator)
+            except StopIteration:
+                break
+            except Exception as error:
+                self._note_assumed(error)
+                raise
+            self.watch.end_step()
+
+    def _note_assumed(self, error: BaseException) -> None:
+        """An exception of the program may follow from a value that was assumed."""
+        self.gpu.reads.note_on(error, ((p.file, p.first_line, p.line) for p in places_of(error)))

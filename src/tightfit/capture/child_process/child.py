@@ -1,0 +1,315 @@
+"""The process that a workload is traced in. It reads a request file, and writes a tape or an error of one line.
+
+    python -m tightfit.capture.child_process.child REQUEST.json PARENT
+
+It patches torch throughout to simulate a card, so it is used for one capture and then ends.
+"""
+
+import dataclasses
+import faulthandler
+import importlib
+import json
+import os
+import signal
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from tightfit.capture import targets
+from tightfit.capture.collectives.world import World
+from tightfit.capture.patches import manifest
+from tightfit.capture.processes import process_role
+from tightfit.capture.processes.children import die_with_parent
+from tightfit.capture.processes.containment.closed_in import ClosedIn
+from tightfit.capture.processes.trace_progress import StatusFile
+from tightfit.errors import CaptureError, ProgramError, TightfitError, apply_error, faults
+from tightfit.errors import program_errors as programs
+from tightfit.tape import Coverage
+
+if TYPE_CHECKING:
+    from tightfit.capture.child_process.capture_session import CaptureSession
+    from tightfit.capture.steps.detector import StepWatch
+
+_SECONDS_TO_TRY_AGAIN = 0.2
+_MOST_BYTES_SAID = 4096
+_REPORTED_PACKAGES = ("transformers", "accelerate", "peft", "diffusers", "lightning", "torchvision", "timm")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """The request to the child. `device` is a name of the catalogue or a path; `target` is a `targets.Target` as a dict with its `kind`,
+    `world` a `tightfit.capture.collectives.world.World` as a dict, `preparation` a `tightfit.capture.trace.Preparation` as a dict.
+    """
+
+    target: dict[str, Any]
+    label: str
+    device: str
+    num_steps: int
+    tape: str
+    timeout_seconds: float
+    show_output: bool
+    preparation: dict[str, Any] | None
+    containment: dict[str, Any] | None = None
+    with_effects: bool = False
+    used_bytes: int = 0
+    follows: dict[str, Any] | None = None
+    until: list[Any] | None = None
+    largest_batch_from: int | None = None
+    follows_threads: bool = False
+    world: dict[str, Any] | None = None
+
+
+def main(path: str, parent: str) -> None:
+    """Runs the request at `path` and ends the process; the process also ends as soon as `parent` does."""
+    die_with_parent(int(parent))
+    request = Request(**json.loads(Path(path).read_text()))
+    answer: dict[str, Any]
+    last_line: Callable[[], str] = str
+    sys.unraisablehook = _note_unraisable
+    closed_in = ClosedIn(request.containment)
+    in_threads = threading.excepthook
+
+    def thread_failed(failed: threading.ExceptHookArgs) -> None:
+        # The program may wait for ever for what such a thread does not bring.
+        if failed.exc_value is not None and programs.IN_A_THREAD in str(failed.exc_value):
+            leave(path, {**_failure(request.label, failed.exc_value, ""), "notes": closed_in.end()})
+        in_threads(failed)
+
+    threading.excepthook = thread_failed
+    try:
+        with quiet(request.show_output) as last_line:
+            answer = {"ok": True, "report": _trace(request, path, closed_in), "num_examples": _num_examples()}
+    except BaseException as error:  # noqa: BLE001 - whatever the user's code raises is the answer
+        answer = _failure(request.label, error, last_line())
+        answer["message"] += closed_in.hint(error)
+    answer["notes"] = closed_in.end()
+    leave(path, answer)
+
+
+def leave(path: str, answer: dict[str, Any]) -> NoReturn:
+    """Ends the process with the answer to the request at `path`."""
+    Path(f"{path}.answer").write_text(json.dumps(answer))
+    # Neither the program's threads and exit handlers nor the teardown of an interpreter whose torch was patched
+    # may change the answer, or keep the process alive.
+    os._exit(0)
+
+
+def _num_examples() -> dict[int, int]:
+    from tightfit.capture.patches import loaders
+
+    return loaders.num_examples
+
+
+def _failure(label: str, error: BaseException, said: str) -> dict[str, Any]:
+    """The answer after `error` ended the trace: our own error, even if the program converted it into another one, or else the program's. `said` is the
+    last line that the program has written to stderr."""
+    own: TightfitError | None = faults.noted() or apply_error() or faults.our_error(error, "the capture")
+    if own is None:
+        if isinstance(error, SystemExit):
+            own = CaptureError(_ended_itself(label, error.code, said) + programs.assumed(error))
+        else:
+            own = ProgramError(programs.one_line(label, error))
+            own.trace = programs.program_trace(error)
+    details = {name: value for name, value in vars(own).items() if name != "trace" and not name.startswith("__")}
+    trace = own.trace or "".join(traceback.format_exception(error))
+    return {"ok": False, "kind": type(own).__name__, "message": str(own), "details": details, "trace": trace}
+
+
+def _note_unraisable(unraisable: Any) -> None:
+    """Python drops exceptions in callbacks of weak references; an error of ours there would leave a wrong tape."""
+    if unraisable.exc_value is not None:
+        faults.note(unraisable.exc_value, "the capture")
+    sys.__unraisablehook__(unraisable)
+
+
+def _trace(request: Request, path: str, closed_in: ClosedIn) -> Any:
+    try:
+        # First, as what is imported next takes these names at its head.
+        manifest.check()
+        from tightfit.capture.child_process.capture_session import CaptureSession
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        from tightfit.errors import MissingExtra
+
+        raise MissingExtra(
+            "tracing runs your code with torch, which is not installed here; install it: pip install 'tightfit[torch]'"
+        ) from error
+    process_role.begin_trace()
+    by_yield = request.target["kind"] != "Script"
+    session = CaptureSession(
+        request.device,
+        request.num_steps,
+        by_yield=by_yield,
+        with_effects=request.with_effects,
+        used_bytes=request.used_bytes,
+        follows=None if request.follows is None else Coverage.from_json(request.follows),
+        until=None if request.until is None else (request.until[0], request.until[1]),
+        world=None if request.world is None else World(**request.world),
+    )
+    if request.largest_batch_from is not None:
+        session.give_largest_batches(request.largest_batch_from)
+    session.gpu.progress = status = StatusFile(path)
+    if request.follows_threads:
+        session.follow_threads()
+    report = prepare(request.preparation)
+    closed_in.begin()
+    _refuse_in_forks(session, request.label, path)
+    with _steps_in_time(session.watch, request.timeout_seconds, f"{path}.stack", status):
+        session.run(target_of(request.target))
+    raise_what_was_swallowed()
+    session.tape(target=request.label, versions=_versions()).save(request.tape)
+    return report()
+
+
+def _refuse_in_forks(session: "CaptureSession", label: str, path: str) -> None:
+    """A process that the program forks has a copy of the trace, which leads nowhere: where it uses the GPU, the trace ends with an error."""
+    if sys.platform == "win32":
+        return
+    traced = os.getpid()
+
+    def refuse(*_: object) -> NoReturn:
+        where = session.gpu.attribution.where()
+        error = CaptureError(
+            f"{where} uses the GPU in a process that the program has forked, and a trace follows one: call in the main process what it runs, at least while it is traced"
+        )
+        Path(f"{path}.answer").write_text(json.dumps({**_failure(label, error, ""), "notes": []}))
+        # The traced process may wait for this one.
+        os.kill(traced, signal.SIGKILL)
+        os._exit(1)
+
+    os.register_at_fork(after_in_child=lambda: setattr(session.recorder, "operator", refuse))
+
+
+@contextmanager
+def _steps_in_time(watch: "StepWatch", timeout_seconds: float, path: str, status: StatusFile) -> Iterator[None]:
+    """Ends the process if no step ends within `timeout_seconds`, and writes the stacks of all threads to the file at `path`."""
+    with open(path, "w") as file:
+
+        def expect_a_step() -> None:
+            # The thread that waits runs no Python, so nothing that the program does can keep it.
+            faulthandler.dump_traceback_later(timeout_seconds, file=file, exit=True)
+            status.step(watch.num_ended)
+
+        def expect_the_end() -> None:
+            if sys.platform == "win32":
+                return
+            # After the steps a program that takes too long is no error: the tape has what came before.
+            watch.on_step = lambda: None
+            faulthandler.dump_traceback_later(2 * timeout_seconds, file=file, exit=True)
+            signal.signal(signal.SIGALRM, lambda _, frame: _stop(watch, frame, timeout_seconds))
+            signal.setitimer(signal.ITIMER_REAL, timeout_seconds)
+
+        watch.on_step = expect_a_step
+        if watch.after is not None:
+            watch.after.on_begin = expect_the_end
+        expect_a_step()
+        traced = os.getpid()
+        try:
+            yield
+        finally:
+            if os.getpid() != traced:
+                # One that the program has forked comes to its end: the trace is not its own, nor is what waits for a step.
+                ended = sys.exc_info()[1]
+                code = ended.code if isinstance(ended, SystemExit) else ended and 1
+                os._exit(code if isinstance(code, int) else int(code is not None))
+            faulthandler.cancel_dump_traceback_later()
+            if sys.platform != "win32":
+                signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _stop(watch: "StepWatch", frame: FrameType | None, timeout_seconds: float) -> None:
+    """Ends the trace, called from a signal's handler: at once where the program's own code runs or waits, else at the next check."""
+    from tightfit.capture.after_steps.running_lines import is_between_our_lines
+
+    after = watch.after
+    if after is None or watch.has_ended:
+        return
+    why = f"stopped after {timeout_seconds:g} s"
+    if not is_between_our_lines(frame):
+        after.stop(why)
+    after.must_stop = why
+    signal.setitimer(signal.ITIMER_REAL, _SECONDS_TO_TRY_AGAIN)
+
+
+def raise_what_was_swallowed() -> None:
+    """Raises an error of ours that the program has caught: it has run without what was asked for, so its tape is not the answer."""
+    swallowed = faults.noted() or apply_error()
+    if swallowed is not None:
+        raise swallowed
+
+
+def prepare(preparation: dict[str, Any] | None) -> Callable[[], Any]:
+    """Runs a `tightfit.capture.trace.Preparation`; the function that is returned gives its report when the run is over."""
+    if preparation is None:
+        return lambda: None
+    module, _, name = preparation["function"].partition(":")
+    return getattr(importlib.import_module(module), name)(preparation["argument"])
+
+
+def target_of(fields: dict[str, Any]) -> targets.Target:
+    """The target from its fields, with its `kind`, in a request."""
+    kinds: dict[str, Any] = {
+        c.__name__: c for c in (targets.Script, targets.GeneratorFunction, targets.HuggingFaceConfig)
+    }
+    return kinds[fields["kind"]](**{k: v for k, v in fields.items() if k != "kind"})
+
+
+def _versions() -> dict[str, str]:
+    import torch
+
+    from tightfit.capture.patches.libraries import version_of
+
+    versions = {
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda or "",
+    }
+    for package in _REPORTED_PACKAGES:
+        if package in sys.modules:
+            versions[package] = version_of(package)
+    return versions
+
+
+@contextmanager
+def quiet(show_output: bool) -> Iterator[Callable[[], str]]:
+    """The script's own output goes to stderr, or nowhere: stdout belongs to the answer. Yields a function for the last line that it has written to
+    stderr, which is empty where the output is shown."""
+    # A fault inside autograd ends the process without an exception: its traceback goes to the real stderr, from
+    # which the parent names the line (`capture.progress.user_place`).
+    faulthandler.enable(os.dup(2))
+    sink = os.dup(2) if show_output else os.open(os.devnull, os.O_WRONLY)
+    os.dup2(sink, 1)
+    if show_output:
+        os.dup2(sink, 2)
+        yield lambda: ""
+    else:
+        with tempfile.TemporaryFile() as file:
+            os.dup2(file.fileno(), 2)
+        # Whatever the program does with its own.
+        kept = os.dup(2)
+        yield lambda: _last_line(kept)
+    sys.stdout.flush()
+
+
+def _last_line(file: int) -> str:
+    sys.stderr.flush()
+    end = os.pread(file, _MOST_BYTES_SAID, max(0, os.fstat(file).st_size - _MOST_BYTES_SAID))
+    return next((line.strip() for line in reversed(end.decode(errors="replace").splitlines()) if line.strip()), "")
+
+
+def _ended_itself(label: str, code: object, said: str) -> str:
+    how = code if isinstance(code, str) else f"exit code {code or 0}"
+    # A parser of arguments says what it does not understand, and exits.
+    said = f"; it said: {said}" if said and code and not isinstance(code, str) else ""
+    return f"{label} ended itself before its steps were over: {how}{said} (--show-output shows what it printed)"
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

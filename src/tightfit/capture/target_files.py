@@ -1,0 +1,118 @@
+"""What the words of a target name on disk: the file of a module, and files that are no target, which are refused in a line before anything starts.
+
+Nothing of the program is imported for it: a package's `__init__.py` is the user's code.
+"""
+
+import importlib.util
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+from tightfit.errors import ProgramError, UsageError
+from tightfit.errors.program_errors import one_line, program_trace
+
+_NUM_BYTES_READ = 4096
+_ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
+_SETTINGS = (".yaml", ".yml", ".toml", ".ini", ".cfg")
+_WEIGHTS = (".safetensors", ".gguf", ".pt", ".pth", ".ckpt", ".bin", ".h5")
+_LAUNCHERS = ("python", "python3", "torchrun", "accelerate", "deepspeed")
+
+
+def module_file(name: str) -> str | None:
+    """The file that `python -m NAME` runs in this folder, relative to it where it is in it; None if there is none.
+
+    Only names with a dot are looked for, so that a model type (`gpt2`) is not taken for a folder of that name.
+    """
+    parts = name.split(".")
+    if len(parts) < 2 or not all(part.isidentifier() for part in parts):
+        return None
+    for folder in _folders(parts[0]):
+        place = folder.joinpath(*parts[1:])
+        for file in (place.with_name(f"{place.name}.py"), place / "__main__.py"):
+            if file.is_file():
+                return os.path.relpath(file) if file.is_relative_to(os.getcwd()) else str(file)
+    return None
+
+
+def _folders(package: str) -> Iterator[Path]:
+    """The folders of a package: in this folder, and on the Python path, where it need not be imported to be found."""
+    if (Path.cwd() / package).is_dir():
+        yield Path.cwd() / package
+    spec = importlib.util.find_spec(package)
+    yield from map(Path, [] if spec is None else spec.submodule_search_locations or [])
+
+
+def check_syntax(path: str) -> None:
+    """Compiles the script at `path`.
+
+    Raises:
+        ProgramError: it has a syntax error.
+    """
+    with warnings.catch_warnings():
+        # Python shows them when the program runs.
+        warnings.simplefilter("ignore")
+        try:
+            compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
+        except SyntaxError as error:
+            found = ProgramError(one_line(path, error))
+            found.trace = program_trace(error)
+            raise found from error
+        except ValueError:
+            # Null bytes, or an unknown encoding: what Python says of them has the place.
+            return
+
+
+def refuse_other_files(text: str) -> None:
+    """Refuses what people give in place of a target: a checkpoint, a notebook, a recording, a config of their program, `python`.
+
+    Raises:
+        UsageError: the line says what it is, and what to give instead.
+    """
+    path = Path(text)
+    if text in _LAUNCHERS and not path.exists():
+        raise UsageError(
+            f"leave out {text}: give the script itself, and its own arguments after --, as in tightfit estimate train.py -- --epochs 1"
+        )
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise UsageError(
+            f"the folder {text} has no config.json, so it is no Hugging Face model; give a script (FILE.py)"
+        )
+    if path.is_file() and path.suffix not in (".py", ".json", ".npz"):
+        raise UsageError(f"{text} is {_kind(path)}")
+
+
+def _kind(path: Path) -> str:
+    with path.open("rb") as file:
+        start = file.read(_NUM_BYTES_READ)
+    script = path.with_suffix(".py").name
+    for is_it, kind in (
+        (
+            path.suffix == ".ipynb",
+            f"a notebook: make a script of it (jupyter nbconvert --to script {path.name}), and give {script}",
+        ),
+        (
+            start.startswith(_ZIP) or path.suffix in _WEIGHTS,
+            "a checkpoint or an archive, which says nothing of a run: give the script that trains or runs the model",
+        ),
+        (
+            start.startswith(_PICKLE),
+            "a pickle: recordings are read by tightfit doctor, report, replay and diff; other commands take a script",
+        ),
+        (
+            path.suffix in _SETTINGS,
+            "a file of settings: give the script that reads it, with its own arguments after --",
+        ),
+        (
+            path.suffix == ".sh",
+            "a shell script: give the Python script that it starts, with its own arguments after --",
+        ),
+        (
+            b"out of memory" in start,
+            "the text of an error, not a recording: tightfit estimate SCRIPT says what the run needs and for what, "
+            "and tightfit record SCRIPT writes a recording",
+        ),
+    ):
+        if is_it:
+            return kind
+    return "neither a Python script (FILE.py) nor a Hugging Face config (config.json)"

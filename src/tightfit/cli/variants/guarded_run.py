@@ -1,0 +1,161 @@
+"""`tightfit run --guard`: runs a user's unmodified script with its training steps guarded, with a plan or without one."""
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Group, Parameter
+
+from tightfit.capture.targets import Script, run_script
+from tightfit.cli.arguments.options import SEVERAL
+from tightfit.cli.arguments.programs import exit_code_of
+from tightfit.cli.arguments.sizes import with_unit
+from tightfit.cli.shared.local_cards import LocalCard, local_cards
+from tightfit.devices.catalogue import find
+from tightfit.errors import UsageError
+from tightfit.planner.plan import Plan
+from tightfit.units import GIB, format_bytes, parse
+
+if TYPE_CHECKING:
+    from tightfit.guarding.loops.guarded_script import GuardedScript
+
+
+@Parameter(name="*", group=Group("Guarded run", sort_key=3))
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Guarding:
+    """How a run is guarded.
+
+    Parameters
+    ----------
+    guard
+        Take a training step that runs out of memory back, and run it again. No plan is made then; --plan may name one.
+    fallback
+        A plan to change to where memory does not suffice, from the fastest to the one that holds least; repeatable.
+    post_mortems
+        The folder for the file about a step that failed for good. Default: the current one.
+    """
+
+    guard: bool = False
+    fallback: Annotated[tuple[Path, ...], SEVERAL] = ()
+    post_mortems: Path = Path()
+
+
+UNGUARDED = Guarding()
+_ALLOC_CONF = "PYTORCH_CUDA_ALLOC_CONF"
+# What the CUDA context of a GPU that is not in the catalogue takes.
+_CONTEXT_BYTES = GIB // 2
+
+
+def run_guarded(
+    script: Script,
+    guarding: Guarding,
+    plan: Path | None,
+    budget: str | None,
+    others: Mapping[str, Any],
+    check_steps: int,
+    disk_folder: Path | None,
+) -> int:
+    """Runs the script, with `plan` from the start if there is one, and says on stderr what the guard has done. Returns the exit code.
+
+    `budget` is what the process may hold on this machine's GPU.
+
+    Raises:
+        UsageError: an option of `others`, which are for a run that makes its plan, was given; or there is no folder for post-mortems.
+    """
+    given = [name for name, value in others.items() if value]
+    if given:
+        raise UsageError(
+            f"--guard makes no plan, and takes no {given[0]}: make the plan with tightfit plan, and give it by --plan"
+        )
+    if not guarding.post_mortems.is_dir():
+        raise UsageError(f"--post-mortems {guarding.post_mortems}: there is no such folder")
+    if budget is not None:
+        _limit(with_unit("--budget", budget))
+    plans = [Plan.load(each) for each in ([] if plan is None else [plan]) + list(guarding.fallback)]
+    folder = None if disk_folder is None else str(disk_folder)
+    return exit_code_of(
+        lambda: _run(script, plans, guarding, has_plan=plan is not None, check_steps=check_steps, disk_folder=folder),
+        script.path,
+    )
+
+
+def _limit(budget: str) -> None:
+    """Sets what the allocator of this process may hold, and says so.
+
+    Raises:
+        UsageError: there is no GPU, or the budget is not for it.
+    """
+    from tightfit.guarding.process_budget import allocator_setting
+
+    cards = local_cards()
+    if not cards:
+        raise UsageError("--budget is what the process may hold on a GPU, and there is none on this machine")
+    card = cards[0]
+    budget_bytes, outside_bytes = parse(budget, whole_bytes=card.total_bytes), _outside(card)
+    setting = allocator_setting(budget_bytes, capacity_bytes=card.total_bytes, outside_bytes=outside_bytes)
+    own = os.environ.get(_ALLOC_CONF)
+    os.environ[_ALLOC_CONF] = ",".join(part for part in (own, setting) if part)
+    say(
+        f"guard: at most {format_bytes(budget_bytes)} of {card.name}: {format_bytes(budget_bytes - outside_bytes)} for tensors, about {format_bytes(outside_bytes)} for the CUDA context"
+    )
+    if card.used_bytes > card.total_bytes - budget_bytes:
+        say(
+            f"guard: other processes hold {format_bytes(card.used_bytes)} of it: {format_bytes(card.total_bytes - card.used_bytes)} are free now, less than the budget"
+        )
+
+
+def _outside(card: LocalCard) -> int:
+    return _CONTEXT_BYTES if card.known_as is None else find(card.known_as).context.num_bytes
+
+
+def _run(
+    script: Script,
+    plans: Sequence[Plan],
+    guarding: Guarding,
+    *,
+    has_plan: bool,
+    check_steps: int,
+    disk_folder: str | None,
+) -> None:
+    from tightfit.runtime.run_script import run
+    from tightfit.torch_hooks import manifest
+
+    found: list[GuardedScript] = []
+
+    def running() -> Any:
+        # Imports torch, which reads the allocator's settings of the plan.
+        manifest.check()
+        from tightfit.guarding.loops.guarded_script import GuardedScript
+
+        # Next to where the command was given, wherever the script goes.
+        folder = guarding.post_mortems.resolve()
+        found.append(GuardedScript(script.path, plans, has_first=has_plan, folder=folder))
+        return found[0].running()
+
+    try:
+        if has_plan:
+            run(plans[0], script, say, check_steps=check_steps, disk_folder=disk_folder, around=running)
+        else:
+            with running() as compiled:
+                run_script(script, compiled=compiled)
+    finally:
+        for guarded in found:
+            _tell(guarded, say)
+
+
+def _tell(guarded: "GuardedScript", tell: Callable[[str], None]) -> None:
+    counts = guarded.statistics
+    if not guarded.num_loops:
+        tell("guard: found no training loop in the script that could be guarded; it ran without")
+    elif counts["out of memory"] or counts["retried operators"]:
+        tell(
+            f"guard: {counts['steps']} steps, {counts['out of memory']} out of memory, {counts['replays']} replayed, {counts['retried operators']} operators of updates run again"
+        )
+
+
+def say(line: str) -> None:
+    """Writes a line to stderr."""
+    sys.stderr.write(f"tightfit: {line}\n")

@@ -1,0 +1,118 @@
+"""Objects that give another value each time, and arrays: generators of random numbers, iterators, Python generators, numpy arrays.
+
+Such an object has a position or a content that can be read and compared; some can be put back, an iterator cannot.
+"""
+
+import dataclasses
+import functools
+import gc
+import io
+import itertools
+import operator
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from tightfit.effects.holders import PLAIN
+from tightfit.effects.reachable.opaque import State, position, state_of
+
+_LARGEST_ARRAY_BYTES = 1 << 16
+# Of a larger array this many elements are looked at, and the sum of all words up to the second size: a counter among them changes it.
+_NUM_SAMPLES = 4_096
+_LARGEST_SUMMED_BYTES = 1 << 26
+# Iterators that say how many items are left.
+_ITERATORS = (type(iter([])), type(iter(())), type(iter(range(0))), type(reversed([])), type(itertools.repeat(0, 0)))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """An object that gives another value each time, such as a random generator. `put` is None if it cannot be rewound; `memory` is where an
+    array's content lies, address and bytes, as tensors may share it."""
+
+    path: str
+    key: int
+    state: Callable[[], Any]
+    put: Callable[[Any], None] | None
+    memory: tuple[int, int] = (0, 0)
+
+
+def drawn(path: str, value: Any, *, is_users_class: Callable[[type], bool]) -> Drawn | None:
+    """How the position of `value` is read; None if it is not an object of this kind."""
+    found = _state_and_put(value, is_users_class)
+    memory = (value.ctypes.data, value.nbytes) if isinstance(value, np.ndarray) else (0, 0)
+    return None if found is None else Drawn(path=path, key=id(value), state=found[0], put=found[1], memory=memory)
+
+
+def _state_and_put(value: Any, is_users_class: Callable[[type], bool]) -> State | None:
+    if isinstance(value, torch.Generator | np.random.Generator | np.random.RandomState):
+        return _state_of_chance(value)
+    if isinstance(value, np.ndarray):
+        return _state_of_array(value)
+    if isinstance(value, types.GeneratorType):
+        return lambda: _place(value), None
+    if isinstance(value, (itertools.count, *_ITERATORS)):
+        return value.__repr__ if isinstance(value, itertools.count) else lambda: operator.length_hint(value), None
+    is_iterator = isinstance(value, Iterator) and not isinstance(value, io.IOBase)
+    if (read := state_of(value)) is None and is_iterator and _is_librarys(type(value), is_users_class):
+        # Such as that of a DataLoader: what it counts is among its attributes.
+        return lambda: {name: own for name, own in vars(value).items() if isinstance(own, PLAIN)}, None
+    return read
+
+
+def _state_of_chance(value: torch.Generator | np.random.Generator | np.random.RandomState) -> State:
+    if isinstance(value, torch.Generator):
+        return lambda: value.get_state().numpy().tobytes(), lambda content: _put_torch(value, content)
+    bits = value.bit_generator if isinstance(value, np.random.Generator) else value._bit_generator  # type: ignore[attr-defined]
+    return lambda: repr(bits.state) if bits.state["bit_generator"] != "MT19937" else _words(bits.state), None
+
+
+def _state_of_array(value: np.ndarray) -> State:
+    if value.nbytes > _LARGEST_ARRAY_BYTES:
+        return functools.partial(_digest, value), None
+    return value.tobytes, lambda content: _put_array(value, content)
+
+
+def _is_librarys(kind: type, is_users_class: Callable[[type], bool]) -> bool:
+    """Whether a class with attributes is of a library: the iterators of the user's own classes are looked through like other objects."""
+    return kind.__module__.partition(".")[0] != "tightfit" and not is_users_class(kind) and bool(kind.__dictoffset__)
+
+
+def _place(generator: types.GeneratorType) -> Any:
+    """Where a generator waits. The iterators of its loops have no name: they lie on its stack, which the garbage collector sees."""
+    frame = generator.gi_frame
+    if frame is None:
+        return None
+    # Up to Python 3.10 the frame holds the stack, from 3.11 on the generator.
+    on_stack = (*gc.get_referents(generator), *gc.get_referents(frame))
+    inner = [_place(o) if isinstance(o, types.GeneratorType) else position(o) for o in on_stack if _moves_on(o)]
+    return frame.f_lasti, repr(frame.f_locals), inner
+
+
+def _moves_on(value: Any) -> bool:
+    return isinstance(value, types.GeneratorType) or (
+        isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools")
+    )
+
+
+def _digest(array: np.ndarray) -> Any:
+    samples = array.flat[:: max(1, array.size // _NUM_SAMPLES)].tobytes()
+    if array.nbytes > _LARGEST_SUMMED_BYTES or array.dtype.hasobject or isinstance(array, np.memmap):
+        return samples
+    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    words = flat[: flat.size // 8 * 8].view(np.uint64)
+    return samples, int(words.sum(dtype=np.uint64)), flat[words.nbytes :].tobytes()
+
+
+def _put_array(array: np.ndarray, content: bytes) -> None:
+    np.copyto(array, np.frombuffer(content, array.dtype).reshape(array.shape))
+
+
+def _put_torch(generator: torch.Generator, content: bytes) -> None:
+    generator.set_state(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+
+
+def _words(state: Any) -> Any:
+    return state["state"]["pos"], state["state"]["key"].tobytes()

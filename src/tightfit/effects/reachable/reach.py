@@ -1,0 +1,559 @@
+"""Finds the state that a module's forward can reach: a walk from its modules through attributes, containers, objects, and the user's code.
+
+Code is read, not run: the globals, closures, defaults and class attributes that a user's function names. Code of libraries is taken to keep its
+state in modules and in the objects that these refer to. The walk ends after a bounded number of objects; state beyond is found by comparing values.
+"""
+
+import abc
+import builtins
+import dataclasses
+import dis
+import enum
+import functools
+import itertools
+import operator
+import os
+import sys
+import types
+import weakref
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from tightfit.effects.code import CODE, Code
+from tightfit.effects.holders import ClassAttributes, Holder, Items, Members, Names, class_state, is_plain
+from tightfit.effects.outside_calls import NAMES
+from tightfit.effects.reachable.cells import Cell, contents
+from tightfit.effects.reachable.classes_of_libraries import BAGS, COUNTING, STATELESS
+from tightfit.effects.reachable.drawn import Drawn, drawn
+from tightfit.effects.reachable.scopes import READS_ENVIRONMENT, Slots, environment, inner_container, scope, slots_of
+from tightfit.effects.users_code import is_users_class, is_users_file, is_users_function, is_users_module
+
+# Bounds for programs that keep a data set or a tokeniser on the model: a snapshot is taken in every call, and
+# its cost must stay far below that of a block.
+_MAX_OBJECTS = 20_000
+_MAX_ITEMS = 4_096
+_IN_GRAPH = object()
+# Source: torch/nn/modules/module.py, torch 2.6 to 2.13.
+_HOOKS_OF_ALL_MODULES = (
+    *("_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks", "_global_backward_hooks"),
+    *("_global_parameter_registration_hooks", "_global_buffer_registration_hooks", "_global_module_registration_hooks"),
+)
+# Objects that are looked at for what they hold, and that may have attributes of their own.
+_WITH_CONTENT = (
+    torch.Tensor,
+    dict,
+    list,
+    deque,
+    tuple,
+    set,
+    frozenset,
+    functools.partial,
+    int,
+    float,
+    str,
+    bytes,
+    complex,
+)
+# Run when an object is made or shown, and not by its use.
+_MAKING = {
+    *("__init__", "__new__", "__init_subclass__", "__class_getitem__"),
+    *("__repr__", "__str__", "__reduce__", "__doc__"),
+}
+_LISTS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
+_BOUND_IN_C = (types.BuiltinMethodType, types.MethodWrapperType)
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Reach:
+    """The result of a walk. `contents` are those of the holders when last read."""
+
+    holders: list[Holder] = dataclasses.field(default_factory=list)
+    contents: list[Any] = dataclasses.field(default_factory=list)
+    # Those of the holders that are dicts, by position, with their contents when last read: compared in one
+    # pass, without a call for each.
+    modules: list[weakref.ref[torch.nn.Module]] = dataclasses.field(default_factory=list)
+    # torch's own, which are not walked: what they hold is large, and changed by every step.
+    optimizers: list[weakref.ref[torch.optim.Optimizer]] = dataclasses.field(default_factory=list)
+    dicts: list[dict[Any, Any]] = dataclasses.field(default_factory=list)
+    others: list[int] = dataclasses.field(default_factory=list)
+    values: list[Any] = dataclasses.field(default_factory=list)
+    # The dicts of hooks in which there is none.
+    empty: list[dict[Any, Any]] = dataclasses.field(default_factory=list)
+    tensors: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    tensor_paths: list[str] = dataclasses.field(default_factory=list)
+    drawn: list[Drawn] = dataclasses.field(default_factory=list)
+    # Of `functools.cache`, with their paths: their contents cannot be inspected.
+    caches: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
+    # What the code that was read is found by.
+    code: Code = dataclasses.field(default_factory=Code)
+    is_cut: bool = False
+    """Whether there were more objects than a walk looks at."""
+    names_outside: bool = False
+    """Whether code of the region names something by which it may reach outside of the process's memory."""
+    _weights: frozenset[int] | None = None
+
+    def _mappings(self) -> list[dict[Any, Any]]:
+        attributes = [vars(module) for module in [reference() for reference in self.modules] if module is not None]
+        return attributes + self.dicts
+
+    def remember(self) -> None:
+        """Remembers the current contents of the dicts for `is_same`."""
+        # A tensor with a graph is not kept: the dict then looks changed, and is looked at by itself.
+        self.values = [
+            _IN_GRAPH if isinstance(value, torch.Tensor) and value.grad_fn is not None else value
+            for mapping in self._mappings()
+            for value in mapping.values()
+        ]
+
+    @property
+    def weights(self) -> frozenset[int]:
+        """The tensors that are trained, by `id`: a snapshot has their contents, where they are at the host."""
+        if self._weights is None:
+            self._weights = frozenset(id(tensor) for tensor in self.tensors if tensor.is_leaf and tensor.requires_grad)
+        return self._weights
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether a dict held a tensor with a graph when last read."""
+        return any(value is _IN_GRAPH for value in self.values)
+
+    def is_same(self) -> bool:
+        """Whether the dicts have the contents that they had when last read, and no hook was added."""
+        mappings = self._mappings()
+        return (
+            not any(self.empty)
+            and sum(map(len, mappings)) == len(self.values)
+            and all(map(operator.is_, itertools.chain.from_iterable(map(dict.values, mappings)), self.values))
+        )
+
+
+def reach_of(module: torch.nn.Module) -> Reach:
+    """The state that the forward of `module` can reach now."""
+    walk = _Walk({id(part) for part in module.modules()})
+    name = type(module).__name__
+    for path, part in module.named_modules():
+        walk.module(f"{name}.{path}" if path else name, part)
+    walk.hooks_of_all_modules()
+    walk.finish()
+    walk.found.remember()
+    return walk.found
+
+
+def reach_of_arguments(arguments: Mapping[str, Any], *, attributes: frozenset[str] = frozenset()) -> Reach:
+    """The state that can be reached from the arguments of a forward, by name; of Python modules among them, what is named by `attributes`."""
+    walk = _Walk(frozenset())
+    walk.named_attributes |= attributes
+    for name, argument in arguments.items():
+        if isinstance(argument, types.ModuleType):
+            walk.python_module(argument, attributes)
+        else:
+            walk.argument(name, argument)
+    walk.finish()
+    walk.found.is_cut = walk.collected.is_full()
+    return walk.found
+
+
+@functools.cache
+def _names_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
+    """The globals, the attributes, and the Python modules to import that a function names, those of the functions inside it included."""
+    names, attributes, imported = set[str](), set[str](), set[str]()
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "STORE_GLOBAL"):
+            names.add(instruction.argval)
+        elif instruction.opname == "IMPORT_NAME":
+            imported.add(instruction.argval)
+        elif instruction.opname == "IMPORT_FROM" or instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR"):
+            attributes.add(instruction.argval)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            inner_names, inner_attributes, inner_imported = _names_in(constant)
+            names |= inner_names
+            attributes |= inner_attributes
+            imported |= inner_imported
+    return frozenset(names), frozenset(attributes), frozenset(imported)
+
+
+class _Collected:
+    """What a walk has found, and the objects that it has met."""
+
+    def __init__(self) -> None:
+        self.found = Reach()
+        self._seen: set[int] = set()
+        # Keeps visited objects alive during the walk: ids are only unique among live objects.
+        self._alive: list[Any] = []
+
+    def is_full(self) -> bool:
+        """Whether so many objects were met that the walk ends."""
+        return len(self._seen) > 4 * _MAX_OBJECTS
+
+    def hold(self, holder: Holder, *, is_other: bool = False) -> bool:
+        """Adds a holder with its contents; whether there was room for it."""
+        if len(self.found.holders) >= _MAX_OBJECTS:
+            return False
+        if is_other:
+            self.found.others.append(len(self.found.holders))
+        self.found.holders.append(holder)
+        self.found.contents.append(holder.content(is_kept=True))
+        return True
+
+    def hold_dict(self, path: str, value: dict[Any, Any], *, is_attributes: bool, keeps_graphs: bool = False) -> None:
+        """Adds a dict."""
+        get = functools.partial(_same, value)
+        names = Names(path, id(value), get, is_attributes=is_attributes, keeps_graphs=keeps_graphs)
+        # The order of an OrderedDict is not that of the dict inside, which the comparison in one pass would see.
+        is_other = isinstance(value, OrderedDict) and not is_attributes
+        if self.hold(names, is_other=is_other) and not is_other:
+            self.found.dicts.append(value)
+
+    def hold_attributes(self, path: str, module: torch.nn.Module) -> None:
+        """Adds the attributes of a module, without keeping the module."""
+        reference = weakref.ref(module)
+        if self.hold(Names(path, id(module), lambda: _attributes(reference), is_attributes=True)):
+            self.found.modules.append(reference)
+
+    def is_new(self, value: Any) -> bool:
+        """Whether an object is met for the first time."""
+        if id(value) in self._seen:
+            return False
+        self._seen.add(id(value))
+        self._alive.append(value)
+        return True
+
+
+def _methods(kind: type) -> list[str]:
+    """The methods that others may call: of a module, `forward` and what Python's own syntax calls; of other classes of the user's, all."""
+    is_module = issubclass(kind, torch.nn.Module)
+    names = {name for base in kind.__mro__ if is_users_class(base) for name in vars(base)}
+    chosen = {n for n in names if not is_module or (n.startswith("__") and n.endswith("__"))}
+    return sorted((chosen | {"forward"}) - _MAKING)
+
+
+class _CodeWalk(abc.ABC):
+    """The part of a walk that goes through the user's code; `_value` goes on with what the code refers to."""
+
+    def __init__(self) -> None:
+        self.collected = _Collected()
+        # All attributes that the code of the region names.
+        self.named_attributes = set[str]()
+
+    @abc.abstractmethod
+    def _value(self, path: str, value: Any) -> None:
+        """A value of any type."""
+
+    def users_class(self, kind: type, path: str) -> None:
+        """The code of a class's `forward`, and of the methods that it calls on `self`; of a helper's class, all methods."""
+        waiting = _methods(kind)
+        seen = set(waiting)
+        while waiting:
+            name = waiting.pop()
+            owner = next((base for base in kind.__mro__ if name in vars(base)), None)
+            function = vars(owner)[name] if owner is not None else None
+            if isinstance(function, staticmethod | classmethod):
+                function = function.__func__
+            elif isinstance(function, property):
+                function = function.fget
+            elif isinstance(function, functools.cached_property):
+                function = function.func
+            elif isinstance(function, functools._lru_cache_wrapper):
+                self._value(f"{kind.__name__}.{name}", function)
+                function = function.__wrapped__
+            if isinstance(function, types.FunctionType) and is_users_file(function.__code__.co_filename):
+                self.function(f"{kind.__name__}.{name}", function)
+                more = _names_in(function.__code__)[1] - seen
+                waiting += more
+                seen |= more
+            self.collected.found.code.method(kind, name)
+        for base in kind.__mro__:
+            if is_users_class(base) and self.collected.is_new(base):
+                self.collected.hold(ClassAttributes(base.__name__, base), is_other=True)
+                for name, value in class_state(base).items():
+                    self._value(f"{base.__name__}.{name}", value)
+
+    def function(self, path: str, function: types.FunctionType) -> None:
+        """A function: the globals, closures, defaults and attributes that it names."""
+        if not self.collected.is_new(function) or not is_users_file(function.__code__.co_filename):
+            return
+        names, attributes, imported = _names_in(function.__code__)
+        self.named_attributes |= attributes
+        self.collected.found.names_outside |= not NAMES.isdisjoint(names | attributes | imported)
+        space = function.__globals__
+        self._attributes_of(path, function)
+        # Functions, classes and modules that a function names are code; whether they are replaced is watched by
+        # `code`.
+        plain = tuple(sorted(n for n in names if n not in space or not isinstance(space[n], CODE)))
+        plain = tuple(n for n in plain if n in space or n not in vars(builtins))
+        module = function.__module__ or ""
+        self.collected.found.code.function(function)
+        self.collected.found.code.named(space, names)
+        if plain:
+            self.collected.hold(
+                Names(module, (id(space), plain), functools.partial(_same, space), only=plain), is_other=True
+            )
+        for name in names:
+            value = space.get(name)
+            if isinstance(value, types.ModuleType):
+                self.python_module(value, attributes)
+            else:
+                self._value(f"{module}.{name}", value)
+        for name in imported:
+            if isinstance(module_named := sys.modules.get(name), types.ModuleType):
+                self.python_module(module_named, attributes)
+        for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            if variable != "__class__" and self.collected.is_new(cell):
+                self.collected.hold(Cell(f"{path}:{variable}", cell), is_other=True)
+                for value in contents(cell):
+                    self._value(f"{path}:{variable}", value)
+        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self._value(f"{path}()", value)
+
+    def _attributes_of(self, path: str, function: types.FunctionType) -> None:
+        if vars(function) and self.collected.is_new(vars(function)):
+            self.collected.hold_dict(path, vars(function), is_attributes=True)
+            for name, value in list(vars(function).items()):
+                self._value(f"{path}.{name}", value)
+
+    def python_module(self, module: types.ModuleType, attributes: frozenset[str]) -> None:
+        """A Python module: the environment, or what code names of a module of the user's."""
+        if module is os and attributes & READS_ENVIRONMENT and self.collected.is_new(os.environ):
+            self.collected.hold(environment(), is_other=True)
+        self.collected.found.code.named(vars(module), attributes)
+        if not is_users_module(module):
+            self._put_in_library(module, attributes)
+            return
+        named = tuple(sorted(n for n in attributes & vars(module).keys() if not isinstance(vars(module)[n], CODE)))
+        self.collected.hold(
+            Names(module.__name__, (id(vars(module)), named), lambda: vars(module), only=named), is_other=True
+        )
+        for name in named:
+            self._value(f"{module.__name__}.{name}", vars(module)[name])
+        # What its functions name in turn.
+        for name in sorted(attributes & vars(module).keys()):
+            if isinstance(vars(module)[name], types.FunctionType):
+                self._value(f"{module.__name__}.{name}", vars(module)[name])
+
+    def _put_in_library(self, module: types.ModuleType | type, attributes: frozenset[str] | None) -> None:
+        """The user's own functions in a library's module or class, in the place of the library's; `attributes` are the names to look at, None for all."""
+        names = vars(module).keys() if attributes is None else attributes & vars(module).keys()
+        for name in sorted(names):
+            value = vars(module)[name]
+            if is_users_function(value):
+                self._value(f"{module.__name__}.{name}", value)
+
+
+class _Walk(_CodeWalk):
+    """One walk; `inside` are the modules of the region, whose children are walked through as well."""
+
+    def __init__(self, inside: Collection[int]) -> None:
+        super().__init__()
+        self.found = self.collected.found
+        self._inside = inside
+        self._outside: list[tuple[str, torch.nn.Module]] = []
+
+    def finish(self) -> None:
+        """Walks through the modules outside of the region, as far as code of the region names what they hold: the whole model may be among them."""
+        done = -1
+        while done != (done := len(self.named_attributes)):
+            for path, module in list(self._outside):
+                for name, value in [*vars(module).items(), *module._modules.items()]:
+                    if name in self.named_attributes or (name.isdecimal() and isinstance(module, _LISTS)):
+                        self._value(f"{path}.{name}", value)
+
+    def module(self, path: str, module: torch.nn.Module) -> None:
+        """A module of the region."""
+        if not self.collected.is_new(module):
+            return
+        self.collected.hold_attributes(path, module)
+        for name, value in list(vars(module).items()):
+            if isinstance(value, dict) and name.startswith("_") and not value:
+                self.found.empty.append(value)
+            elif isinstance(value, dict) and name.startswith("_"):
+                # Parameters, buffers, children and hooks: `_buffers` is no word that a person looks for.
+                shown = path if name in ("_parameters", "_buffers", "_modules") else f"{path}.{name}"
+                if self.collected.is_new(value):
+                    self.collected.hold_dict(
+                        shown, value, is_attributes=shown == path, keeps_graphs=name == "_parameters"
+                    )
+                for key, inner in list(value.items()):
+                    if not isinstance(inner, torch.nn.Module):
+                        self._value(f"{shown}.{key}", inner)
+            # Our own wrappers stand there while a plan is on the model.
+            elif name != "forward":
+                self._value(f"{path}.{name}", value)
+        self.users_class(type(module), path)
+
+    def hooks_of_all_modules(self) -> None:
+        """The hooks that torch calls for every module of the process, and what the program has put in the place of functions that they call."""
+        self._put_in_library(torch.nn.functional, None)
+        self._put_in_library(torch.nn.Module, None)
+        self.found.code.named(vars(torch.nn.functional), vars(torch.nn.functional).keys())
+        for name in _HOOKS_OF_ALL_MODULES:
+            hooks = vars(torch.nn.modules.module)[name]
+            if hooks:
+                self.collected.hold_dict(f"torch.nn.{name}", hooks, is_attributes=False)
+            else:
+                self.found.empty.append(hooks)
+            for hook in list(hooks.values()):
+                self._value(f"torch.nn.{name}", hook)
+
+    def argument(self, path: str, value: Any) -> None:
+        """An argument of the forward; its tensors are watched whether they have a graph or not."""
+        for number, leaf in enumerate(tree_leaves(value)):
+            if isinstance(leaf, torch.Tensor) and self.collected.is_new(leaf):
+                self.found.tensors.append(leaf)
+                self.found.tensor_paths.append(path if leaf is value else f"{path}[{number}]")
+        self._value(path, value)
+
+    def _value(self, path: str, value: Any) -> None:
+        """A value of any type."""
+        if isinstance(value, type):
+            self._class(path, value)
+            return
+        if isinstance(value, _BOUND_IN_C):
+            # Such as the `pop` of a list, or the `__next__` of an iterator.
+            value = value.__self__
+        if is_plain(value) or self.collected.is_full() or not _can_hold(value):
+            return
+        if type(value) in weakref.ProxyTypes:
+            # Checked first, as a proxy reports the class of its object.
+            self._value(path, inner_container(value))
+            return
+        if isinstance(value, torch.nn.Module):
+            # One that is not inside the region: its own attributes, not all that lies below it.
+            if id(value) not in self._inside and self.collected.is_new(value):
+                self.collected.hold_attributes(path, value)
+                self._outside.append((path, value))
+            return
+        if isinstance(value, types.MethodType):
+            self._value(path, value.__self__)
+            value = value.__func__
+        if isinstance(value, types.FunctionType):
+            self.function(path, value)
+        elif self.collected.is_new(value):
+            self._object(path, value)
+
+    def _class(self, path: str, kind: type) -> None:
+        """A class of the user's, for what it counts on itself; an enumeration's members may have attributes too."""
+        if self.collected.is_full() or not is_users_class(kind) or issubclass(kind, torch.nn.Module):
+            return
+        self.users_class(kind, path)
+        if issubclass(kind, enum.Enum):
+            for name, member in kind.__members__.items():
+                self._value(f"{path}.{name}", member)
+
+    def _object(self, path: str, value: Any) -> None:
+        self._own_attributes(path, value)
+        if isinstance(value, torch.Tensor):
+            # A tensor with a graph is the result of an earlier operator; its version is checked by autograd
+            # itself where it was saved.
+            if value.grad_fn is None:
+                self.found.tensors.append(value)
+                self.found.tensor_paths.append(path)
+        elif isinstance(value, dict | list | deque | tuple | set | frozenset):
+            self._container(path, value)
+        elif not self._wrapper(path, value):
+            self._other(path, value)
+
+    def _own_attributes(self, path: str, value: Any) -> None:
+        """The attributes of a tensor, a container or a wrapper: a subclass, or the program, may have put some on it."""
+        if isinstance(value, _WITH_CONTENT) and is_users_class(type(value)):
+            self.users_class(type(value), path)
+        own = getattr(value, "__dict__", None) if isinstance(value, _WITH_CONTENT) else None
+        if not isinstance(own, dict) or not self.collected.is_new(own):
+            return
+        if not own:
+            self.found.empty.append(own)
+            return
+        self.collected.hold_dict(path, own, is_attributes=True)
+        for name, inner in list(own.items()):
+            self._value(f"{path}.{name}", inner)
+
+    def _wrapper(self, path: str, value: Any) -> bool:
+        """Follows a wrapper of functions or of another container; whether it is one."""
+        if isinstance(value, functools._lru_cache_wrapper):
+            self.found.caches.append((path, value))
+            self._value(path, value.__wrapped__)
+        elif isinstance(value, functools.partial):
+            for inner in (value.func, *value.args, *value.keywords.values()):
+                self._value(path, inner)
+        elif (inner := inner_container(value)) is not None:
+            self._value(path, inner)
+        else:
+            return False
+        return True
+
+    def _other(self, path: str, value: Any) -> None:
+        if (found := drawn(path, value, is_users_class=is_users_class)) is not None:
+            self.found.drawn.append(found)
+        elif (holder := scope(path, value)) is not None:
+            self.collected.hold(holder, is_other=True)
+            for name, inner in holder.content(is_kept=False).items():
+                self._value(f"{path}.{name}", inner)
+        else:
+            self._instance(path, value)
+
+    def _container(self, path: str, value: Any) -> None:
+        if isinstance(value, dict):
+            self.collected.hold_dict(path, value, is_attributes=False)
+            for name, inner in itertools.islice(list(value.items()), _MAX_ITEMS):
+                self._value(f"{path}[{name!r}]", inner)
+                if not is_plain(name):
+                    self._value(f"{path}[{name!r}]", name)
+            if isinstance(value, defaultdict):
+                self._value(f"{path}.default_factory", value.default_factory)
+        else:
+            if isinstance(value, set):
+                self.collected.hold(Members(path, value), is_other=True)
+            if isinstance(value, list | deque):
+                self.collected.hold(Items(path, value), is_other=True)
+            for number, inner in enumerate(itertools.islice(value, _MAX_ITEMS)):
+                self._value(f"{path}[{number}]", inner)
+
+    def _instance(self, path: str, value: Any) -> None:
+        """An object of any other class: its attributes, and the objects that they refer to if the class is the user's."""
+        kind = type(value)
+        origin = kind.__module__.partition(".")[0]
+        if origin == "torch" and isinstance(value, torch.optim.Optimizer):
+            self.found.optimizers.append(weakref.ref(value))
+        is_bag = origin in BAGS
+        is_stateless = origin in STATELESS and kind.__module__ not in COUNTING
+        if not is_bag and (is_stateless or (origin in sys.stdlib_module_names and not kind.__dictoffset__)):
+            return
+        own = getattr(value, "__dict__", None)
+        if isinstance(own, dict):
+            self.collected.hold_dict(path, own, is_attributes=True)
+        if not is_bag and not is_users_class(kind):
+            # Of a library's object (a cache, a configuration): the containers and tensors that are its own, and what counts steps.
+            for name, inner in list(own.items()) if isinstance(own, dict) else ():
+                is_followed = isinstance(inner, torch.Tensor | list | dict | set | torch.optim.Optimizer)
+                if is_followed or type(inner).__module__ in COUNTING:
+                    self._value(f"{path}.{name}", inner)
+            return
+        slots = slots_of(kind)
+        if slots:
+            self.collected.hold(
+                Names(path, (id(value), "slots"), lambda: Slots(value, slots), is_attributes=True), is_other=True
+            )
+        for name in (*(own or ()), *slots):
+            inner = own[name] if own and name in own else getattr(value, name, None)
+            self._value(f"{path}.{name}", inner)
+        self.users_class(kind, path)
+        call = vars(kind).get("__call__")
+        if isinstance(call, types.FunctionType):
+            self.function(f"{kind.__name__}.__call__", call)
+
+
+def _attributes(reference: "weakref.ref[torch.nn.Module]") -> dict[str, Any] | None:
+    module = reference()
+    return None if module is None else vars(module)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _can_hold(value: Any) -> bool:
+    return not isinstance(value, type | types.ModuleType | types.BuiltinFunctionType | torch.dtype | torch.device)

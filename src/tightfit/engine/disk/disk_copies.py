@@ -1,0 +1,279 @@
+"""Copies between a card and the disk, beside the computation: threads move pieces through buffers of host memory, with a checksum of each.
+
+A storage stays on the card until all of it is on the disk. So nothing is lost where a write fails: it is copied to host memory instead, the step goes
+on, and `on_failure` is told. What does not come back as it was written is an error before anybody has seen a value of it.
+
+On the virtual GPU there is neither file nor thread: a stream of the disk's own has what is moved, and the computation waits for its events.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
+from typing import Any, final
+
+import torch
+
+from tightfit.engine.copy_engines import CopyEngine, Link, Ticket
+from tightfit.engine.disk.disk_file import DiskFile
+from tightfit.engine.disk.disk_places import DiskPlace, HostBuffer, OnDisk, checksum
+from tightfit.engine.disk.disk_sizes import in_pages
+from tightfit.engine.disk.disk_slab import DiskSlab
+from tightfit.errors import ApplyError
+from tightfit.tape import CopyDirection
+
+OnFailure = Callable[[str], ApplyError]
+"""Is told what went wrong, and returns the error to raise where nothing else can be done."""
+
+_MOST_THREADS = 16
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DiskSpace:
+    """What is to be had on the disk of `folder`, by default TMPDIR, and the host memory through which it is moved.
+
+    `lost` ends the message of `on_failure` where something cannot be read back: what is lost with it, and what to do.
+    """
+
+    num_bytes: int
+    buffer_bytes: int
+    folder: str | None
+    on_failure: OnFailure
+    lost: str = ""
+
+    def opened(self, near: torch.device, link: Link) -> tuple[DiskSlab, CopyEngine]:
+        """A file for what is on `near`, and the copies to and from it, and those of `link` besides.
+
+        Raises:
+            ApplyError: the disk or the host has too little space, or the folder is not on a disk.
+        """
+        slab = DiskSlab(self.num_bytes, self.buffer_bytes, near, self.folder)
+        return slab, VirtualDiskCopies(slab, link) if slab.is_virtual else DiskCopies(
+            slab, link, self.on_failure, self.lost
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Moving:
+    """What is under way between `tensor`, on the card, and `there`; `process` is the one whose threads do it."""
+
+    there: DiskPlace
+    tensor: torch.Tensor
+    to_disk: bool
+    pieces: tuple[Future[None], ...]
+    process: int
+
+
+@final
+class DiskCopies(CopyEngine):
+    """Copies by threads, one for each buffer of `slab` up to `_MOST_THREADS`."""
+
+    def __init__(self, slab: DiskSlab, link: Link, on_failure: OnFailure, lost: str) -> None:
+        self._link = link
+        self._on_failure = on_failure
+        self._lost = lost
+        self._folder = slab.file.folder if isinstance(slab.file, DiskFile) else ""
+        self._all_buffers = slab.buffers()
+        self._begin_threads()
+
+    def _begin_threads(self) -> None:
+        self._process = os.getpid()
+        self._buffers: SimpleQueue[HostBuffer] = SimpleQueue()
+        for buffer in self._all_buffers:
+            self._buffers.put(buffer)
+        num_threads = min(len(self._all_buffers), _MOST_THREADS)
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="tightfit-disk")
+
+    def begin(self, source: Any, target: Any, *, to_host: bool, held: tuple[Any, ...] = ()) -> Ticket:
+        """As in `CopyEngine`; `source` or `target` may be a place on disk, the other one is on the card then."""
+        there = target if to_host else source
+        if not isinstance(there, DiskPlace):
+            return self._link.begin(source, target, to_host=to_host, held=held)
+        if self._process != os.getpid():
+            # A fork has no threads but the one that forked.
+            self._begin_threads()
+        if not to_host and isinstance(there, OnDisk):
+            self._finish(there)
+            if there.rescued is not None:
+                return self._link.begin(there.rescued, target, to_host=False, held=held)
+        tensor = source if to_host else target
+        moving = Moving(
+            there=there,
+            tensor=tensor,
+            to_disk=to_host,
+            pieces=self._pieces(tensor, there, to_host, held),
+            process=self._process,
+        )
+        if isinstance(there, OnDisk) and to_host:
+            there.writing = moving
+        return Ticket(is_to_card=not to_host, done=moving, stream=None, held=(tensor, there, *held), is_in_order=False)
+
+    def wait(self, ticket: Ticket) -> None:
+        """As in `CopyEngine`: the caller waits.
+
+        Raises:
+            ApplyError: what was kept on disk cannot be read back as it was.
+        """
+        moving = ticket.done
+        if not isinstance(moving, Moving):
+            self._link.wait(ticket)
+        elif isinstance(moving.there, OnDisk) and moving.to_disk:
+            self._finish(moving.there)
+        else:
+            error = self._error_of(moving) and self._read_here(moving)
+            if error is not None:
+                raise self._on_failure(
+                    f"could not be read back from the disk of {self._folder} as they were written ({error}){self._lost}"
+                ) from error
+
+    def finish(self, ticket: Ticket) -> None:
+        """As in `CopyEngine`."""
+        if isinstance(ticket.done, Moving):
+            self.wait(ticket)
+        else:
+            self._link.finish(ticket)
+
+    def is_of_present_stream(self, ticket: Ticket) -> bool:
+        """As in `CopyEngine`: threads that move pieces belong to no stream."""
+        return isinstance(ticket.done, Moving) or self._link.is_of_present_stream(ticket)
+
+    def _pieces(
+        self, tensor: torch.Tensor, there: DiskPlace, to_disk: bool, held: tuple[Any, ...] = ()
+    ) -> tuple[Future[None], ...]:
+        parts = tensor.split(self._piece_bytes)
+        if isinstance(there, OnDisk) and to_disk:
+            there.checksums = [0] * len(parts)
+        move = self._write if to_disk else self._read
+        after = self._link.mark()
+        return tuple(self._submit(move, [part, held], there, number, after) for number, part in enumerate(parts))
+
+    @property
+    def _piece_bytes(self) -> int:
+        return len(self._all_buffers[0].bytes)
+
+    def _submit(self, move: Callable[..., None], *arguments: Any) -> Future[None]:
+        try:
+            return self._pool.submit(move, *arguments)
+        except RuntimeError as error:
+            # No thread can be started, or the interpreter is ending.
+            failed: Future[None] = Future()
+            failed.set_exception(error)
+            return failed
+
+    # A thread has given up what it moves before anybody hears that it is done: whether a tensor is referred to by others is asked then.
+    def _write(self, given: list[Any], there: OnDisk, number: int, after: Any) -> None:
+        (part, _held), given[:] = given, []
+        buffer = self._buffers.get()
+        try:
+            self._link.move(part, buffer.bytes[: len(part)], to_host=True, after=after)
+            content = buffer.memory[: in_pages(len(part))]
+            there.checksums[number] = checksum(content)
+            assert isinstance(there.file, DiskFile)
+            there.file.write(content, there.begin + number * self._piece_bytes)
+        finally:
+            self._buffers.put(buffer)
+
+    def _read(self, given: list[Any], there: DiskPlace, number: int, after: Any) -> None:
+        (part, _held), given[:] = given, []
+        buffer = self._buffers.get()
+        try:
+            there.read(buffer, number * self._piece_bytes, len(part), number)
+            self._link.move(buffer.bytes[: len(part)], part, to_host=False, after=after)
+        finally:
+            self._buffers.put(buffer)
+
+    def _read_here(self, moving: Moving) -> BaseException | None:
+        """Reads again without threads, which may be what has failed; the error, if it is none of theirs."""
+        after = self._link.mark()
+        try:
+            for number, part in enumerate(moving.tensor.split(self._piece_bytes)):
+                self._read([part, None], moving.there, number, after)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the bytes cannot be had
+            # Its frames would keep what the caller waits for.
+            return error.with_traceback(None)
+        return None
+
+    def _finish(self, there: OnDisk) -> None:
+        """Waits until `there` is written; where it cannot be, it is copied to host memory."""
+        moving = there.writing
+        if moving is None:
+            return
+        error = self._error_of(moving)
+        if error is not None:
+            there.rescued = torch.empty(there.num_bytes, dtype=torch.uint8, device="cpu")
+            self._link.move(moving.tensor, there.rescued, to_host=True, after=self._link.mark())
+            self._on_failure(
+                f"could not be written to the disk of {self._folder} ({error}). They are in host memory instead, and nothing is lost: "
+                "save a checkpoint, and choose another folder with --disk-folder, or plan without --disk"
+            )
+        there.writing = None
+
+    def _error_of(self, moving: Moving) -> BaseException | None:
+        """Waits for the pieces; the first error of a thread."""
+        if moving.process != os.getpid():
+            return self._again(moving)
+        futures.wait(moving.pieces)
+        return next((error for piece in moving.pieces if (error := piece.exception()) is not None), None)
+
+    def _again(self, moving: Moving) -> BaseException | None:
+        """What was begun before a fork: the threads that were to do it are in the other process."""
+        if moving.to_disk:
+            return OSError("the process was forked meanwhile")
+        pieces = self._pieces(moving.tensor, moving.there, to_disk=False)
+        futures.wait(pieces)
+        return next((error for piece in pieces if (error := piece.exception()) is not None), None)
+
+
+@final
+class VirtualDiskCopies(CopyEngine):
+    """What `DiskCopies` does, as a tape shows it. A storage is there when the last of its pieces is; pieces are written while others still leave the card."""
+
+    def __init__(self, slab: DiskSlab, link: Link) -> None:
+        self._link = link
+        self._whole = slab.host_part.bytes
+        self._disk = torch.cuda.Stream()
+
+    def begin(self, source: Any, target: Any, *, to_host: bool, held: tuple[Any, ...] = ()) -> Ticket:
+        """As in `DiskCopies`."""
+        # Only now: a user's process has no tape.
+        from tightfit.capture.observe import disk_traffic
+
+        there = target if to_host else source
+        if not isinstance(there, DiskPlace):
+            return self._link.begin(source, target, to_host=to_host, held=held)
+        self._disk.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._disk):
+            disk_traffic.move(CopyDirection.TO_DISK if to_host else CopyDirection.FROM_DISK, len(there))
+        tensor = source if to_host else target
+        for piece in tensor.split(len(self._whole)):
+            buffer = self._whole[: len(piece)]
+            ticket = self._link.begin(*((piece, buffer) if to_host else (buffer, piece)), to_host=to_host)
+            self._disk.wait_event(ticket.done)
+        return Ticket(
+            is_to_card=not to_host,
+            done=self._disk.record_event(),
+            stream=torch.cuda.current_stream(),
+            held=(tensor, there, *held),
+            is_in_order=False,
+        )
+
+    def wait(self, ticket: Ticket) -> None:
+        """As in `DiskCopies`: the host waits."""
+        if ticket.is_in_order:
+            self._link.wait(ticket)
+            return
+        ticket.done.synchronize()
+        torch.cuda.current_stream().wait_event(ticket.done)
+
+    def finish(self, ticket: Ticket) -> None:
+        """As in `CopyEngine`."""
+        if ticket.is_in_order:
+            self._link.finish(ticket)
+        else:
+            self.wait(ticket)
+
+    def is_of_present_stream(self, ticket: Ticket) -> bool:
+        """As in `CopyEngine`."""
+        return bool(torch.cuda.current_stream() == ticket.stream)

@@ -1,0 +1,173 @@
+"""The gradient of a weight that is at the host: it is there too while no backward pass needs it.
+
+It leaves the card once its block's part of the backward pass is over, beside what follows; `p.grad` is the same tensor all the time, and its `data` is
+switched when the copy is over. Where a backward pass adds to it, it comes back first, so that what is added, and in which order, is as without it.
+A gradient that something else refers to (a flat buffer, a hook that keeps it), or that has a graph of its own, stays where it is.
+"""
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from tightfit.capture.patches import gradients_of_data
+from tightfit.capture.processes.process_role import is_simulated
+from tightfit.effects.contents import checksum_of
+from tightfit.engine.copy_engines import CopyEngine, Ticket
+from tightfit.engine.host_slab import HostSlab
+from tightfit.errors import ApplyError
+from tightfit.torch_hooks.manifest import STORAGE_USES
+from tightfit.torch_hooks.weak_references import WeakTable
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_USES = 2
+"""The gradient, and the name of its storage that is looked at."""
+_USES_OF_OURS = 2
+"""The tensor that is kept here, and that name."""
+_PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Home:
+    """Where a gradient lay at the host before it came to the card, with the checksum of what it was, where something else refers to that memory."""
+
+    at_host: torch.Tensor
+    checksum: int | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Leaving:
+    """A gradient that is being copied to `at_host`, as it was at `version`."""
+
+    gradient: torch.Tensor
+    version: int
+    at_host: torch.Tensor
+    ticket: Ticket
+
+
+class StreamedGradient:
+    """The gradient of `parameter`, of at most `num_bytes`, which are taken from `slab`."""
+
+    def __init__(self, parameter: torch.Tensor, num_bytes: int, slab: HostSlab, device: torch.device) -> None:
+        self._parameter = parameter
+        self._device = device
+        self._num_bytes = num_bytes
+        self._part = slab.take(num_bytes)
+        # Whether the program still holds the last gradient is asked of its storage.
+        self._memory = self._part.with_storage()
+        self._away: torch.Tensor | None = None
+        self._leaving: _Leaving | None = None
+        # A gradient that backward passes add to returns to where it lay: what the program has of it (a view, an array) is of that memory.
+        self._homes = WeakTable[torch.Tensor, _Home]()
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether a copy to the host is under way."""
+        return self._leaving is not None
+
+    def begin_to_leave(self, copies: CopyEngine) -> None:
+        """Begins to copy it to the host, where there is one that can be moved; its memory on the card is kept until `leave`."""
+        gradient = self._parameter.grad
+        if gradient is None or self._leaving is not None or self._is_away(gradient) or not _is_movable(gradient):
+            return
+        at_host = self._memory_for(gradient)
+        ticket = copies.begin(_bytes_of(gradient), _bytes_of(at_host), to_host=True)
+        self._leaving = _Leaving(gradient=gradient, version=gradient._version, at_host=at_host, ticket=ticket)
+
+    def leave(self, copies: CopyEngine) -> int:
+        """Waits for the copy, and gives the memory on the card back; the bytes that have been moved."""
+        leaving, self._leaving = self._leaving, None
+        if leaving is None:
+            return 0
+        copies.finish(leaving.ticket)
+        gradient = self._held()
+        if gradient is not leaving.gradient or gradient._version != leaving.version:
+            # Written to, or replaced, since.
+            self.begin_to_leave(copies)
+            return self.leave(copies)
+        self._switch(gradient, leaving.at_host)
+        self._away = leaving.at_host
+        return gradient.nbytes
+
+    def come(self, copies: CopyEngine) -> int:
+        """Has it on the card, for what is computed from now on; the bytes that have been moved."""
+        moved = self.leave(copies)
+        gradient = self._held()
+        if gradient is None or not self._is_away(gradient):
+            return moved
+        with torch.inference_mode(False), torch.no_grad():
+            on_card = torch.empty_strided(gradient.shape, gradient.stride(), dtype=gradient.dtype, device=self._device)
+            ticket = copies.begin(_bytes_of(gradient.detach()), _bytes_of(on_card), to_host=False)
+            # What is at the host may be written to again as soon as this returns.
+            copies.finish(ticket)
+            copies.wait(ticket)
+        at_host = self._away
+        assert at_host is not None
+        self._switch(gradient, on_card)
+        self._away = None
+        self._homes[gradient] = _Home(at_host=at_host, checksum=checksum_of(at_host) if self._is_held(at_host) else None)
+        return moved + gradient.nbytes
+
+    def _held(self) -> torch.Tensor | None:
+        gradient = self._parameter.grad
+        # A virtual parameter has none on another device than its own.
+        return gradients_of_data.elsewhere(self._parameter) if gradient is None else gradient
+
+    def _switch(self, gradient: torch.Tensor, data: torch.Tensor) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            if isinstance(gradient, FakeTensor) or isinstance(data, FakeTensor):
+                # The parameter would not know of other contents that its gradient is given.
+                gradients_of_data.replace(self._parameter, data)
+            else:
+                gradient.data = data
+
+    def _is_away(self, gradient: torch.Tensor) -> bool:
+        away = self._away
+        return away is not None and away.untyped_storage()._cdata == gradient.untyped_storage()._cdata
+
+    def _is_held(self, at_host: torch.Tensor) -> bool:
+        """Whether the program has something that lies in this memory, which its gradient has just left."""
+        if is_simulated():
+            return False
+        storage = at_host.untyped_storage()
+        ours = _USES_OF_OURS + (storage._cdata == self._memory.untyped_storage()._cdata)
+        return STORAGE_USES.value()(storage._cdata) > ours
+
+    def _memory_for(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Memory at the host that nobody refers to, as the gradient lies in its own."""
+        self._away = None
+        home = self._homes.get(gradient)
+        if home is not None and (home.at_host.shape, home.at_host.stride()) == (gradient.shape, gradient.stride()):
+            if home.checksum is not None and checksum_of(home.at_host) != home.checksum:
+                raise ApplyError(
+                    "a gradient was written to through a view of it while a backward pass added to it on the card; leave trained_weight_streaming out"
+                )
+            return home.at_host
+        memory = self._memory
+        num_bytes = gradient.untyped_storage().nbytes()
+        is_free = is_simulated() or STORAGE_USES.value()(memory.untyped_storage()._cdata) == _USES_OF_OURS
+        if not is_free or num_bytes > self._num_bytes:
+            memory = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+        return _shaped(memory[:num_bytes], gradient.dtype, gradient.shape, gradient.stride())
+
+
+def _shaped(memory: torch.Tensor, dtype: torch.dtype, shape: "Sequence[int]", stride: "Sequence[int]") -> torch.Tensor:
+    return memory.view(dtype).as_strided(shape, stride)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset()).view(torch.uint8)
+
+
+def _is_movable(gradient: torch.Tensor) -> bool:
+    """Whether it is one storage of its own, all of it, that nothing else refers to."""
+    if type(gradient) not in _PLAIN or gradient.layout != torch.strided or gradient.requires_grad:
+        return False
+    if gradient.storage_offset() or not gradient.numel() or gradient.is_conj() or gradient.is_neg():
+        return False
+    storage = gradient.untyped_storage()
+    is_whole = storage.nbytes() == gradient.numel() * gradient.element_size()
+    return is_whole and storage.resizable() and STORAGE_USES.value()(storage._cdata) == _USES

@@ -1,0 +1,116 @@
+"""What a model needs to be served, as text: whether the engine starts, the parts of the card's memory, and the room for requests."""
+
+from collections.abc import Iterator
+
+from rich.table import Table
+from rich.text import Text
+
+from tightfit.reports.text.estimates import console
+from tightfit.reports.text.table_columns import GAP
+from tightfit.serving.costs.seconds_range import SecondsRange
+from tightfit.serving.load.simulation import SHARE_WITHIN
+from tightfit.serving.serving_estimate import ServingEstimate
+from tightfit.units import format_bytes, format_range_of_seconds, format_seconds
+
+
+def write_serving(found: ServingEstimate, *, price_per_hour: float | None = None, elapsed_seconds: float) -> None:
+    """Prints the estimate on stdout."""
+    out = console()
+    out.print(_verdict(found))
+    count = f"{found.settings.num_gpus} x " if found.settings.num_gpus > 1 else ""
+    out.print(
+        Text(
+            f"{found.model} on {count}{found.device}, {format_bytes(found.capacity_bytes)}; {found.engine} {found.engine_version}"
+        )
+    )
+    out.print()
+    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, GAP, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(overflow="fold", style="dim")
+    for row in (*_rows(found), *_speed_rows(found, price_per_hour), *_load_rows(found)):
+        table.add_row(*row)
+    out.print(table)
+    out.print()
+    for text in found.assumptions:
+        out.print(Text(f"assumed: {text}", style="dim"))
+    out.print(Text(f"estimated in {elapsed_seconds:.1f} s", style="dim"))
+
+
+def _verdict(found: ServingEstimate) -> Text:
+    if not found.fits:
+        return Text.assemble(("does not start", "bold red"), f": {found.why}")
+    number = found.max_concurrency if found.concurrency_at_lengths is None else found.concurrency_at_lengths
+    lengths = (
+        f"{found.settings.max_model_len:,} tokens" if found.concurrency_at_lengths is None else "the lengths asked for"
+    )
+    # Requests in a batch are limited too.
+    together = min(int(number), found.settings.max_num_seqs)
+    return Text.assemble(("starts", "bold green"), f": room for {together:,} requests of {lengths} at once")
+
+
+def _rows(found: ServingEstimate) -> Iterator[tuple[str, str, str]]:
+    settings = found.settings
+    each = " on each GPU" if settings.num_gpus > 1 else ""
+    yield "weights", format_bytes(found.weights_bytes), each.strip()
+    yield (
+        "activations",
+        format_bytes(found.activation_bytes),
+        f"of the largest batch, {settings.max_num_batched_tokens:,} tokens",
+    )
+    if found.graph_bytes:
+        yield "CUDA graphs", format_bytes(found.graph_bytes), ""
+    yield "CUDA context", format_bytes(found.context_bytes), ""
+    share = f"what is left of {settings.gpu_memory_utilization:g} of the GPU"
+    yield "cache", format_bytes(found.kv_bytes), f"{share}: {found.kv_tokens:,} tokens"
+    yield "one more token", format_bytes(found.kv_bytes_per_token), "of cache" + each
+    yield "one request", format_bytes(found.request_bytes), "of cache" + each
+
+
+def _speed_rows(found: ServingEstimate, price_per_hour: float | None) -> Iterator[tuple[str, str, str]]:
+    speed = found.speed
+    if speed is None:
+        return
+    yield "", "", ""
+    yield (
+        "first token",
+        _range(speed.first_token),
+        f"of a prompt of {speed.prompt_tokens:,} tokens, of a request that waits for no other",
+    )
+    requests = f"{speed.num_requests:,} requests at once" if speed.num_requests > 1 else "one request"
+    yield "each token", _range(speed.each_token), f"with {requests}"
+    slow, fast = speed.tokens_per_second
+    yield "throughput", f"{slow:,.0f}-{fast:,.0f}", "tokens of answers per second, where requests never run out"
+    cost = None if price_per_hour is None else found.cost_of_a_million(price_per_hour)
+    if cost is not None:
+        yield "cost", f"{cost[0]:.2f}-{cost[1]:.2f}", "of a million tokens of answers"
+
+
+def _load_rows(found: ServingEstimate) -> Iterator[tuple[str, str, str]]:
+    load = found.load
+    if load is None:
+        return
+    yield "", "", ""
+    refused = f", {load.num_refused:,} refused as too long" if load.num_refused else ""
+    cut = f", {load.num_cut:,} answers cut" if load.num_cut else ""
+    yield "load", f"{load.rate:.3g}/s", f"{load.num_requests:,} requests in {load.seconds:,.0f} s{refused}{cut}"
+    for name, times in (("first token", load.first_token), ("each token", load.each_token), ("whole", load.whole)):
+        others = f"of half of the requests; of 90 % {format_seconds(times.p90)}, of 99 % {format_seconds(times.p99)}"
+        yield name, format_seconds(times.p50), others
+    yield "at once", f"{load.mean_requests:.1f}", f"requests on average, {load.most_requests:,} at most"
+    yield "cache", f"{load.most_cache:.0%}", "of it in use at most"
+    yield "preempted", f"{load.num_preempted:,}", f"requests, {load.num_preemptions:,} times"
+    yield "throughput", f"{load.answer_tokens_per_second:,.0f}", "tokens of answers per second"
+    if load.share_within is not None and load.goodput is not None:
+        yield "within limits", f"{load.share_within:.1%}", f"of the requests: {load.goodput:.3g} per second"
+    if load.largest_rate is not None:
+        yield (
+            "largest rate",
+            f"{load.largest_rate:.3g}/s",
+            f"of such requests with {SHARE_WITHIN:.0%} within the limits",
+        )
+
+
+def _range(seconds: SecondsRange) -> str:
+    unit = format_seconds(seconds.high).rpartition(" ")[2]
+    return f"{format_range_of_seconds(seconds.high, seconds.low, seconds.high)} {unit}"

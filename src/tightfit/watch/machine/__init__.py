@@ -1,0 +1,1 @@
+"""The state of a machine at a time: readings of its cards and processes, and what is forecast and alerted from them."""

@@ -1,0 +1,148 @@
+"""Programs that do something after their first steps that a technique has to follow: weights are frozen, lengths grow, labels are wrong, models are saved."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from tightfit.errors import ApplyError
+from tightfit.planner.plan import Choice
+from tightfit.runtime.apply import apply_choices
+
+Optimizer = torch.optim.Optimizer
+TILES = ("tiled_tokens", "Net.f", {"num_tiles": 2})
+UPDATES = ("update_in_backward", "optimizer", {"kernel": "same", "clips": False})
+ZERO_GRAD = ("zero_grad", "gradients", {})
+STREAMED = ("trained_weight_streaming", "Net", {"blocks": ["f"], "smallest_bytes": 1, "host_bytes": 1 << 20})
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.i = nn.Linear(8, 8)
+        self.f = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.f(self.i(x)))
+
+
+def run(loop: Callable[[Net, Optimizer], Any], *choices: tuple[str, str, dict[str, Any]]) -> list[torch.Tensor]:
+    """The weights after the loop."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    if choices:
+        given = [
+            Choice(technique=name, where=where, saves_bytes=0, adds_seconds=0.0, exact=True, settings=settings)
+            for name, where, settings in choices
+        ]
+        session = apply_choices(given, model, [optimizer])
+    loop(model, optimizer)
+    if choices:
+        session.undo()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def step(model: Net, optimizer: Optimizer, length: int, *, sets_to_none: bool = True) -> None:
+    optimizer.zero_grad(set_to_none=sets_to_none)
+    model(torch.randn(4, length, 8)).square().mean().backward()
+    optimizer.step()
+
+
+def assert_near(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> None:
+    torch.testing.assert_close(ones, others, rtol=1e-4, atol=1e-5)
+
+
+def test_tiled_weights_may_be_frozen_and_unfrozen() -> None:
+    def loop(model: Net, optimizer: Optimizer) -> None:
+        for number in range(6):
+            model.f.requires_grad_(number not in (2, 3))
+            step(model, optimizer, 6)
+
+    assert_near(run(loop, TILES), run(loop))
+
+
+@pytest.mark.parametrize("other", [UPDATES, ZERO_GRAD], ids=lambda other: other[0])
+def test_lengths_may_change_where_tiles_meet_gradients_of_ours(other: tuple[str, str, dict[str, Any]]) -> None:
+    def loop(model: Net, optimizer: Optimizer) -> None:
+        for length in (6, 6, 7, 8):
+            # The forward of the next step runs while the gradients of the last one are there.
+            loss = model(torch.randn(4, length, 8)).square().mean()
+            optimizer.zero_grad(set_to_none=other is UPDATES)
+            loss.backward()
+            optimizer.step()
+
+    assert_near(run(loop, TILES, other), run(loop))
+
+
+@pytest.mark.parametrize("gradients_in", ["forward", "backward"])
+def test_a_label_out_of_bounds_is_the_error_of_plain_code(gradients_in: str) -> None:
+    def loop(model: Net, optimizer: Optimizer) -> None:
+        for number in range(4):
+            labels = torch.randint(0, 5, (12,))
+            if number == 2:
+                labels[3] = 77
+            try:
+                loss = cross_entropy(model(torch.randn(12, 8)), labels)
+            except IndexError as error:
+                assert str(error) == "Target 77 is out of bounds."
+                continue
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    chunked = ("chunked_loss", "Net.head", {"num_chunks": 2, "gradients_in": gradients_in})
+    assert_near(run(loop, chunked), run(loop))
+
+
+def test_streamed_weights_are_saved_as_storages_of_their_own(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+
+    def loop(model: Net, optimizer: Optimizer) -> None:
+        for _ in range(2):
+            step(model, optimizer, 6)
+        safetensors.save_model(model, str(tmp_path / "model.safetensors"))
+        torch.save(model.f.state_dict(), tmp_path / "model.pt")
+        saved = safetensors.load_file(tmp_path / "model.safetensors")
+        assert all(torch.equal(saved[name], value) for name, value in model.state_dict().items())
+
+    assert all(torch.equal(a, b) for a, b in zip(run(loop, STREAMED), run(loop), strict=True))
+    # The bytes of two layers and their names, not those of the slab.
+    assert (tmp_path / "model.pt").stat().st_size < 10_000
+
+
+def test_weights_of_two_models_cannot_be_streamed_by_one_plan() -> None:
+    with pytest.raises(ApplyError, match="one model at a time"):
+        run(lambda *_: None, STREAMED, STREAMED)
+
+
+def test_memory_that_is_read_past_python_is_an_error_and_not_a_fault() -> None:
+    def loop(model: Net, optimizer: Optimizer) -> None:
+        model(torch.randn(4, 6, 8)).square().mean().backward()
+        with pytest.raises(RuntimeError, match="data pointer"):
+            torch.utils.dlpack.to_dlpack(model.head.weight.grad)
+        optimizer.step()
+
+    run(loop, UPDATES)
+
+
+@pytest.mark.parametrize("kind", ["view", "detach", "numpy"])
+def test_views_of_a_streamed_gradient_that_steps_add_to_stay_views_of_it(kind: str) -> None:
+    def loop(model: Net, optimizer: Optimizer) -> None:
+        views: list[Any] = []
+        for number in range(6):
+            optimizer.zero_grad(set_to_none=False)
+            model(torch.randn(4, 6, 8)).square().mean().backward()
+            if number == 1:
+                gradients = [p.grad for p in model.parameters()]
+                views = [{"view": g.view(-1), "detach": g.detach(), "numpy": g.numpy()}[kind] for g in gradients]
+            for view in views:
+                view.clip(-1e-3, 1e-3, out=view) if kind == "numpy" else view.clamp_(-1e-3, 1e-3)
+            optimizer.step()
+
+    assert all(map(torch.equal, run(loop, STREAMED), run(loop)))
