@@ -4,6 +4,7 @@ import gc
 import math
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import hypothesis
 import pytest
 from tests.process_state import changed_since, process_state
 
+from tightfit.capture import trace
 from tightfit.cli.shared.progress import ProgressLine
 
 # Programs that tests write run in processes of their own, and take their models from this folder.
@@ -18,6 +20,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH")])
 )
 
+# Where the compiler keeps what it has compiled: it makes the folder as soon as it is imported, in a process that is shared by tests.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), "tightfit-tests-inductor"))
 
 # What a command writes while it waits depends on how long that takes; its tests have a clock of their own.
 ProgressLine.INTERVAL_IN_A_PIPE = math.inf
@@ -25,6 +29,22 @@ ProgressLine.INTERVAL_IN_A_PIPE = math.inf
 # How long an example takes says more of what else the machine does than of the code.
 hypothesis.settings.register_profile("tightfit", deadline=None)
 hypothesis.settings.load_profile("tightfit")
+
+
+# Hugging Face's libraries take longer to import than most traces of tests take: these fork from a server that has done it. The commands that tests
+# run in processes of their own import them in each trace, as a user's do.
+trace._PRELOADED += (
+    "transformers.trainer",
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama", "t5")),
+)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what is marked as slow."""
+    slow = [] if os.environ.get("TIGHTFIT_SLOW_TESTS") else [item for item in items if item.get_closest_marker("slow")]
+    if slow:
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,8 +62,8 @@ def modules_set_aside() -> set[str]:
 
 @pytest.fixture(autouse=True)
 def what_is_imported_later_is_set_aside_too(modules_set_aside: set[str]) -> None:
-    """Much of torch is imported when it is first used, by a test."""
-    if len(sys.modules) >= len(modules_set_aside) + 50:
+    """Much of torch is imported when it is first used, by a test; and a test may have put back what was set aside."""
+    if len(sys.modules) >= len(modules_set_aside) + 50 or not gc.get_freeze_count():
         modules_set_aside.update(sys.modules)
         gc.collect()
         gc.freeze()

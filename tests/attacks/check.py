@@ -1,7 +1,10 @@
 """What is asked of each attack: no technique gives a wrong result or crashes with it; it is trained right, or refused before a wrong update."""
 
+import collections
+import itertools
 import os
 import zlib
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -12,11 +15,24 @@ from tests.attacks.registry import Attack, attacks
 from tests.attacks.table import MARKS, marks_on_page
 
 PAGE_MARKS = marks_on_page()
+_NUM_PLACES = collections.Counter(
+    name for marks in PAGE_MARKS.values() for name, mark in marks.items() if mark != MARKS[Outcome.NO_PLACE]
+)
 
 
 def of_kinds(*kinds: str) -> list[object]:
-    """The attacks of some kinds, as parameters of a test."""
-    return [pytest.param(attack, id=name) for name, attack in attacks().items() if attack.kind in kinds]
+    """The attacks of some kinds, as parameters of a test; every second one, drawn by name, is marked as slow, but for those that are known to be wrong."""
+    wrong = {name for name, _ in KNOWN_WRONG}
+    return [
+        pytest.param(attack, id=name, marks=pytest.mark.slow if is_slow(attack) and name not in wrong else ())
+        for name, attack in attacks().items()
+        if attack.kind in kinds
+    ]
+
+
+def is_slow(attack: Attack) -> bool:
+    """Whether the attack is left out of the tests that are always run."""
+    return attack.kind != "clean" and _number(f"{attack.name} is slow") % 2 == 1
 
 
 def tried_with(attack: Attack) -> list[str]:
@@ -31,12 +47,24 @@ def tried_with(attack: Attack) -> list[str]:
     refused = [name for name in VARIANTS if marks.get(name) == MARKS[Outcome.REFUSED]]
     right = [name for name in VARIANTS if marks.get(name) == MARKS[Outcome.RIGHT]]
     draws_refused = refused and not (right and _number(attack.name) % 2)
-    drawn = min(refused if draws_refused else right or VARIANTS, key=lambda name: _number(f"{attack.name} {name}"))
+    # What has a place on few programs is drawn more often on these.
+    drawn = min(
+        refused if draws_refused else right or VARIANTS,
+        key=lambda name: _number(f"{attack.name} {name}") * _NUM_PLACES[name],
+    )
     return [name for name in VARIANTS if name == drawn or name in marks.keys() - {*refused, *right}]
 
 
 def _number(text: str) -> int:
     return zlib.crc32(text.encode())
+
+
+def one_in_three(rows: Iterable[str], columns: Iterable[str]) -> list[object]:
+    """All pairs of a row and a column as parameters of a test; two in three of each row, and of each column, are marked as slow."""
+    return [
+        pytest.param(row, column, id=f"{row}-{column}", marks=pytest.mark.slow if (i + j) % 3 else ())
+        for (i, row), (j, column) in itertools.product(enumerate(rows), enumerate(columns))
+    ]
 
 
 def check(attack: Attack) -> None:

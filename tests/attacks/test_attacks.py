@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.attacks.check import tried_with
+from tests.attacks.check import is_slow, tried_with
 from tests.attacks.known_wrong import KNOWN_WRONG
 from tests.attacks.places import VARIANTS
 from tests.attacks.registry import KINDS, attacks
@@ -17,9 +17,10 @@ def test_there_are_enough_attacks() -> None:
     assert {name for _, name in KNOWN_WRONG} <= VARIANTS.keys()
 
 
-def test_each_program_is_tried_and_each_technique() -> None:
-    tried = {attack.name: tried_with(attack) for attack in ATTACKS.values()}
+def test_enough_programs_are_always_tried_and_each_technique() -> None:
+    tried = {attack.name: tried_with(attack) for attack in ATTACKS.values() if not is_slow(attack)}
     assert all(tried.values())
+    assert len(tried) >= 500
     assert {name for names in tried.values() for name in names} == VARIANTS.keys()
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.attacks.check import one_in_three
 from tests.attacks.optimizer_programs_of_others import PROGRAMS
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -154,8 +155,7 @@ def is_one_of(weights: list[torch.Tensor], known: list[list[torch.Tensor]]) -> b
     return any(all(torch.equal(a, b) for a, b in zip(weights, each, strict=True)) for each in known)
 
 
-@pytest.mark.parametrize("chosen", TECHNIQUES)
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(("name", "chosen"), one_in_three(PROGRAMS, TECHNIQUES))
 def test_it_is_trained_right_or_refused(name: str, chosen: str) -> None:
     plain, left = plain_run(name), Run()
     tolerance = TECHNIQUES[chosen][2]

@@ -294,7 +294,9 @@ def test_in_tiles(name: str) -> None:
     _check(CASES[name], TILES, CASES[name].tiled)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if i % 2 else ()) for i, name in enumerate(CASES)]
+)
 def test_in_parts_of_the_batch(name: str) -> None:
     _check(CASES[name], PARTS, CASES[name].parts)
 

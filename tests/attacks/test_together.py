@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.attacks.check import one_in_three
 from tests.attacks.harness import Outcome, run
 from tests.attacks.places import VARIANTS, Variant
 from tests.attacks.registry import attacks
@@ -63,15 +64,13 @@ def together(monkeypatch):
         monkeypatch.setitem(VARIANTS, name, variant)
 
 
-@pytest.mark.parametrize("name", TOGETHER)
-@pytest.mark.parametrize("program", CLEAN)
+@pytest.mark.parametrize(("program", "name"), one_in_three(CLEAN, TOGETHER))
 def test_a_clean_program_is_trained_right(program: str, name: str) -> None:
     verdict = run(attacks()[program], name)
     assert (verdict.outcome, verdict.reason) == (Outcome.RIGHT, "")
 
 
-@pytest.mark.parametrize("name", TOGETHER)
-@pytest.mark.parametrize("program", OTHERS)
+@pytest.mark.parametrize(("program", "name"), one_in_three(OTHERS, TOGETHER))
 def test_an_attack_is_trained_right_or_refused(program: str, name: str) -> None:
     verdict = run(attacks()[program], name)
     assert verdict.outcome in (Outcome.RIGHT, Outcome.REFUSED, Outcome.NO_PLACE), verdict.reason

@@ -22,11 +22,16 @@ def test_the_technique_of_the_tutorial_passes_the_conformance_suite(tmp_path: Pa
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *suite],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": path,
+            "OMP_NUM_THREADS": "1",
+            "CONFORMANCE_MODELS": "llama,convolutions",
+        },
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:]
     # It is lossy, so it need not train the same; all else is tried, and that it changes no bytes, as it promises none.
-    assert re.search(r"3 passed", done.stdout), done.stdout[-3000:]
+    assert re.search(r"[34] passed", done.stdout), done.stdout[-3000:]

@@ -20,8 +20,10 @@ from tightfit.runtime.apply import apply_choices
 from tightfit.techniques.registry import technique, techniques
 from tightfit.techniques.session import Session
 
-NUM_STEPS = 4
+# Two before the states are saved and loaded, and one after.
+NUM_STEPS = 3
 NUM_COMBINATIONS = 20
+NUM_LONG_STEPS = 12
 # The habits of a training loop that every exact technique keeps step with.
 HABITS = Habits(clips=True, accumulates=2, schedules=True, scales=True, reloads_at=1, evaluates=True)
 # Techniques that work by what a loop does not do; they refuse it in so many words (tested with each).
@@ -98,14 +100,16 @@ def _ways(name: str, model: str, tapes: Tapes) -> list[list[Option]]:
     return [options] if options and (name != "allocator_settings" or model == "convolutions") else []
 
 
-@pytest.mark.parametrize("seed", range(NUM_COMBINATIONS))
+@pytest.mark.parametrize(
+    "seed", [*range(14), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(14, NUM_COMBINATIONS))]
+)
 def test_random_combinations_train_the_same(seed: int, tapes: Tapes) -> None:
     chance = random.Random(seed)
     model = list(MODELS)[seed % len(MODELS)]
     offered = [o for o in tapes.all_exact(model) if o.technique not in USES_GRADIENTS_UP]
     chosen = compatible(chance.sample(offered, k=min(len(offered), chance.randint(2, 8))))
     bitwise = all(technique(o.technique).exactness.startswith("bit for bit") for o in chosen)
-    num_steps = 20 if seed < len(MODELS) else NUM_STEPS
+    num_steps = NUM_LONG_STEPS if seed < len(MODELS) else NUM_STEPS
     # Over many steps another order of sums turns a ReLU of float32 on here and there, and Adam enlarges what is nearly nothing.
     habits = Habits(clips=True, schedules=True, evaluates=True, doubles=num_steps > NUM_STEPS and not bitwise)
     plain = _plain(model, num_steps, habits)
@@ -125,9 +129,12 @@ def test_random_combinations_train_the_same(seed: int, tapes: Tapes) -> None:
     _same(plain, trained, bitwise=bitwise)
 
 
+@pytest.mark.parametrize(
+    "models", [list(MODELS)[::2], pytest.param(list(MODELS)[1::2], marks=pytest.mark.slow)], ids=["", "more"]
+)
 @pytest.mark.parametrize("name", list(techniques()))
-def test_undo_restores_everything(name: str, tapes: Tapes) -> None:
-    for model in MODELS:
+def test_undo_restores_everything(name: str, models: list[str], tapes: Tapes) -> None:
+    for model in models:
         options = tapes.together(name, model)
         if not options:
             continue

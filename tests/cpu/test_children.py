@@ -83,8 +83,8 @@ def _wait_until(is_so: Callable[[], bool]) -> None:
     ("number", "words", "mechanism"),
     [
         (signal.SIGKILL, ["estimate", "train.py"], "namespaces"),
-        (signal.SIGKILL, ["estimate", "train.py"], "python"),
-        (signal.SIGTERM, ["estimate", "train.py"], "namespaces"),
+        pytest.param(signal.SIGKILL, ["estimate", "train.py"], "python", marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, ["estimate", "train.py"], "namespaces", marks=pytest.mark.slow),
         (signal.SIGHUP, ["estimate", "train.py"], "python"),
         (signal.SIGINT, ["plan", "train.py", "--search", "batch-size"], "namespaces"),
     ],

@@ -275,9 +275,9 @@ def test_a_workload_that_dies_is_answered_with_the_line_it_was_at(refused: Refus
 @pytest.mark.parametrize(
     ("package", "arguments", "advice"),
     [
-        ("torch", "model.py:workload", "pip install 'tightfit[torch]'"),
+        pytest.param("torch", "model.py:workload", "pip install 'tightfit[torch]'", marks=pytest.mark.slow),
         ("transformers", "gpt2", "tightfit[hf]"),
-        ("peft", "gpt2 --lora-rank 4", "pip install peft"),
+        pytest.param("peft", "gpt2 --lora-rank 4", "pip install peft", marks=pytest.mark.slow),
     ],
 )
 def test_a_missing_package_is_named_with_how_to_install_it(
@@ -296,7 +296,7 @@ def test_a_missing_package_is_named_with_how_to_install_it(
 @pytest.mark.parametrize(
     "text",
     [
-        "import torchvision\n",
+        pytest.param("import torchvision\n", marks=pytest.mark.slow),
         "try:\n    import torchvision\nexcept RuntimeError as error:\n    raise ModuleNotFoundError('no such model') from error\n",
     ],
     ids=["imported by the script", "imported by a library"],

@@ -85,6 +85,7 @@ def test_what_runs_on_the_virtual_gpu_holds_what_was_predicted(
     assert result["limited"] == {"at_estimate": False}
 
 
+@pytest.mark.slow
 def test_nothing_is_needed_but_torch_numpy_and_transformers() -> None:
     """The machine that measures has neither the packages of the command line nor those of the reports."""
     code = (
@@ -226,6 +227,7 @@ def test_tools_stand_side_by_side_with_what_kept_them_from_answering() -> None:
     assert lines[3] == "| mem_tracker | 0 of 2 | - | - | - | - | - | not installed |"
 
 
+@pytest.mark.slow
 def test_the_formulas_of_other_tools_count_the_parameters_of_the_workload(
     virtual: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:

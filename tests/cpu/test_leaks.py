@@ -1,7 +1,6 @@
 """`with tightfit.leaks():` names what grows and what keeps it, says nothing of what does not grow, and changes nothing."""
 
 import gc
-import os
 import sys
 import weakref
 
@@ -45,7 +44,7 @@ def no_other_tests_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, name)
 
 
-@pytest.mark.parametrize("name", [*LEAKING, *(MORE_LEAKING if os.environ.get("TIGHTFIT_SLOW_TESTS") else [])])
+@pytest.mark.parametrize("name", [*LEAKING, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_LEAKING)])
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
 def test_class_line_and_holder_of_a_leak(name: str) -> None:
     assert SCRIPTS

@@ -79,7 +79,7 @@ def lit(base: type, **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-@pytest.mark.parametrize("num_parts", [2, 4])
+@pytest.mark.parametrize("num_parts", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_lightning_steps_with_the_same_gradients(package: str, num_parts: int) -> None:
     plain, logged = train_lightning(package, lit, [])
     split, split_logged = train_lightning(package, lit, parts("Lightning", num_parts))

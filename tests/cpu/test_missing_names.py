@@ -62,7 +62,9 @@ def test_a_trace_with_a_plan_says_it_too(without: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "what", ["tightfit.apply", "tightfit.record('run.pickle').__enter__()"], ids=["apply", "record"]
+    "what",
+    ["tightfit.apply", pytest.param("tightfit.record('run.pickle').__enter__()", marks=pytest.mark.slow)],
+    ids=["apply", "record"],
 )
 def test_a_users_process_is_told_before_anything_is_replaced(without: Path, what: str) -> None:
     without.write_text(FOR_A_PLAN)

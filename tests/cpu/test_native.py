@@ -93,9 +93,10 @@ print(torch.accelerator.current_accelerator(), len(native._kept_alive))
             'native.CUDA_HOOKS = dataclasses.replace(manifest.CUDA_HOOKS, name="gone")',
             "has no symbol gone in its libtorch_cpu, which the virtual GPU needs to have cuda count as an accelerator",
         ),
-        (
+        pytest.param(
             "native.SLOTS = tuple(dataclasses.replace(slot, index=slot.index + 1) for slot in manifest.SLOTS)",
             "has no isBuilt in slot 3 of its CUDA hooks, which the virtual GPU needs to say that torch was built with CUDA",
+            marks=pytest.mark.slow,
         ),
         (
             "native._registry()[native._CUDA] = native._registry()[native._CPU]",

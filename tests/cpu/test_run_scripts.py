@@ -1,10 +1,9 @@
 """`tightfit run` on training scripts that know nothing of it: within a budget that the plain script exceeds, with the plain script's losses.
 
-One script is planned and run here, two with TIGHTFIT_SLOW_TESTS=1; `python -m benchmarks.run_scripts --csv docs/run.csv` does all of them, and the table is looked at.
+One script is planned and run here, three with TIGHTFIT_SLOW_TESTS=1; `python -m benchmarks.run_scripts --csv docs/run.csv` does all of them, and the table is looked at.
 """
 
 import csv
-import os
 from pathlib import Path
 
 import pytest
@@ -14,10 +13,10 @@ ROOT = Path(__file__).parents[2]
 TABLE = read(ROOT / "docs" / "run.csv")
 # What is chosen for these keeps losses up to the order of sums in float32, over a few steps of training.
 CLOSE = 1e-4
-HERE = ("nanogpt_train", "run_clm") if os.environ.get("TIGHTFIT_SLOW_TESTS") else ("nanogpt_train",)
+HERE = ("vit_amp", "nanogpt_train", "run_clm")
 
 
-@pytest.fixture(scope="module", params=HERE)
+@pytest.fixture(scope="module", params=[HERE[0], *(pytest.param(name, marks=pytest.mark.slow) for name in HERE[1:])])
 def row(request: pytest.FixtureRequest) -> Row:
     return row_of(request.param, TABLE[request.param].budget_mib)
 

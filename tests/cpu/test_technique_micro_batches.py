@@ -72,7 +72,9 @@ def _llama(loss_kwargs: dict[str, object], chosen=()) -> Trained:
     return train(lambda: LlamaForCausalLM(config), loss, chosen)
 
 
-@pytest.mark.parametrize("loss_kwargs", [{}, {"num_items_in_batch": torch.tensor(17)}])
+@pytest.mark.parametrize(
+    "loss_kwargs", [pytest.param({}, marks=pytest.mark.slow), {"num_items_in_batch": torch.tensor(17)}]
+)
 def test_a_decoder_of_hugging_face_with_labels_that_are_ignored(loss_kwargs: dict[str, object]) -> None:
     # Its logits are float32 whatever the weights are.
     assert_same(_llama(loss_kwargs), _llama(loss_kwargs, parts(2)), rtol=1e-4, atol=1e-6)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import os
 import random
 import time
 from pathlib import Path
@@ -262,13 +261,11 @@ def test_buffers_that_make_no_sense_are_refused() -> None:
         PlacementProblem(buffers=(good,), alignment=0)
 
 
-@pytest.mark.parametrize("name", "ABCDE")
+@pytest.mark.parametrize("name", ["C", "E", *(pytest.param(name, marks=pytest.mark.slow) for name in "ABD")])
 def test_hard_published_problems_fit(name: str) -> None:
     path = HARD / f"{name}.{HARD_CAPACITY}.csv"
     if not path.exists():
         pytest.skip("the problems of MiniMalloc are not beside this checkout")
-    if name not in "CE" and "TIGHTFIT_SLOW_TESTS" not in os.environ:
-        pytest.skip("set TIGHTFIT_SLOW_TESTS to solve it, which can take a minute")
     problem = read_problem(path, capacity=HARD_CAPACITY)
     solution = solve(problem, seconds=HARD_SECONDS)
     assert solution.fits

@@ -57,11 +57,15 @@ class TestFineTunesALlama:
 
 
 class TestUsesTheTrainer:
-    def test_plans_and_tries_the_plan(self, folder: Path) -> None:
+    def test_plans(self, folder: Path) -> None:
         pytest.importorskip("transformers", minversion="5")
         pytest.importorskip("accelerate")
         shown = typed(folder, "plan", "trainer.py", "--device", "RTX 4090", "-o", "out.json")
         _shows(shown, 0, rf"fits without changes: {SIZE} of {SIZE} on NVIDIA GeForce RTX 4090")
+
+    @pytest.mark.slow
+    def test_tries_the_plan(self, folder: Path) -> None:
+        self.test_plans(folder)
         shown = typed(folder, "run", "--virtual", "--plan", "out.json", "trainer.py")
         _shows(shown, 0, r"tightfit: on BertForSequenceClassification: no technique, it fits without changes")
         assert re.search(rf"3 steps ran on a virtual NVIDIA GeForce RTX 4090: peak {SIZE} of {SIZE}", shown.lines[-1])

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -21,7 +22,7 @@ from tightfit.capture.kernels.architecture import Card
 from tightfit.capture.observe.attribution import short
 from tightfit.capture.observe.kernel_memory import KernelMemory
 from tightfit.capture.observe.recorder import LiveMemory, Recorder, tape_of
-from tightfit.capture.patches import eager, largest_batch, loaders, native, threads, torch_api
+from tightfit.capture.patches import eager, largest_batch, loaders, native, spawned, threads, torch_api
 from tightfit.capture.patches.cuda_api import CudaApi
 from tightfit.capture.patches.loading_times import LoadingTimes
 from tightfit.capture.steps.detector import StepWatch
@@ -31,6 +32,13 @@ from tightfit.errors import ApplyError, CaptureError, InternalError, faults
 from tightfit.errors.program_errors import one_line
 from tightfit.tape import Coverage, NotReached, Tape, Weights
 
+_OF_INFERENCE = "; for inference, give a generator function that yields once per step"
+# What Python's multiprocessing has loaded where a program has started processes that are no forks of its own.
+_SPAWNING = {
+    "multiprocessing.popen_spawn_posix",
+    "multiprocessing.popen_forkserver",
+    "multiprocessing.popen_spawn_win32",
+}
 _REACHED = "--until"
 """Why a trace has stopped that came to its line (`FastForward`)."""
 
@@ -80,6 +88,7 @@ class CaptureSession:
         self._routes = install.install(card)
         if world is None:
             one_card.one_process()
+            spawned.install(1, 0)
         else:
             one_card.also_named(world.local_rank)
             # Here, as torch takes long to load what only a distributed program needs.
@@ -171,8 +180,13 @@ class CaptureSession:
         if not self.watch.num_ended and not isinstance(target, targets.Script):
             raise CaptureError("the function did not yield: set up, then `yield` once per step")
         if not self.watch.num_ended and not self.watch.has_ended:
+            others = (
+                "; the processes that it started are not traced: call what they run, in this one"
+                if _SPAWNING & sys.modules.keys()
+                else ""
+            )
             raise CaptureError(
-                "the workload ended without a step: no optimizer stepped and no backward pass was run; for inference, give a generator function that yields once per step"
+                f"the workload ended without a step: no optimizer stepped and no backward pass was run{others or _OF_INFERENCE}"
             )
         self.watch.settle()
         if not self.recorder.storages["num_bytes"]:

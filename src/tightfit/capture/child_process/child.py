@@ -33,6 +33,7 @@ from tightfit.errors import program_errors as programs
 from tightfit.tape import Coverage
 
 if TYPE_CHECKING:
+    from tightfit.capture.child_process.capture_session import CaptureSession
     from tightfit.capture.steps.detector import StepWatch
 
 _SECONDS_TO_TRY_AGAIN = 0.2
@@ -159,11 +160,31 @@ def _trace(request: Request, path: str, closed_in: ClosedIn) -> Any:
         session.follow_threads()
     report = prepare(request.preparation)
     closed_in.begin()
+    _refuse_in_forks(session, request.label, path)
     with _steps_in_time(session.watch, request.timeout_seconds, f"{path}.stack", status):
         session.run(target_of(request.target))
     raise_what_was_swallowed()
     session.tape(target=request.label, versions=_versions()).save(request.tape)
     return report()
+
+
+def _refuse_in_forks(session: "CaptureSession", label: str, path: str) -> None:
+    """A process that the program forks has a copy of the trace, which leads nowhere: where it uses the GPU, the trace ends with an error."""
+    if sys.platform == "win32":
+        return
+    traced = os.getpid()
+
+    def refuse(*_: object) -> NoReturn:
+        where = session.gpu.attribution.where()
+        error = CaptureError(
+            f"{where} uses the GPU in a process that the program has forked, and a trace follows one: call in the main process what it runs, at least while it is traced"
+        )
+        Path(f"{path}.answer").write_text(json.dumps({**_failure(label, error, ""), "notes": []}))
+        # The traced process may wait for this one.
+        os.kill(traced, signal.SIGKILL)
+        os._exit(1)
+
+    os.register_at_fork(after_in_child=lambda: setattr(session.recorder, "operator", refuse))
 
 
 @contextmanager
@@ -189,9 +210,15 @@ def _steps_in_time(watch: "StepWatch", timeout_seconds: float, path: str, status
         if watch.after is not None:
             watch.after.on_begin = expect_the_end
         expect_a_step()
+        traced = os.getpid()
         try:
             yield
         finally:
+            if os.getpid() != traced:
+                # One that the program has forked comes to its end: the trace is not its own, nor is what waits for a step.
+                ended = sys.exc_info()[1]
+                code = ended.code if isinstance(ended, SystemExit) else ended and 1
+                os._exit(code if isinstance(code, int) else int(code is not None))
             faulthandler.cancel_dump_traceback_later()
             if sys.platform != "win32":
                 signal.setitimer(signal.ITIMER_REAL, 0)

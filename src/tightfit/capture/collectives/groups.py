@@ -16,6 +16,7 @@ from torch.testing._internal.distributed import fake_pg
 
 from tightfit.capture.collectives.world import World
 from tightfit.capture.observe.attribution import user_line
+from tightfit.capture.patches import spawned
 from tightfit.capture.replace import replace
 from tightfit.errors import CaptureError
 from tightfit.errors.faults import hands_over
@@ -109,34 +110,12 @@ def install(world: World, on_group: Callable[[str, tuple[int, ...], bool], None]
     replace(torch.cuda.nccl, version=lambda: _NCCL_VERSION)
     # It reads timers of the card, which a CPU build has none of (torch/csrc/distributed/c10d/logger.cpp).
     replace(dist.Logger, set_runtime_stats_and_log=lambda self: None)
-    _spawn_in_place(world)
+    spawned.install(world.ranks_per_node, world.local_rank)
 
 
 def _fake_of(backend: Any) -> str:
     """The fake backend for the devices of the backend that was asked for: `nccl` serves cards alone, `gloo` and the default also the host."""
     return f"cuda:{_FAKE}" if str(backend or "").lower() in ("nccl", "cuda:nccl") else f"cpu:{_FAKE},cuda:{_FAKE}"
-
-
-def _spawn_in_place(world: World) -> None:
-    """`torch.multiprocessing.spawn` with a process for each GPU of the machine: the traced one is run here, the others not at all."""
-    import torch.multiprocessing
-
-    @hands_over
-    def spawn(
-        fn: Callable[..., Any],
-        args: tuple[Any, ...] = (),
-        nprocs: int = 1,
-        join: bool = True,
-        daemon: bool = False,
-        start_method: str = "spawn",
-    ) -> None:
-        if nprocs != world.ranks_per_node:
-            raise CaptureError(
-                f"{user_line()} spawns {nprocs} processes, but {world.ranks_per_node} GPUs are simulated on each machine; estimate it with --gpus {nprocs}"
-            )
-        fn(world.local_rank, *args)
-
-    replace(torch.multiprocessing, spawn=spawn)
 
 
 def ranks_of(group: Any) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ to change gets a changed answer after a while; when that does not help, the run 
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -15,7 +15,8 @@ from tightfit.errors import CaptureError
 from tightfit.errors.program_errors import note_assumed
 
 NUM_SAME_ANSWERS = 2_000
-NUM_PASSED_CHECKS = 10_000
+NUM_PASSED_CHECKS = 2_000
+"""A check fails once in so many reads in the same module: a program checks each of its layers, in each micro-batch."""
 MAX_READS = 50_000
 MAX_FILLED_ELEMENTS = 1 << 16
 _MAX_LINES_BEFORE = 20
@@ -24,8 +25,12 @@ _MAX_LINES_BEFORE = 20
 class ReadPolicy:
     """The policy, with its count of reads per line."""
 
-    def __init__(self, where: Callable[[], str], assume: Callable[[str, str], None]) -> None:
+    def __init__(
+        self, where: Callable[[], str], assume: Callable[[str, str], None], modules: Sequence[object] = ()
+    ) -> None:
         self._where = where
+        self._modules = modules  # that run, as the list is at each read
+        self._num_passed: Counter[tuple[str, tuple[int, ...]]] = Counter()
         self._assume = assume
         self._num_reads: Counter[str] = Counter()
         self._answers: dict[str, str] = {}  # by the line
@@ -70,7 +75,10 @@ class ReadPolicy:
             CaptureError: the same line has read so often that its loop will not end.
         """
         where = self._where()
-        if self._count_read(where) % NUM_PASSED_CHECKS == 0:
+        self._count_read(where)
+        check = where, tuple(map(id, self._modules))
+        self._num_passed[check] += 1
+        if self._num_passed[check] % NUM_PASSED_CHECKS == 0:
             answer = not answer
             self._answers[where] = str(answer)
             self._assume(

@@ -97,7 +97,7 @@ class VirtualGpu(TorchDispatchMode):
         super().__init__()
         self.recorder = recorder
         self.attribution = Attribution(recorder)
-        self.reads = ReadPolicy(self.attribution.where, recorder.assume)
+        self.reads = ReadPolicy(self.attribution.where, recorder.assume, self.attribution.modules)
         self.known_values = KnownValues()
         self.host = HostMemory(recorder)
         # Without fallback kernels: torch would run an operator without a shape rule for real
