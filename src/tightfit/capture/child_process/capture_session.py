@@ -23,9 +23,10 @@ from tightfit.capture.kernels.architecture import Card
 from tightfit.capture.observe.attribution import short
 from tightfit.capture.observe.kernel_memory import KernelMemory
 from tightfit.capture.observe.recorder import LiveMemory, Recorder, tape_of
-from tightfit.capture.patches import eager, largest_batch, loaders, native, spawned, threads, torch_api
+from tightfit.capture.patches import eager, native, spawned, threads, torch_api
 from tightfit.capture.patches.cuda_api import CudaApi
-from tightfit.capture.patches.loading_times import LoadingTimes
+from tightfit.capture.patches.loading import largest_batch, loaders
+from tightfit.capture.patches.loading.loading_times import LoadingTimes
 from tightfit.capture.steps.detector import StepWatch
 from tightfit.devices.catalogue import find
 from tightfit.effects.random_operators import draws
