@@ -33,10 +33,17 @@ hypothesis.settings.load_profile("tightfit")
 
 # Hugging Face's libraries take longer to import than most traces of tests take: these fork from a server that has done it. The commands that tests
 # run in processes of their own import them in each trace, as a user's do.
+_PRELOADED_ANYWHERE = trace._PRELOADED
 trace._PRELOADED += (
     "transformers.trainer",
     *(f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama", "t5")),
 )
+
+
+@pytest.fixture
+def traces_import_libraries_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As everywhere but in tests: for those that ask what an import does to a trace."""
+    monkeypatch.setattr(trace, "_PRELOADED", _PRELOADED_ANYWHERE)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -104,7 +104,6 @@ def test_all_that_is_offered_trains_right_or_is_refused(
         _run_with(path, name, plain, capfd)
 
 
-@pytest.mark.slow
 def test_a_script_that_is_planned_by_the_command_trains_right_or_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
     path = str(SCRIPTS / "clipped_by_hand.py")
     plain = _printed(path, capfd)

@@ -12,6 +12,7 @@ from tightfit.capture.trace import trace
 from tightfit.tape import Category
 
 transformers = pytest.importorskip("transformers", minversion="5")
+pytestmark = pytest.mark.usefixtures("traces_import_libraries_themselves")
 
 DECODER = '''
 import torch

@@ -1,6 +1,6 @@
 """`tightfit run` on training scripts that know nothing of it: within a budget that the plain script exceeds, with the plain script's losses.
 
-One script is planned and run here, three with TIGHTFIT_SLOW_TESTS=1; `python -m benchmarks.run_scripts --csv docs/run.csv` does all of them, and the table is looked at.
+Three scripts are planned and run here with TIGHTFIT_SLOW_TESTS=1; `python -m benchmarks.run_scripts --csv docs/run.csv` does all of them, and the table is looked at.
 """
 
 import csv
@@ -16,7 +16,7 @@ CLOSE = 1e-4
 HERE = ("vit_amp", "nanogpt_train", "run_clm")
 
 
-@pytest.fixture(scope="module", params=[HERE[0], *(pytest.param(name, marks=pytest.mark.slow) for name in HERE[1:])])
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.slow) for name in HERE])
 def row(request: pytest.FixtureRequest) -> Row:
     return row_of(request.param, TABLE[request.param].budget_mib)
 

@@ -17,7 +17,10 @@ from tightfit.capture.processes.containment import landlock, namespaces
 from tightfit.cli.main import run
 from tightfit.errors import CaptureError
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the kernel keeps nothing")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the kernel keeps nothing"),
+    pytest.mark.usefixtures("traces_import_libraries_themselves"),
+]
 
 TRAINS = """\
 import torch
