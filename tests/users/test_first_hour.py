@@ -162,6 +162,7 @@ class TestMakesMistakes:
         assert shown.first.startswith(f"tightfit: {said}")
         assert not PRIVATE.search(shown.text)
 
+    @pytest.mark.slow
     def test_in_the_program(self, folder: Path) -> None:
         (folder / "out").mkdir()
         (folder / "out" / "wrong.py").write_text(
