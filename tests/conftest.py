@@ -47,7 +47,12 @@ def traces_import_libraries_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what is marked as slow."""
+    """Leaves out what is marked as slow, and runs the searches for leaks first.
+
+    They ask each object for its class and identity, which Python tells the audit hooks: one that a later test has added stays for good, and makes
+    them take five times as long.
+    """
+    items.sort(key=lambda item: item.path.name != "test_leaks.py")
     slow = [] if os.environ.get("TIGHTFIT_SLOW_TESTS") else [item for item in items if item.get_closest_marker("slow")]
     if slow:
         config.hook.pytest_deselected(items=slow)

@@ -20,7 +20,7 @@ def test_there_are_enough_attacks() -> None:
 def test_enough_programs_are_always_tried_and_each_technique() -> None:
     tried = {attack.name: tried_with(attack) for attack in ATTACKS.values() if not is_slow(attack)}
     assert all(tried.values())
-    assert len(tried) >= 500
+    assert len(tried) >= 300
     assert {name for names in tried.values() for name in names} == VARIANTS.keys()
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from tests.attacks.places import choice
+from tests.sampled import every_second
 from torch import nn
 from torch.nn import functional
 
@@ -294,9 +295,7 @@ def test_in_tiles(name: str) -> None:
     _check(CASES[name], TILES, CASES[name].tiled)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if i % 2 else ()) for i, name in enumerate(CASES)]
-)
+@pytest.mark.parametrize("name", every_second(CASES))
 def test_in_parts_of_the_batch(name: str) -> None:
     _check(CASES[name], PARTS, CASES[name].parts)
 

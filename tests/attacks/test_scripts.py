@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.cpu.applied import plan_of
+from tests.sampled import every_second
 
 from tightfit.analysis.profile import Profile
 from tightfit.capture.targets import Script
@@ -38,7 +39,7 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=every_second(NAMES))
 def traced(request: pytest.FixtureRequest) -> tuple[str, Traced]:
     """A script with its trace."""
     path = str(SCRIPTS / f"{request.param}.py")

@@ -150,6 +150,7 @@ def test_the_content_survives_the_file(calibrated: tuple[Path, dict[str, Any]]) 
     assert tomllib.loads(to_toml(content)) == content
 
 
+@pytest.mark.slow
 def test_the_instruments_of_a_card_run_every_measurement_too(tmp_path: Path) -> None:
     """Events and clocks are read as on a card; on the virtual GPU an event takes a millisecond, so the figures mean nothing."""
     command = [sys.executable, "-c", MEASURE_WITH_THE_INSTRUMENTS_OF_A_CARD, str(tmp_path)]

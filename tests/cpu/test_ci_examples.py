@@ -25,6 +25,7 @@ def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path / "ci")
 
 
+@pytest.mark.slow
 def test_the_fixture_passes_what_fits_and_says_what_holds_most_of_what_does_not() -> None:
     with open("test_memory.py", "a") as file:
         file.write(TOO_LARGE)

@@ -126,8 +126,8 @@ def test_space_is_allocated_where_the_file_system_leaves_it_to_the_c_library(
 def test_without_direct_access_it_goes_through_the_page_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_file, "_takes_direct", lambda _: False)
     saved = assert_same(once, offload_to_disk())
-    assert saved.disk is not None and saved.disk.goes_through_the_cache
-    assert ["page cache" in note for note in notes_on(HOST, [saved.disk], "activations")] == [True]
+    assert saved.moves.disk is not None and saved.moves.disk.goes_through_the_cache
+    assert ["page cache" in note for note in notes_on(HOST, [saved.moves.disk], "activations")] == [True]
     assert saved._statistics["offloaded storages"] > 0
 
 
@@ -152,7 +152,7 @@ def test_where_the_driver_refuses_to_lock_buffers_they_are_used_as_they_are(monk
 
 def test_the_file_has_what_is_planned_grows_for_more_and_all_of_it_comes_back() -> None:
     saved = offload_to_disk(disk_bytes=2 * PAGE_BYTES)
-    disk = saved.disk
+    disk = saved.moves.disk
     assert disk is not None and disk.file.num_bytes == 2 * PAGE_BYTES
     assert_same(once, saved)
     grown = disk.file.num_bytes
@@ -173,7 +173,7 @@ def test_a_disk_that_is_full_in_the_middle_is_an_error_and_training_can_go_on(mo
         with pytest.raises(ApplyError, match=r"the disk of .* has no"):
             once(model)
     assert_same(once, saved)
-    assert saved.disk is not None and saved.disk.free_bytes == saved.disk.file.num_bytes
+    assert saved.moves.disk is not None and saved.moves.disk.free_bytes == saved.moves.disk.file.num_bytes
 
 
 def fails_once(
@@ -210,7 +210,7 @@ def test_what_cannot_be_written_is_in_host_memory_and_nothing_is_lost(
     gc.collect()
     (message,) = told
     assert message.startswith("could not be written to the disk of ") and "nothing is lost" in message
-    assert saved.disk is not None and saved.disk.free_bytes == saved.disk.file.num_bytes
+    assert saved.moves.disk is not None and saved.moves.disk.free_bytes == saved.moves.disk.file.num_bytes
 
 
 def test_a_write_that_moves_nothing_is_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,8 +226,8 @@ def test_a_byte_that_has_changed_on_the_disk_is_an_error_before_it_is_used_and_t
     saved = offload_to_disk(told=told)
     model = Blocks(saved)
     loss = model(batch()).square().mean()
-    assert saved.disk is not None and isinstance(saved.disk.file, DiskFile)
-    descriptor = os.open(f"/proc/self/fd/{saved.disk.file.descriptor}", os.O_RDWR)
+    assert saved.moves.disk is not None and isinstance(saved.moves.disk.file, DiskFile)
+    descriptor = os.open(f"/proc/self/fd/{saved.moves.disk.file.descriptor}", os.O_RDWR)
     byte = os.pread(descriptor, 1, 5000)[0]
     os.pwrite(descriptor, bytes([byte ^ 4]), 5000)
     os.close(descriptor)
@@ -237,7 +237,7 @@ def test_a_byte_that_has_changed_on_the_disk_is_an_error_before_it_is_used_and_t
     del loss
     expected = gradients(Blocks(None), once)
     assert all(torch.equal(a, b) for a, b in zip(expected, gradients(model, once), strict=True))
-    assert saved.disk.free_bytes == saved.disk.file.num_bytes
+    assert saved.moves.disk.free_bytes == saved.moves.disk.file.num_bytes
 
 
 def test_an_interrupt_while_a_copy_is_waited_for_leaves_all_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,7 +256,7 @@ def test_an_interrupt_while_a_copy_is_waited_for_leaves_all_as_it_is(monkeypatch
     del loss
     assert all(torch.equal(a, b) for a, b in zip(expected, gradients(model, once), strict=True))
     gc.collect()
-    assert saved.disk is not None and saved.disk.free_bytes == saved.disk.file.num_bytes
+    assert saved.moves.disk is not None and saved.moves.disk.free_bytes == saved.moves.disk.file.num_bytes
 
 
 @contextlib.contextmanager

@@ -17,8 +17,9 @@ from tightfit.engine import copy_engines
 from tightfit.engine.disk.disk_copies import DiskSpace
 from tightfit.engine.disk.disk_sizes import PAGE_BYTES
 from tightfit.engine.host_slab import HostSlab, Part, unregister_gone
+from tightfit.engine.saved.block_call import Selection
 from tightfit.engine.saved.saved_storage import Place
-from tightfit.engine.saved.saved_tensors import SavedTensors, Selection
+from tightfit.engine.saved.saved_tensors import SavedTensors
 from tightfit.errors import ApplyError
 
 HOST = torch.device("cpu")
@@ -65,7 +66,7 @@ class Blocks(nn.Module):
             if self.saved is None:
                 rows = block(rows)
             else:
-                with self.saved.call(dataclasses.replace(self.selection, to_disk=self.saved.disk is not None)):
+                with self.saved.call(dataclasses.replace(self.selection, to_disk=self.saved.moves.disk is not None)):
                     rows = block(rows)
         return rows
 
@@ -245,13 +246,13 @@ def test_host_memory_is_free_again_and_no_thread_is_left_over() -> None:
         gradients(model, lambda model, step=step: model(batch(step)).mean().backward())
         assert threading.active_count() <= threads + 1
     gc.collect()
-    assert saved.slab.free_bytes == saved.slab.num_bytes
-    assert saved.slab.overflow_bytes == 0
+    assert saved.moves.slab.free_bytes == saved.moves.slab.num_bytes
+    assert saved.moves.slab.overflow_bytes == 0
 
 
 def test_what_the_slab_has_no_room_for_has_memory_of_its_own() -> None:
     saved = assert_same(once, offload(host_bytes=2 * OF_ROWS))
-    assert saved.slab.overflow_bytes > 0
+    assert saved.moves.slab.overflow_bytes > 0
 
 
 def test_a_tensor_that_was_written_to_is_autograds_error() -> None:

@@ -107,6 +107,7 @@ def test_the_table_and_the_summary_are_written(virtual: tuple[Path, subprocess.C
     assert "1 of 1 rows to do" in done.stderr
 
 
+@pytest.mark.slow
 def test_what_is_done_is_not_done_again(virtual: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     before = (virtual[0] / "results.jsonl").read_text()
     done = benchmark(virtual[0], "--predict-only", "--tiny", "--match", "residual")
@@ -123,6 +124,7 @@ def test_a_recording_is_small_and_replays_to_what_was_measured(
     assert (virtual[0] / "recordings.zip").stat().st_size < 40_000
 
 
+@pytest.mark.slow
 def test_a_machine_without_a_card_is_told_so(tmp_path: Path) -> None:
     import torch
 

@@ -51,6 +51,7 @@ def test_a_trace_says_which_name_is_missing_and_does_not_blame_the_script(
     assert "script.py" not in line
 
 
+@pytest.mark.slow
 def test_a_trace_with_a_plan_says_it_too(without: Path) -> None:
     without.write_text(FOR_A_PLAN)
     preparation = Preparation(function="tightfit.runtime.run_script:prepare", argument={"choices": []})

@@ -98,9 +98,10 @@ print(torch.accelerator.current_accelerator(), len(native._kept_alive))
             "has no isBuilt in slot 3 of its CUDA hooks, which the virtual GPU needs to say that torch was built with CUDA",
             marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             "native._registry()[native._CUDA] = native._registry()[native._CPU]",
             "keeps its device guards in another way, which the virtual GPU needs to register a device guard",
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -14,6 +14,7 @@ import pytest
 import torch
 from tests.conformance.models import MODELS
 from tests.conformance.training import Habits, Outcome, choice_of, train
+from tests.sampled import every_second
 from torch import nn
 
 from tightfit.engine.descriptors import close_gone
@@ -65,7 +66,7 @@ def assert_same(one: Outcome, other: Outcome) -> None:
     assert all(torch.equal(other.state[name], value) for name, value in one.state.items())
 
 
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("name", every_second(MODELS))
 def test_training_with_all_of_it_on_disk_is_the_same_to_the_bit(name: str) -> None:
     choices = [*activations(MODELS[name]("cpu")[0]), OPTIMIZER]
     plain = train(name, (), num_steps=3, habits=HABITS)

@@ -92,7 +92,14 @@ def test_every_script_is_described_in_the_readme() -> None:
     assert described == set(SMALL_ARGUMENTS)
 
 
-@pytest.mark.parametrize("script", sorted(SMALL_ARGUMENTS))
+@pytest.mark.parametrize(
+    "script",
+    # It takes longer than all others, and Accelerate is estimated as an example too.
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "accelerate_glue.py" else ())
+        for name in sorted(SMALL_ARGUMENTS)
+    ],
+)
 def test_the_script_trains_on_the_cpu(script: str, tmp_path: Path) -> None:
     finished = run([str(SCRIPTS / script), *SMALL_ARGUMENTS[script].split()], tmp_path)
     printed = finished.stdout + finished.stderr

@@ -76,6 +76,7 @@ def test_the_rows_name_what_each_would_hold(plain: Tape) -> None:
     assert f"({numbers:,} trainable parameters)" in adapters.sentence
 
 
+@pytest.mark.slow
 def test_adapters_hold_what_was_promised(plain: Tape) -> None:
     from tightfit.techniques.trained import adapters
 

@@ -14,6 +14,7 @@ from tests.conformance.large_models import Decoder
 from tests.cpu.optimizer_training import DEVICE
 from tests.cpu.test_technique_trained_weight_streaming import OPTIMIZERS, adamw, pair, same, states
 from tests.cpu.training_loops import LOOPS, Optimizer, gradients, train
+from tests.sampled import every_second
 
 from tightfit.analysis.profile import Profile
 from tightfit.capture.targets import GeneratorFunction
@@ -57,7 +58,7 @@ def test_steps_are_those_of_the_plain_run_to_the_bit(name: str, others: dict[str
     assert same(plain.parameters(), model.parameters()) and same(*map(states, optimizers))
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("loop", every_second(LOOPS))
 def test_loops_train_the_same_to_the_bit(loop: Callable[[Decoder, Optimizer], Any]) -> None:
     plain, model, *optimizers, session = pair(**ON_DISK)
     found = [loop(m, o) or [] for m, o in zip((plain, model), optimizers, strict=True)]

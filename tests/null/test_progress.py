@@ -1,8 +1,9 @@
 """What is shown while somebody waits: how far a trace is, where the program is if no step comes, what was found, and no number that nobody knows."""
 
-import faulthandler
 import io
 import json
+import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -142,4 +143,19 @@ def test_a_program_says_how_far_it_is_and_where_when_it_is_asked(tmp_path: Path)
         json.loads(Path(f"{path}.status").read_text())
     finally:
         if sys.platform == "linux":
-            faulthandler.unregister(signal.SIGRTMIN + 7)
+            signal.signal(signal.SIGRTMIN + 7, signal.SIG_DFL)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a real-time signal")
+def test_the_place_is_that_of_the_line_that_runs(tmp_path: Path) -> None:
+    path, clock = str(tmp_path / "request.json"), Clock()
+    status = StatusFile(path)
+    try:
+        status.step(1)
+        reader = StatusReader(path, lambda number: os.kill(os.getpid(), number), clock=clock)
+        assert reader.read() is not None
+        clock.now += 21
+        found = reader.read()
+        assert found is not None and re.fullmatch(r".*test_progress\.py:\d+", found.place)
+    finally:
+        signal.signal(signal.SIGRTMIN + 7, signal.SIG_DFL)

@@ -154,7 +154,7 @@ MISTAKES = {
 
 
 class TestMakesMistakes:
-    @pytest.mark.parametrize("name", MISTAKES)
+    @pytest.mark.parametrize("name", [*list(MISTAKES)[:-1], pytest.param(list(MISTAKES)[-1], marks=pytest.mark.slow)])
     def test_and_reads_one_line(self, folder: Path, name: str) -> None:
         words, exit_code, said = MISTAKES[name]
         shown = typed(folder, *words)
@@ -162,6 +162,7 @@ class TestMakesMistakes:
         assert shown.first.startswith(f"tightfit: {said}")
         assert not PRIVATE.search(shown.text)
 
+    @pytest.mark.slow
     def test_in_the_program(self, folder: Path) -> None:
         (folder / "out").mkdir()
         (folder / "out" / "wrong.py").write_text(

@@ -66,6 +66,23 @@ class _Rounds:
         np.minimum.at(self.first_forward, numbers[at], at)
 
 
+class _SortedPaths:
+    """The paths `names` of the modules that ran operators, a module and all its submodules side by side."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
+        self.parts = [name.split(".") for name in names]
+
+    def inside(self, path: str) -> tuple[int, int]:
+        """The ranks of `path` and its submodules, as a half-open range; empty for a module that ran no operator."""
+        parts = path.split(".")
+        low = next((i for i, known in enumerate(self.parts) if known[: len(parts)] == parts), len(self.parts))
+        high = low
+        while high < len(self.parts) and self.parts[high][: len(parts)] == parts:
+            high += 1
+        return low, high
+
+
 class ModuleCalls:
     """The module calls of a tape."""
 
@@ -78,8 +95,7 @@ class ModuleCalls:
         # Sorted by path components, a module and all its submodules are neighbours, so that `inside` is a comparison with two ranks
         # instead of a test of every path. As plain text "layer.1" would have "layer.10" and "layer.1.mlp" mixed.
         order = sorted(range(len(texts)), key=lambda i: texts[i].split("."))
-        self._names = [texts[i] for i in order]
-        self._parts = [name.split(".") for name in self._names]
+        self._sorted = _SortedPaths([texts[i] for i in order])
         rank_of = np.zeros(len(tape.strings), dtype=np.int64)
         rank_of[modules[order]] = np.arange(len(order))
         self._rank = rank_of[operators.module]
@@ -118,7 +134,7 @@ class ModuleCalls:
     def paths(self) -> list[str]:
         """All modules that have operators or that contain some that do, outermost first."""
         found: dict[str, None] = {}
-        for parts in self._parts:
+        for parts in self._sorted.parts:
             for length in range(1, len(parts) + 1):
                 found.setdefault(".".join(parts[:length]))
         return [path for path in found if path]
@@ -129,23 +145,14 @@ class ModuleCalls:
         lasting = made[self.freed_at[made] >= self.event_of(operator + 1)]
         return int(lasting[0]) if len(lasting) else -1
 
-    def _inside(self, path: str) -> tuple[int, int]:
-        """The ranks of `path` and its submodules, as a half-open range; empty for a module that ran no operator."""
-        parts = path.split(".")
-        low = next((i for i, known in enumerate(self._parts) if known[: len(parts)] == parts), len(self._parts))
-        high = low
-        while high < len(self._parts) and self._parts[high][: len(parts)] == parts:
-            high += 1
-        return low, high
-
     def modules_inside(self, path: str) -> list[str]:
         """The paths at and inside `path` that have operators of their own."""
-        low, high = self._inside(path)
-        return self._names[low:high]
+        low, high = self._sorted.inside(path)
+        return self._sorted.names[low:high]
 
     def calls(self, path: str) -> tuple[ModuleCall, ...]:
         """The calls of the module at `path` that take part in a backward pass, in order."""
-        low, high = self._inside(path)
+        low, high = self._sorted.inside(path)
         inside = (self._rank >= low) & (self._rank < high)
         forward = np.flatnonzero(inside & (self._phase == Phase.FORWARD))
         if not len(forward):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tightfit.errors import OutputError, TightfitError
+from tightfit.errors import OutputError
 from tightfit.guarding.begun_loaders import BegunLoaders
 from tightfit.guarding.out_of_memory import release_memory
 from tightfit.guarding.post_mortem import bytes_by_holder, explain, write_post_mortem
@@ -124,7 +124,7 @@ class Attempts:
         release_memory()
         if not tried:
             tried.append("released memory")
-        elif not self._go_down(tried):
+        elif not self._rungs.try_next(tried):
             raise self.final(error, tried, "no plan that holds less is left")
         self.statistics["replays"] += 1
 
@@ -168,17 +168,6 @@ class Attempts:
     def _learn(self) -> None:
         if self._running is not None:
             self._states.learn(self._running.beginning)
-
-    def _go_down(self, tried: list[str]) -> bool:
-        while True:
-            try:
-                if not self._rungs.go_down():
-                    return False
-            except TightfitError as error:
-                tried.append(f"plan {self._rungs.at + 2}: {error}")
-                return False
-            tried.append(f"plan {self._rungs.at + 1}")
-            return True
 
 
 def _many_processes() -> str:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from tightfit.errors import TightfitError
 from tightfit.planner.plan import Plan
 from tightfit.runtime.apply import apply
 from tightfit.techniques.session import Session
@@ -54,6 +55,17 @@ class Rungs:
         if self._has_climbed:
             self._calm_steps = min(2 * self._calm_steps, _MOST_CALM_STEPS)
         self._put(self._at + 1)
+        return True
+
+    def try_next(self, tried: list[str]) -> bool:
+        """The same, with a line about it in `tried`; False too if the plan cannot be applied."""
+        try:
+            if not self.go_down():
+                return False
+        except TightfitError as error:
+            tried.append(f"plan {self._at + 2}: {error}")
+            return False
+        tried.append(f"plan {self._at + 1}")
         return True
 
     def step_succeeded(self) -> bool:

@@ -111,11 +111,32 @@ def model_parts(profile: Profile) -> ModelParts:
     return _Reader(profile).parts()
 
 
+class _Peaks:
+    """Peaks of the bytes of some storages of a tape."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._profile = profile
+        self._tape, self._calls = profile.tape, profile.modules
+
+    def of_category(self, category: Category) -> int:
+        """The peak of what is allocated of one category."""
+        chosen = np.flatnonzero(self._tape.storages.category == category)
+        return self.between(chosen, 0, len(self._tape.events))
+
+    def between(self, chosen: Column, begin: int, end: int) -> int:
+        """The peak of the bytes of `chosen` storages between two events."""
+        change = np.zeros(len(self._tape.events) + 1, dtype=np.int64)
+        np.add.at(change, self._profile.allocated_at[chosen], self._calls.block_bytes[chosen])
+        np.subtract.at(change, self._calls.freed_at[chosen], self._calls.block_bytes[chosen])
+        return int(np.cumsum(change)[begin : max(begin + 1, end)].max(initial=0))
+
+
 class _Reader:
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
         self.tape = profile.tape
         self.calls = profile.modules
+        self.peaks = _Peaks(profile)
         self.weights = WeightsOfTape(profile)
         self.classes = [operator_class(name) if "." in name else "other" for name in self.tape.strings]
 
@@ -138,7 +159,7 @@ class _Reader:
         blocks, order = self._classes(units)
         trained = max(1, weights.trained_bytes)
         of = tape.storages.num_bytes
-        gradients = self._live_bytes(Category.GRADIENTS)
+        gradients = self.peaks.of_category(Category.GRADIENTS)
         states = int(of[tape.storages.category == Category.OPTIMIZER_STATE].sum())
         steps = self.profile.num_steps
         optimizer = phase == Phase.OPTIMIZER
@@ -158,7 +179,7 @@ class _Reader:
             gradients_per_parameter=gradients / trained,
             states_per_parameter=states / trained,
             optimizer_seconds=float(self.profile.seconds[optimizer].sum()) / steps,
-            input_bytes=self._live_bytes(Category.INPUTS),
+            input_bytes=self.peaks.of_category(Category.INPUTS),
             # Gradients are reduced in the type that they are stored in.
             reduced_per_gathered=1 / weights.gathered_per_parameter,
             stored_dtype="float32" if is_converted else computed,
@@ -172,18 +193,6 @@ class _Reader:
         for dtype, count in zip(operators.dtype[chosen].tolist(), operators.flops[chosen].tolist(), strict=True):
             flops[strings[dtype]] = flops.get(strings[dtype], 0.0) + count
         return max(flops, key=lambda dtype: flops[dtype], default="float32")
-
-    def _live_bytes(self, category: Category) -> int:
-        """The peak of what is allocated of one category."""
-        chosen = np.flatnonzero(self.tape.storages.category == category)
-        return self._peak(chosen, 0, len(self.tape.events))
-
-    def _peak(self, chosen: Column, begin: int, end: int) -> int:
-        """The peak of the bytes of `chosen` storages between two events."""
-        change = np.zeros(len(self.tape.events) + 1, dtype=np.int64)
-        np.add.at(change, self.profile.allocated_at[chosen], self.calls.block_bytes[chosen])
-        np.subtract.at(change, self.calls.freed_at[chosen], self.calls.block_bytes[chosen])
-        return int(np.cumsum(change)[begin : max(begin + 1, end)].max(initial=0))
 
     def _units(self) -> list[ModuleCall]:
         """The last call of each block: children of the outermost numbered lists that run one after another."""
@@ -285,8 +294,8 @@ class _Reader:
         fbegin = int(self.calls.event_of(int(forward[0]))) if len(forward) else 0
         fend = int(self.calls.event_of(int(forward[-1]) + 1)) if len(forward) else 0
         peak = max(
-            self._peak(working, begin, end) if len(backward) else 0,
-            self._peak(in_forward, fbegin, fend) if len(forward) and not input_bytes else 0,
+            self.peaks.between(working, begin, end) if len(backward) else 0,
+            self.peaks.between(in_forward, fbegin, fend) if len(forward) and not input_bytes else 0,
         )
         attention = np.flatnonzero(rows.is_attention)
         operators = rows.operators

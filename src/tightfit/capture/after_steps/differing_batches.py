@@ -7,7 +7,7 @@ those that have as many backward passes: one of fewer micro-batches is no smalle
 import itertools
 
 from tightfit.capture.observe.recorder import Recorder
-from tightfit.capture.patches import loaders
+from tightfit.capture.patches.loading import loaders
 from tightfit.tape import Category, Phase, SpanKind
 from tightfit.units import format_bytes
 

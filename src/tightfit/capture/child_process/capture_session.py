@@ -11,6 +11,7 @@ import torch
 from tightfit.capture import targets
 from tightfit.capture.after_steps.fast_forward import EndOfCapture, FastForward
 from tightfit.capture.after_steps.running_lines import places_of
+from tightfit.capture.child_process.weights_on_card import WeightsOnCard
 from tightfit.capture.collectives.world import World
 from tightfit.capture.dispatch import one_card
 from tightfit.capture.dispatch.accumulation import ACCUMULATION_HANDLERS
@@ -22,15 +23,16 @@ from tightfit.capture.kernels.architecture import Card
 from tightfit.capture.observe.attribution import short
 from tightfit.capture.observe.kernel_memory import KernelMemory
 from tightfit.capture.observe.recorder import LiveMemory, Recorder, tape_of
-from tightfit.capture.patches import eager, largest_batch, loaders, native, spawned, threads, torch_api
+from tightfit.capture.patches import eager, native, spawned, threads, torch_api
 from tightfit.capture.patches.cuda_api import CudaApi
-from tightfit.capture.patches.loading_times import LoadingTimes
+from tightfit.capture.patches.loading import largest_batch, loaders
+from tightfit.capture.patches.loading.loading_times import LoadingTimes
 from tightfit.capture.steps.detector import StepWatch
 from tightfit.devices.catalogue import find
 from tightfit.effects.random_operators import draws
 from tightfit.errors import ApplyError, CaptureError, InternalError, faults
 from tightfit.errors.program_errors import one_line
-from tightfit.tape import Coverage, NotReached, Tape, Weights
+from tightfit.tape import Coverage, NotReached, Tape
 
 _OF_INFERENCE = "; for inference, give a generator function that yields once per step"
 # What Python's multiprocessing has loaded where a program has started processes that are no forks of its own.
@@ -98,13 +100,13 @@ class CaptureSession:
         self.watch = StepWatch(self.gpu, num_steps, by_yield=by_yield, on_end=self._take, follows=follows, until=until)
         if with_effects:
             self.watch.watch_effects()
-        self.watch.on_prediction = self._note_weights
+        self._weights = WeightsOnCard(self.gpu)
+        self.watch.on_prediction = self._weights.note
         self.watch.install()
         loaders.install(lambda: self.watch.num_ended)
         self._loading = LoadingTimes(self.recorder)
         self._loading.install()
         self._tape: Tape | None = None
-        self._seen_weights: dict[tuple[int, int], bool] = {}
 
     def _take(self) -> None:
         tape = tape_of(self.recorder, target="", versions={}, traced_for=self.device.name)
@@ -117,29 +119,12 @@ class CaptureSession:
             tape,
             effects=self.watch.effects(),
             coverage=coverage,
-            weights=self._weights(),
+            weights=self._weights.rows(with_noted=self.watch.predicts_only),
             strings=tuple(self.recorder.texts),
             loaders=self._loading.uses(),
         )
         for look in WHEN_TAKEN:
             look(self)
-
-    def _note_weights(self) -> None:
-        """Models that a script predicts with, and trains nothing, are often gone when it ends."""
-        self._seen_weights.update((row[:2], row[2]) for row in self._held_weights())
-
-    def _held_weights(self) -> Iterator[tuple[int, int, bool]]:
-        for weight, path in self.gpu.attribution.weights():
-            storage = self.gpu.storages.index_of(weight)
-            if storage is not None:
-                yield storage, path, weight.requires_grad
-
-    def _weights(self) -> Weights:
-        seen = self._seen_weights if self.watch.predicts_only else {}
-        found = seen | {row[:2]: row[2] for row in self._held_weights()}
-        rows = sorted((*key, is_trained) for key, is_trained in found.items())
-        columns = zip(*rows, strict=True) if rows else ((), (), ())
-        return Weights.from_columns(dict(zip(("storage", "module", "is_trained"), columns, strict=True)))
 
     def tape(self, *, target: str, versions: Mapping[str, str]) -> Tape:
         """The tape of the run at the end of the last step."""

@@ -101,7 +101,7 @@ def leave(path: str, answer: dict[str, Any]) -> NoReturn:
 
 
 def _num_examples() -> dict[int, int]:
-    from tightfit.capture.patches import loaders
+    from tightfit.capture.patches.loading import loaders
 
     return loaders.num_examples
 

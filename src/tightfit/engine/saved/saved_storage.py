@@ -17,7 +17,7 @@ from tightfit.torch_hooks.manifest import STORAGE_USES
 if TYPE_CHECKING:
     from tightfit.engine.copy_engines import Ticket
     from tightfit.engine.disk.disk_slab import DiskPart
-    from tightfit.engine.saved.saved_tensors import BlockCall
+    from tightfit.engine.saved.block_call import BlockCall
 
 _USES_OF_A_NAME = 1
 """What a reference from Python to the storage itself counts, beside those of its tensors."""

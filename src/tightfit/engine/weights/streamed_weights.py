@@ -5,7 +5,6 @@ blocks first, and from what was seen since; the following block comes while a bl
 when it is needed. So the memory that is held does not depend on how fast the copies are.
 """
 
-import enum
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -20,28 +19,10 @@ from tightfit.engine.disk.disk_copies import DiskSpace
 from tightfit.engine.host_slab import HostSlab, Part, unregister_gone
 from tightfit.engine.weights.streamed_gradient import StreamedGradient
 from tightfit.engine.weights.streamed_weight import Residence, StreamedWeight
+from tightfit.engine.weights.use_order import Pass, UseOrder
+from tightfit.engine.weights.weight_traffic import WeightTraffic
 from tightfit.engine.weights.weights_in_files import PartOfFile, WeightFiles
 from tightfit.errors import ApplyError
-
-
-class Pass(enum.Enum):
-    """What uses a block: a forward pass with gradients, one without, a backward pass, or a forward pass inside of that."""
-
-    FORWARD = enum.auto()
-    ALONE = enum.auto()
-    BACKWARD = enum.auto()
-    AGAIN = enum.auto()
-
-
-Use = tuple[Pass, int]
-# What is learned of the order. Between a forward and a backward pass, and after either, nothing is on the card or on its way: whatever the program does
-# there to weights, also without a version that would tell (`weight.data`), it does to those at the host.
-_MAY_FOLLOW = {
-    Pass.FORWARD: (Pass.FORWARD,),
-    Pass.ALONE: (Pass.ALONE,),
-    Pass.BACKWARD: (Pass.BACKWARD, Pass.AGAIN),
-    Pass.AGAIN: (Pass.BACKWARD, Pass.AGAIN),
-}
 
 
 class StreamedBlock:
@@ -52,6 +33,14 @@ class StreamedBlock:
         self.weights = list(weights)
         self.num_calls = 0
         """How many calls of it are under way."""
+
+    def saved(self, tensor: torch.Tensor) -> "SavedWeight | None":
+        """What to save in place of `tensor` while the block is being called; None where it is not of one of its weights."""
+        if tensor.layout != torch.strided or is_traceable_wrapper_subclass(tensor):
+            return None
+        key = tensor.untyped_storage()._cdata
+        weight = next((w for w in self.weights if w.residence is Residence.CARD and w.key == key), None)
+        return None if weight is None else SavedWeight(weight, tensor)
 
 
 class SavedWeight:
@@ -102,18 +91,15 @@ class StreamedWeights:
         self.slab = HostSlab(host_bytes, device)
         self.device = device
         link = copies_for(device)
-        self._copies: CopyEngine = link
+        copies: CopyEngine = link
         self.files: WeightFiles | None = None
         """For blocks whose weights are on disk."""
         if disk is not None:
-            slab, self._copies = disk.opened(device, link)
-            self.files = WeightFiles(slab, self._copies)
-        self._statistics = statistics
-        self._when_unchanged = when_unchanged
+            slab, copies = disk.opened(device, link)
+            self.files = WeightFiles(slab, copies)
+        self._traffic = WeightTraffic(copies, statistics, when_unchanged)
         self._blocks: list[StreamedBlock] = []
-        self._following: dict[Use, Use] = {}
-        self._last: Use | None = None
-        self._leaving: list[StreamedGradient] = []
+        self._order = UseOrder()
         # The backward pass runs in threads of autograd's own.
         self._lock = threading.RLock()
 
@@ -130,13 +116,13 @@ class StreamedWeights:
             weights = [StreamedWeight(p, self._part_for(p, on_disk=on_disk), self.device) for p in parameters]
             block = StreamedBlock(len(self._blocks), weights)
             self._blocks.append(block)
-            self._expect_in_order(block.number)
+            self._order.expect(block.number)
             for weight in weights:
                 if with_gradients and weight.parameter.requires_grad:
                     weight.gradient = StreamedGradient(weight.parameter, weight.num_bytes, self.slab, self.device)
-                    self._begin_to_leave(weight.gradient)
-                weight.leave(self._copies)
-            self._gradients_leave()
+                    self._traffic.begin_to_leave(weight.gradient)
+                weight.leave(self._traffic.copies)
+            self._traffic.gradients_leave()
             return block
 
     def _part_for(self, parameter: torch.Tensor, *, on_disk: bool) -> Part | PartOfFile:
@@ -144,12 +130,6 @@ class StreamedWeights:
             return self.slab.take(parameter.untyped_storage().nbytes())
         assert self.files is not None
         return self.files.part_of(parameter)
-
-    def _expect_in_order(self, number: int) -> None:
-        if number:
-            for kind in (Pass.FORWARD, Pass.ALONE):
-                self._following[kind, number - 1] = kind, number
-            self._following[Pass.BACKWARD, number] = Pass.BACKWARD, number - 1
 
     @contextmanager
     def call(self, block: StreamedBlock, kind: Pass) -> Iterator[None]:
@@ -171,42 +151,33 @@ class StreamedWeights:
             # Where the program has set other data (another dtype, another device), that is the weight from now on.
             block.weights = [weight for weight in block.weights if weight.is_ours()]
             # Those of the block before have had the time of this one's.
-            self._gradients_leave()
-            self._learn(use)
-            following = self._following.get(use)
-            ahead = block if following is None else self._blocks[following[1]]
+            self._traffic.gradients_leave()
+            self._order.learn(use)
+            following = self._order.block_after(use)
+            ahead = block if following is None else self._blocks[following]
             self._drop_all_but((block, ahead))
             for weight in (*block.weights, *ahead.weights):
                 if weight.residence is Residence.HOST:
-                    self._fetch(weight)
+                    self._traffic.fetch(weight)
             for weight in block.weights:
-                self._have(weight)
+                self._traffic.have(weight)
                 if kind in (Pass.BACKWARD, Pass.AGAIN):
-                    self._have_gradient(weight)
-
-    def _learn(self, use: Use) -> None:
-        last, self._last = self._last, use
-        if last is None or use[0] not in _MAY_FOLLOW[last[0]]:
-            return
-        # A forward pass that begins anew is not waited for: the program may do anything before.
-        is_new_pass = use[0] is last[0] and use[0] in (Pass.FORWARD, Pass.ALONE) and use[1] < last[1]
-        if not is_new_pass:
-            self._following[last] = use
+                    self._traffic.have_gradient(weight)
 
     def end_pass(self) -> None:
         """A backward pass is over: what it needed is dropped."""
         with self._lock:
-            self._last = None
+            self._order.end_pass()
             self._drop_all_but(())
-            self._gradients_leave()
+            self._traffic.gradients_leave()
 
     def stay(self, block: StreamedBlock) -> None:
         """Brings the weights of `block` to the card for good."""
         with self._lock:
-            self._gradients_leave()
+            self._traffic.gradients_leave()
             for weight in block.weights:
-                self._have(weight)
-                self._have_gradient(weight)
+                self._traffic.have(weight)
+                self._traffic.have_gradient(weight)
             block.weights.clear()
 
     def end(self) -> None:
@@ -234,14 +205,6 @@ class StreamedWeights:
         if failure is not None:
             raise failure
 
-    def saved(self, block: StreamedBlock, tensor: torch.Tensor) -> SavedWeight | None:
-        """What to save in place of `tensor`; None where it is not of a weight of `block`. The block is being called."""
-        if tensor.layout != torch.strided or is_traceable_wrapper_subclass(tensor):
-            return None
-        key = tensor.untyped_storage()._cdata
-        weight = next((w for w in block.weights if w.residence is Residence.CARD and w.key == key), None)
-        return None if weight is None else SavedWeight(weight, tensor)
-
     def restored(self, saved: SavedWeight) -> torch.Tensor:
         """The tensor that was saved.
 
@@ -252,17 +215,19 @@ class StreamedWeights:
             weight = saved.weight
             if not weight.is_ours():
                 # The program has set other data since.
-                return weight.parameter.data if saved.is_parameter else saved.tensor(weight.copied(self._copies))
-            self._have(weight)
-            self._have_gradient(weight)
+                return (
+                    weight.parameter.data if saved.is_parameter else saved.tensor(weight.copied(self._traffic.copies))
+                )
+            self._traffic.have(weight)
+            self._traffic.have_gradient(weight)
             return saved.tensor(weight.on_card)
 
     def _after_call(self, block: StreamedBlock, kind: Pass) -> None:
         # What runs again in a backward pass is used there next.
         if block.num_calls or kind is Pass.AGAIN:
             return
-        following = self._following.get((kind, block.number))
-        self._drop_all_but(() if following is None else (self._blocks[following[1]],))
+        following = self._order.block_after((kind, block.number))
+        self._drop_all_but(() if following is None else (self._blocks[following],))
 
     def _drop_all_but(self, kept: Collection[StreamedBlock]) -> None:
         for block in self._blocks:
@@ -270,42 +235,4 @@ class StreamedWeights:
                 # A forward may have set other data as well.
                 block.weights = [weight for weight in block.weights if weight.is_ours()]
                 for weight in block.weights:
-                    self._drop(weight)
-
-    def _drop(self, weight: StreamedWeight) -> None:
-        if weight.residence is Residence.COMING:
-            weight.forget_copy(self._copies)
-        if weight.residence is Residence.CARD:
-            if not weight.was_written:
-                self._when_unchanged(weight)
-            if weight.gradient is not None:
-                self._begin_to_leave(weight.gradient)
-            if weight.leave(self._copies):
-                self._statistics["weight bytes to the host"] += weight.num_bytes
-
-    def _begin_to_leave(self, gradient: StreamedGradient) -> None:
-        gradient.begin_to_leave(self._copies)
-        if gradient.is_leaving:
-            self._leaving.append(gradient)
-
-    def _gradients_leave(self) -> None:
-        """Frees the memory on the card of gradients whose copies have begun."""
-        leaving, self._leaving = self._leaving, []
-        for gradient in leaving:
-            self._statistics["gradient bytes to the host"] += gradient.leave(self._copies)
-
-    def _have_gradient(self, weight: StreamedWeight) -> None:
-        if weight.gradient is not None:
-            moved = weight.gradient.come(self._copies)
-            if moved:
-                self._statistics["gradient bytes to the card"] += moved
-
-    def _fetch(self, weight: StreamedWeight) -> None:
-        weight.fetch(self._copies)
-        self._statistics["weight bytes to the card"] += weight.num_bytes
-
-    def _have(self, weight: StreamedWeight) -> None:
-        if weight.residence is Residence.HOST:
-            self._fetch(weight)
-        if weight.residence is Residence.COMING:
-            weight.arrive(self._copies)
+                    self._traffic.drop(weight)

@@ -88,10 +88,10 @@ def run_framework_step(
         try:
             return call()
         finally:
-            effects.stop()
+            effects.printed.stop()
 
     def restore() -> None:
-        effects.again()
+        effects.printed.again()
         for each, attributes in bound:
             vars(each).clear()
             vars(each).update(attributes)

@@ -176,7 +176,7 @@ class Turn:
             self._guard.attempts.succeeded(self._attempt)
         self._guard.attempts.leave(self._attempt)
         if not self.has_failed:
-            self._guard.effects.stop()
+            self._guard.effects.printed.stop()
             self._attempt = None
             self._values.clear()
             if self._is_good:
@@ -212,7 +212,7 @@ class Turn:
         assert error is not None
         self._attempt = self._error = None
         effects = self._guard.effects
-        effects.stop()
+        effects.printed.stop()
         self._guard.leave(self, is_good=False)
         first = f"it {effects.first}" if effects.first else ""
         try:
@@ -220,7 +220,7 @@ class Turn:
         except BaseException as final:
             final.add_note(f"tightfit: {self._place}")
             raise
-        effects.again()
+        effects.printed.again()
         self._loop.failed()
 
     def had(self, name: str) -> bool:

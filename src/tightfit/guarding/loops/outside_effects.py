@@ -6,14 +6,13 @@ such effect: a turn that is run again prints the same text, which is dropped.
 """
 
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tightfit.guarding.loops.printed_text import PrintedText
+from tightfit.guarding.loops.printed_streams import PrintedStreams
 from tightfit.torch_hooks.audit_events import on_audit_events
 from tightfit.torch_hooks.library_calls import LibraryCallOwner, on_library_calls
 
@@ -43,7 +42,7 @@ class OutsideEffects(LibraryCallOwner):
         self.first = ""
         self._is_on = False
         self._thread = threading.get_ident()
-        self._streams = (PrintedText(), PrintedText())
+        self.printed = PrintedStreams()
         self._leave: list[Callable[[], object]] = []
 
     def begin(self) -> None:
@@ -51,47 +50,30 @@ class OutsideEffects(LibraryCallOwner):
         if self._is_on:
             return
         self._is_on = True
-        for printed, stream in zip(self._streams, (sys.stdout, sys.stderr), strict=True):
-            printed.begin(stream)
+        self.printed.begin()
         self._leave = [on_library_calls(self), on_audit_events(self, _HEARD)]
 
     def end(self) -> None:
         """Nothing is noted any more."""
         self._is_on = False
-        for printed in self._streams:
-            printed.end()
+        self.printed.end()
         while self._leave:
             self._leave.pop()()
 
     def clear(self) -> dict[str, Any]:
         """A turn begins: what was noted is forgotten. Returns the streams that stand in place of those that text is printed to, by name."""
         self.first = ""
-        for printed in self._streams:
-            printed.clear()
-        named = {"sys.stdout": sys.stdout, "sys.stderr": sys.stderr}
-        return {name: s for name, s in named.items() if not any(printed.is_at(s) for printed in self._streams)}
-
-    def stop(self) -> None:
-        """It is over."""
-        for printed in self._streams:
-            printed.stop()
-
-    def again(self) -> None:
-        """The turn that is over is run again: what it has printed is not printed twice."""
-        for printed in self._streams:
-            printed.again()
+        return self.printed.clear()
 
     @contextmanager
     def apart(self) -> Iterator[None]:
         """What happens within is not the turn's."""
         first = self.first
-        noted = [printed.set_noted(is_noted=False) for printed in self._streams]
         try:
-            yield
+            with self.printed.not_noted():
+                yield
         finally:
             self.first = first
-            for printed, is_noted in zip(self._streams, noted, strict=True):
-                printed.set_noted(is_noted=is_noted)
 
     def _note(self, what: str) -> None:
         if self._is_on and not self.first and threading.get_ident() == self._thread:

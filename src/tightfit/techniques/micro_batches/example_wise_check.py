@@ -225,31 +225,37 @@ class BatchProofs:
             if not may_leave:
                 raise
             proof = error.proof
-        return dataclasses.replace(self._judged(proof, model), is_of_first=may_leave)
+        return dataclasses.replace(_judged(proof, model), is_of_first=may_leave)
 
     @contextlib.contextmanager
     def _watched(self, run: FakeRun) -> "Iterator[_ProofWatch]":
         with without_node_hooks(run), _ProofWatch(run, allows_randomness=self._allows_randomness) as watch:
             yield watch
 
-    def _judged(self, proof: FollowedRun, model: torch.nn.Module) -> Proved:
-        output, _ = proof.result
-        loss_key, loss = find_loss(output)
-        state = proof.flow.rows.state(loss)
-        if not isinstance(state, Total):
-            why = f" ({state.reason})" if isinstance(state, Mixed) else ""
-            raise Mixes(f"its loss is not one mean or sum over the batch{why}")
-        check_graph(loss, [*proof.inputs, *model.parameters()])
-        joined = set()
-        for key, value in items_of(output).items():
-            if key != loss_key and isinstance(value, torch.Tensor) and _has_rows(proof.flow, value):
-                joined.add(key)
-        return Proved(joined=frozenset(joined), means=state.means)
-
     def _owner(self) -> torch.nn.Module:
         model = self._model()
         assert model is not None
         return model
+
+
+def _judged(proof: FollowedRun, model: torch.nn.Module) -> Proved:
+    """What is joined and averaged, from a run that was followed.
+
+    Raises:
+        Mixes: the loss is not one mean or sum over the batch.
+    """
+    output, _ = proof.result
+    loss_key, loss = find_loss(output)
+    state = proof.flow.rows.state(loss)
+    if not isinstance(state, Total):
+        why = f" ({state.reason})" if isinstance(state, Mixed) else ""
+        raise Mixes(f"its loss is not one mean or sum over the batch{why}")
+    check_graph(loss, [*proof.inputs, *model.parameters()])
+    joined = set()
+    for key, value in items_of(output).items():
+        if key != loss_key and isinstance(value, torch.Tensor) and _has_rows(proof.flow, value):
+            joined.add(key)
+    return Proved(joined=frozenset(joined), means=state.means)
 
 
 def _classes_of(model: torch.nn.Module) -> list[tuple[torch.nn.Module, type]]:

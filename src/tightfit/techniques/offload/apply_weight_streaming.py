@@ -22,7 +22,8 @@ from tightfit.engine.disk.disk_copies import DiskSpace
 from tightfit.engine.saved.saved_storage import Saved
 from tightfit.engine.slab_notes import notes_on
 from tightfit.engine.weights.streamed_weight import StreamedWeight
-from tightfit.engine.weights.streamed_weights import Pass, SavedWeight, StreamedBlock, StreamedWeights
+from tightfit.engine.weights.streamed_weights import SavedWeight, StreamedBlock, StreamedWeights
+from tightfit.engine.weights.use_order import Pass
 from tightfit.engine.weights.weights_in_files import bytes_on_disk
 from tightfit.errors import ApplyError
 from tightfit.techniques.offload.streamable import seen_by_others, streamable
@@ -289,7 +290,7 @@ class _Hooks:
     def pack(self, tensor: torch.Tensor) -> Any:
         """What autograd holds in place of `tensor`."""
         self.question = self.question or question_of(sys._getframe(1))
-        saved = self._streamed.saved(self._block, tensor) if self._takes_weights else None
+        saved = self._block.saved(tensor) if self._takes_weights else None
         if saved is not None:
             return saved
         return Saved(tensor, None) if self._around is None else _Packed(self._around[0](tensor))

@@ -16,8 +16,9 @@ from tightfit.effects.ambient import (
 )
 from tightfit.effects.asked_of_saved import told
 from tightfit.engine.disk.disk_copies import DiskSpace
+from tightfit.engine.saved.block_call import Selection
 from tightfit.engine.saved.saved_storage import SavedStorage
-from tightfit.engine.saved.saved_tensors import SavedTensors, Selection
+from tightfit.engine.saved.saved_tensors import SavedTensors
 from tightfit.engine.slab_notes import notes_on
 from tightfit.errors import ApplyError
 from tightfit.techniques.wrappers.forwards import Around, OnlyHere, through
@@ -94,7 +95,7 @@ def engine_of(session: "Session", host_bytes: int, disk: DiskSpace | None = None
     """
     shared = session.shared.get(_Shared)
     if shared is not None:
-        shared.saved.add_host_memory(host_bytes)
+        shared.saved.moves.add_host_memory(host_bytes)
     else:
         device = _device_of(session)
         checks = _Checks(session.verdict)
@@ -104,8 +105,12 @@ def engine_of(session: "Session", host_bytes: int, disk: DiskSpace | None = None
         shared = session.shared[_Shared] = _Shared(saved=saved, checks=checks)
         session.when_undone(saved.end)
     if disk is not None:
-        shared.saved.add_disk(disk)
-    slabs = [shared.saved.slab] if shared.saved.disk is None else [shared.saved.slab, shared.saved.disk]
+        shared.saved.moves.add_disk(disk)
+    slabs = (
+        [shared.saved.moves.slab]
+        if shared.saved.moves.disk is None
+        else [shared.saved.moves.slab, shared.saved.moves.disk]
+    )
     notes = notes_on(_device_of(session), slabs, "activations")
     session.notes.extend(note for note in notes if note not in session.notes)
     return shared.saved
