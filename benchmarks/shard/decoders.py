@@ -8,7 +8,7 @@ from tightfit.analysis.profile import Profile
 from tightfit.capture.trace_settings import TraceSettings
 from tightfit.devices.device import Device
 from tightfit.fit import capture
-from tightfit.layouts.model_parts import ModelParts, ModelPart, Rows, model_parts
+from tightfit.layouts.model_parts import ModelPart, ModelParts, Rows, model_parts
 from tightfit.tape import Tape
 
 _WORKLOAD = "benchmarks/workloads/plain_decoders.py"

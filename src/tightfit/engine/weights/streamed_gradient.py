@@ -108,7 +108,9 @@ class StreamedGradient:
         assert at_host is not None
         self._switch(gradient, on_card)
         self._away = None
-        self._homes[gradient] = _Home(at_host=at_host, checksum=checksum_of(at_host) if self._is_held(at_host) else None)
+        self._homes[gradient] = _Home(
+            at_host=at_host, checksum=checksum_of(at_host) if self._is_held(at_host) else None
+        )
         return moved + gradient.nbytes
 
     def _held(self) -> torch.Tensor | None:

@@ -46,7 +46,9 @@ def apply_trained_weight_streaming(session: Session, chosen: Sequence[Choice]) -
     choice, *others = chosen
     if others:
         places = [each.where for each in chosen]
-        raise ApplyError(f"the plan has {_NAME} at {' and '.join(places)}; it is for one model at a time", places=places)
+        raise ApplyError(
+            f"the plan has {_NAME} at {' and '.join(places)}; it is for one model at a time", places=places
+        )
     for optimizer in session.optimizers:
         # Its class is defined in a module of another name, and it updates each parameter by itself.
         if type(optimizer) is not torch.optim.Adafactor:
