@@ -134,8 +134,11 @@ def test_memory_that_is_read_past_python_is_an_error_and_not_a_fault() -> None:
     run(loop, UPDATES)
 
 
-@pytest.mark.parametrize("kind", ["view", "detach", "numpy"])
-def test_views_of_a_streamed_gradient_that_steps_add_to_stay_views_of_it(kind: str) -> None:
+@pytest.mark.parametrize("choice", [STREAMED, ZERO_GRAD], ids=lambda choice: choice[0])
+@pytest.mark.parametrize("kind", ["view", "detach", "numpy", "dlpack"])
+def test_views_of_a_gradient_that_steps_add_to_stay_views_of_it(
+    kind: str, choice: tuple[str, str, dict[str, Any]]
+) -> None:
     def loop(model: Net, optimizer: Optimizer) -> None:
         views: list[Any] = []
         for number in range(6):
@@ -143,9 +146,65 @@ def test_views_of_a_streamed_gradient_that_steps_add_to_stay_views_of_it(kind: s
             model(torch.randn(4, 6, 8)).square().mean().backward()
             if number == 1:
                 gradients = [p.grad for p in model.parameters()]
-                views = [{"view": g.view(-1), "detach": g.detach(), "numpy": g.numpy()}[kind] for g in gradients]
+                viewed: dict[str, Callable[[torch.Tensor], Any]] = {
+                    "view": lambda g: g.view(-1),
+                    "detach": torch.Tensor.detach,
+                    "numpy": torch.Tensor.numpy,
+                    "dlpack": torch.from_dlpack,
+                }
+                views = [viewed[kind](gradient) for gradient in gradients]
+                del gradients
             for view in views:
                 view.clip(-1e-3, 1e-3, out=view) if kind == "numpy" else view.clamp_(-1e-3, 1e-3)
             optimizer.step()
 
-    assert all(map(torch.equal, run(loop, STREAMED), run(loop)))
+    assert all(map(torch.equal, run(loop, choice), run(loop)))
+
+
+@pytest.mark.parametrize("way", ["operator", "data"])
+@pytest.mark.parametrize("is_on_host", [False, True])
+def test_moments_that_are_reset_through_the_state_dict_are_reset(way: str, *, is_on_host: bool) -> None:
+    def loop(model: Net, optimizer: Optimizer) -> None:
+        kept: list[Any] = []
+        for number in range(7):
+            step(model, optimizer, 6)
+            if number == 1:
+                kept.append(optimizer.state_dict()["state"])
+            if number in (2, 4):
+                for state in kept[0].values():
+                    (state["exp_avg"] if way == "operator" else state["exp_avg"].data).mul_(0.5)
+
+    sizes = {"host_bytes": 1 << 20, "window_bytes": 4096, "least_elements": 1}
+    offloaded = ("optimizer_offload", "optimizer", sizes | ({"executor": "host"} if is_on_host else {}))
+    # The host's own updates are those of a fused optimizer, which rounds otherwise.
+    torch.testing.assert_close(run(loop, offloaded), run(loop), rtol=1e-5 * is_on_host, atol=1e-6 * is_on_host)
+
+
+def test_a_streamed_weight_that_its_block_writes_past_autograd_in_a_later_step_is_refused() -> None:
+    class Shrinking(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.abs().max() > 50:
+                self.weight.data.mul_(0.9)
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Shrinking(8, 8), nn.Linear(8, 8))
+    settings = {"blocks": ["0", "1"], "smallest_bytes": 1, "host_bytes": 1 << 16}
+    chosen = Choice(
+        technique="trained_weight_streaming",
+        where="Sequential",
+        saves_bytes=0,
+        adds_seconds=0.0,
+        exact=True,
+        settings=settings,
+    )
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    apply_choices([chosen], model, [optimizer])
+    for _ in range(5):
+        model(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(ApplyError, match="differs from what is at the host"):
+        model(100 * torch.randn(4, 8)).square().mean().backward()
+    assert all(map(torch.equal, before[2:], list(model.parameters())[2:]))

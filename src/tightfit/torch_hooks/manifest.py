@@ -71,6 +71,7 @@ CUDA_IS_AVAILABLE = known(
 ACCUMULATE_GRAD = known(
     "torch._C:_functions.AccumulateGrad", "to tell the leaves of a graph from its other nodes", "torch_hooks"
 )
+TENSOR_USES = known("torch:Tensor._use_count", "to tell whether a gradient was exported without a copy", "engine techniques")
 NUM_DISPATCH_MODES = known(
     "torch._C:_len_torch_dispatch_stack", "to leave a dispatch mode only where it is the innermost", "guarding"
 )
@@ -133,6 +134,7 @@ READ = (
     SAVED_HOOK,
     SET_VERSIONS,
     STORAGE_USES,
+    TENSOR_USES,
     NUM_DISPATCH_MODES,
     TOP_SAVED_HOOKS,
 )
@@ -150,11 +152,6 @@ IN_USERS_PROCESS: tuple[Name, ...] = (
     ),
     known(
         "torch:Tensor._make_wrapper_subclass", "to have tensors that are computed when they are needed", "techniques"
-    ),
-    known(
-        "torch._C:_set_throw_on_mutable_data_ptr",
-        "to end in an error where C++ code reads the memory of a tensor that has none (to_dlpack)",
-        "techniques",
     ),
     known("torch:Tensor._base", "to tell what a saved view is of, and what a view keeps", "engine techniques"),
     # Autograd.

@@ -108,6 +108,11 @@ IN_BOTH: tuple[Name, ...] = (
     GRAPH_TASK_ID,
     MODULE_APPLY,
     STORAGE_USES,
+    known(
+        "torch._C:_set_throw_on_mutable_data_ptr",
+        "to make tensors without data, whose memory C++ code may not read",
+        "capture/dispatch techniques",
+    ),
     # Tensors among arguments.
     known(
         "torch.utils._pytree:tree_leaves",
@@ -321,11 +326,6 @@ IN_CHILD: tuple[Name, ...] = (
     known(
         "torch._C:_DisableTorchDispatch",
         "to make tensors without data that no mode takes for the program's",
-        "capture/dispatch",
-    ),
-    known(
-        "torch._C:_set_throw_on_mutable_data_ptr",
-        "to make tensors without data as torch does, in a tenth of the time",
         "capture/dispatch",
     ),
     known("torch:Tensor._make_subclass", "to make tensors without data as torch does", "capture/dispatch"),

@@ -17,7 +17,7 @@ from tightfit.effects.contents import checksum_of
 from tightfit.engine.copy_engines import CopyEngine, Ticket
 from tightfit.engine.host_slab import HostSlab
 from tightfit.errors import ApplyError
-from tightfit.torch_hooks.manifest import STORAGE_USES
+from tightfit.torch_hooks.manifest import STORAGE_USES, TENSOR_USES
 from tightfit.torch_hooks.weak_references import WeakTable
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _USES = 2
 """The gradient, and the name of its storage that is looked at."""
+_HANDLES = 2
+"""In C++: the parameter's and Python's. What exports the gradient without a copy (DLPack) is one more."""
 _USES_OF_OURS = 2
 """The tensor that is kept here, and that name."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
@@ -72,6 +74,9 @@ class StreamedGradient:
         """Begins to copy it to the host, where there is one that can be moved; its memory on the card is kept until `leave`."""
         gradient = self._parameter.grad
         if gradient is None or self._leaving is not None or self._is_away(gradient) or not _is_movable(gradient):
+            return
+        # What refers to one that returns refers to where it lay.
+        if self._homes.get(gradient) is None and TENSOR_USES.value()(gradient) != _HANDLES:
             return
         at_host = self._memory_for(gradient)
         ticket = copies.begin(_bytes_of(gradient), _bytes_of(at_host), to_host=True)

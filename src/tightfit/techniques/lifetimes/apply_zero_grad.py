@@ -20,13 +20,15 @@ from tightfit.techniques.optimizer.updates.optimizer_steps import update_within_
 from tightfit.techniques.session import Session
 from tightfit.techniques.technique import Choice
 from tightfit.torch_hooks.backward import BackwardPass, on_backward
-from tightfit.torch_hooks.manifest import STORAGE_USES
+from tightfit.torch_hooks.manifest import STORAGE_USES, TENSOR_USES
 
 # References to a gradient that only its parameter keeps, while `_is_shared` runs: the parameter, two names and
 # an argument; and to its storage: the gradient and a name.
 _OWN_REFERENCES = 4
 
 _OWN_USES = 2
+# Of the gradient in C++: the parameter's and Python's. What exports it without a copy (DLPack) is one more.
+_OWN_HANDLES = 2
 
 
 def apply_zero_grad(session: Session, chosen: Sequence[Choice]) -> None:
@@ -113,7 +115,8 @@ def _is_shared(gradient: torch.Tensor) -> bool:
         return True
     storage = gradient.untyped_storage()
     uses = STORAGE_USES.value()(storage._cdata)
-    return gradient._is_view() or uses > _OWN_USES or sys.getrefcount(gradient) > _OWN_REFERENCES
+    is_held = uses > _OWN_USES or TENSOR_USES.value()(gradient) > _OWN_HANDLES
+    return gradient._is_view() or is_held or sys.getrefcount(gradient) > _OWN_REFERENCES
 
 
 def _settle(known: "weakref.ref[torch.optim.Optimizer]") -> tuple[()]:

@@ -122,7 +122,8 @@ def _own(run: OptimizerProfile) -> Column:
 def _lingering(run: OptimizerProfile, begins: Column, ends: Column) -> Column:
     """Storages of the last step but one that are alive deep inside the forward of the last one."""
     own = _own(run)
-    passes = [p for p in passes_of(run) if p[0] >= begins[-1]]
+    # A pass whose operators allocate nothing may begin where the events end.
+    passes = [p for p in passes_of(run) if begins[-1] <= p[0] < len(run.tape.events)]
     if not passes:
         return own[:0]
     phases = run.tape.operators.phase

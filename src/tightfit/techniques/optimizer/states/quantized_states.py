@@ -16,6 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.lazy_tensor import AbstractElementSource, LazyTensor
+from tightfit.techniques.optimizer.states.checkpoint_copies import CheckpointCopies
 from tightfit.techniques.optimizer.states.decoding_states import DecodingStates, is_shared, num_holders
 from tightfit.techniques.optimizer.states.state_codecs import AbstractCodec, Encoded
 from tightfit.techniques.optimizer.states.states_ahead import StatesAhead
@@ -48,8 +49,8 @@ class EncodedState(AbstractElementSource):
         self._name = name
         self._shape, self._dtype = value.shape, value.dtype
         self._coming: Encoded | None = None
-        self.given: list[weakref.ref[torch.Tensor]] = []
-        """Copies in checkpoints in memory, which are the state itself in the plain run: they are kept as it is."""
+        self.given = CheckpointCopies()
+        """Copies in checkpoints in memory, which are the state itself in the plain run."""
         self.encoded = codec.encode(name, value)
 
     @property
@@ -66,16 +67,31 @@ class EncodedState(AbstractElementSource):
         """Drops what was begun to be brought."""
         if self._coming is not None:
             # Its memory is given to others only when it has come.
-            self.whole()
+            self._decoded()
 
     def whole(self) -> torch.Tensor:
-        coming, self._coming = self._coming, None
-        encoded = self.encoded if coming is None else coming
-        return self._codec.decode(self._name, encoded, self._shape, self._dtype)
+        whole = self._decoded()
+        written = self.given.written(whole, is_exact=self._codec.is_exact) if self.given else None
+        if written is None:
+            return whole
+        # What is encoded is referred to until it has been copied; what is returned is the program's or the update's alone.
+        self.was_written(torch.empty_like(whole).copy_(written))
+        return whole.copy_(written)
 
     def was_written(self, whole: torch.Tensor) -> None:
         self.forget()
         self.encoded = self._codec.encode(self._name, whole)
+        self.given.refresh(whole)
+
+    def was_updated(self) -> None:
+        """It was updated where it is encoded."""
+        if self.given:
+            self.given.refresh(self._decoded())
+
+    def _decoded(self) -> torch.Tensor:
+        coming, self._coming = self._coming, None
+        encoded = self.encoded if coming is None else coming
+        return self._codec.decode(self._name, encoded, self._shape, self._dtype)
 
     def held(self) -> Sequence[torch.Tensor]:
         return self.encoded.main, self.encoded.rest
@@ -133,11 +149,14 @@ class EncodedStates:
                 self.update(parameter, groups[parameter])
         if self.on_host is not None:
             self._num_updates_on_host += bool(taken)
+            sources = [source for parameter in taken for source in _encoded(self._optimizer, parameter)]
+            for source in sources:
+                if source.given:
+                    # Takes over what the program has written to a copy.
+                    source.whole()
             self.on_host.update(taken, groups)
-            for parameter in taken:
-                for value in _lazy(self._optimizer.state.get(parameter, {})):
-                    for copied in _given(value):
-                        copied.copy_(value.whole())
+            for source in sources:
+                source.was_updated()
         return updated
 
     @contextmanager
@@ -175,22 +194,21 @@ class EncodedStates:
             self.encode(parameter, settles=not is_expected)
             for name, copies in given.items():
                 if isinstance(lazy := dict.get(self._optimizer.state[parameter], name), LazyTensor):
-                    lazy.source.given = [weakref.ref(copied) for copied in copies]  # pyrefly: ignore[missing-attribute]
+                    lazy.source.given = copies  # pyrefly: ignore[missing-attribute]
         if self._ahead is not None and is_expected:
             self._ahead.after(parameter)
 
-    def _given(self, parameter: torch.Tensor) -> dict[str, list[torch.Tensor]]:
+    def _given(self, parameter: torch.Tensor) -> dict[str, CheckpointCopies]:
         state = self._optimizer.state.get(parameter, {})
-        found = {name: _given(value) for name, value in dict.items(state) if isinstance(value, LazyTensor)}
-        return {name: copies for name, copies in found.items() if copies}
+        lazy = {name: value.source for name, value in dict.items(state) if isinstance(value, LazyTensor)}
+        return {name: s.given for name, s in lazy.items() if isinstance(s, EncodedState) and s.given}
 
-    def _written_to(self, parameter: torch.Tensor, name: str, place: int, copies: Sequence[torch.Tensor]) -> bool:
+    def _written_to(self, parameter: torch.Tensor, name: str, place: int, copies: CheckpointCopies) -> bool:
         """Writes a state to its copies if it is the tensor that it was; whether it is."""
         state = self._optimizer.state.get(parameter, {})
         if id(dict.get(state, name)) != place:
             return False
-        for copied in copies:
-            copied.copy_(dict.__getitem__(state, name))
+        copies.refresh(dict.__getitem__(state, name))
         return True
 
     def encode(self, parameter: torch.Tensor, *, settles: bool = True) -> None:
@@ -240,7 +258,7 @@ class EncodedStates:
                     copied = states[index][name]
                     _SAVED_FROM[copied] = weakref.ref(value.source), self._num_updates_on_host
                     if isinstance(value.source, EncodedState):
-                        value.source.given.append(weakref.ref(copied))
+                        value.source.given.add(copied)
         return {**state_dict, "state": states}
 
     def loads(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
@@ -273,11 +291,6 @@ def _encoded(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> list[
     state = optimizer.state.get(parameter, {})
     sources = [value.source for value in dict.values(state) if isinstance(value, LazyTensor)]
     return [source for source in sources if isinstance(source, EncodedState)]
-
-
-def _given(value: LazyTensor) -> list[torch.Tensor]:
-    copies = [reference() for reference in value.source.given] if isinstance(value.source, EncodedState) else []
-    return [copied for copied in copies if copied is not None]
 
 
 def _lazy(state: dict[str, Any]) -> Iterator[LazyTensor]:
