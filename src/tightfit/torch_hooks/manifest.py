@@ -71,7 +71,9 @@ CUDA_IS_AVAILABLE = known(
 ACCUMULATE_GRAD = known(
     "torch._C:_functions.AccumulateGrad", "to tell the leaves of a graph from its other nodes", "torch_hooks"
 )
-TENSOR_USES = known("torch:Tensor._use_count", "to tell whether a gradient was exported without a copy", "engine techniques")
+TENSOR_USES = known(
+    "torch:Tensor._use_count", "to tell whether a gradient was exported without a copy", "engine techniques"
+)
 NUM_DISPATCH_MODES = known(
     "torch._C:_len_torch_dispatch_stack", "to leave a dispatch mode only where it is the innermost", "guarding"
 )
