@@ -45,7 +45,7 @@ def compare(data: Path) -> None:
         plan = search.run(recipe.layout.num_gpus, recipe.examples)
         took = time.monotonic() - begun
         published = search.priced_layout(recipe.layout)
-        is_candidate = search.considers(recipe.layout, recipe.examples)
+        is_candidate = search.candidates.has(recipe.layout, recipe.examples)
         best = plan.best
         if best is None:
             print(f"  {recipe.name}: nothing fits")

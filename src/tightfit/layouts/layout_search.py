@@ -6,12 +6,13 @@ A layout that cannot beat the best ones even if its collectives cost nothing is 
 
 import dataclasses
 import heapq
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 from tightfit.devices.device import Device
 from tightfit.devices.node import Node
 from tightfit.layouts.exports.tool import AbstractTool
 from tightfit.layouts.layout import Layout, Recomputation
+from tightfit.layouts.layout_candidates import LayoutCandidates
 from tightfit.layouts.layout_plan import LayoutPlan, PricedLayout
 from tightfit.layouts.model_parts import ModelParts
 from tightfit.layouts.part_seconds import PricedParts
@@ -20,10 +21,6 @@ from tightfit.layouts.rank_seconds import StepClock
 from tightfit.layouts.stages import Stage, stages_of
 
 NUM_ALTERNATIVES = 3
-_MOST_TENSOR = 8
-# Context parallelism divides sequences that are this long at least, and not into shorter pieces.
-_LEAST_PIECE = 4096
-_STAGES_PER_RANK = (2, 4)
 
 
 class LayoutSearch:
@@ -40,6 +37,7 @@ class LayoutSearch:
         self.budget_bytes = budget_bytes
         self.priced = PricedParts(model, device)
         self.clock = StepClock(model, self.priced, node)
+        self.candidates = LayoutCandidates(model, node, self.priced, tool)
         self.num_priced = 0
 
     def run(self, num_gpus: int, examples: int) -> LayoutPlan:
@@ -47,7 +45,7 @@ class LayoutSearch:
         fitting: dict[str, PricedLayout] = {}
         refused: dict[str, PricedLayout] = {}
         best: list[float] = []
-        for bound, layout in sorted(self._degrees(num_gpus, examples), key=lambda pair: pair[0]):
+        for bound, layout in sorted(self.candidates.of(num_gpus, examples), key=lambda pair: pair[0]):
             if len(best) > NUM_ALTERNATIVES and bound >= -best[0]:
                 break
             found = self._with_least_recomputation(layout)
@@ -98,64 +96,6 @@ class LayoutSearch:
                 largest[key] = stage
         return self._priced(layout, largest.values())
 
-    def considers(self, layout: Layout, examples: int) -> bool:
-        """Whether `layout` is among the candidates for `examples` in a step on as many cards as it uses, whatever of it is recomputed."""
-        plain = dataclasses.replace(layout, recompute="none", num_recomputed=0)
-        return any(found == plain for _, found in self._degrees(layout.num_gpus, examples))
-
-    def _degrees(self, num_gpus: int, examples: int) -> Iterator[tuple[float, Layout]]:
-        """Layouts without recomputation, each with a lower bound of its seconds."""
-        num_blocks = len(self.model.order)
-        # One product after another is what can be cut by columns and then by rows.
-        is_paired = num_blocks and all(part.num_products > 1 for part in self.model.blocks)
-        tensor = _powers(min(_MOST_TENSOR, self.node.num_linked)) if is_paired else [1]
-        for tp in tensor:
-            for pp in _powers(min(num_blocks, num_gpus // tp)) if num_blocks else [1]:
-                for cp in self._context(num_gpus // (tp * pp)):
-                    for dp in _divisors(examples):
-                        if dp * tp * pp * cp <= num_gpus:
-                            yield from self._batches(dp, tp, pp, cp, examples // dp)
-
-    def _context(self, most: int) -> list[int]:
-        length = self.model.batch.sequence_length
-        return [n for n in _powers(most) if n == 1 or (length % n == 0 and length // n >= _LEAST_PIECE)]
-
-    def _batches(self, dp: int, tp: int, pp: int, cp: int, per_rank: int) -> Iterator[tuple[float, Layout]]:
-        for micro_batch in _divisors(per_rank):
-            accumulation = per_rank // micro_batch
-            share = micro_batch / (self.model.batch.num_examples or 1) / cp
-            seconds = self.priced.seconds(share, tp)
-            counts = [1, *(self.model.order.count(i) for i in range(len(self.model.blocks))), 1]
-            work = sum(n * (s.forward + s.backward) for n, s in zip(counts, seconds, strict=True)) * accumulation / pp
-            for schedule, stages in self._schedules(pp, accumulation):
-                for stage, over in self._shardings(dp * cp, tp):
-                    layout = Layout(
-                        dp=dp, tp=tp, pp=pp, cp=cp, zero_stage=stage, sharded_over=over, micro_batch=micro_batch,
-                        accumulation=accumulation, schedule=schedule, stages_per_rank=stages,
-                    )  # fmt: skip
-                    if self.tool is None or not self.tool.refusal(layout, self.model):
-                        yield work, layout
-
-    def _schedules(self, pp: int, accumulation: int) -> Iterator[tuple]:
-        if pp == 1:
-            yield "none", 1
-            return
-        yield "1f1b", 1
-        for stages in _STAGES_PER_RANK:
-            if accumulation % pp == 0 and pp * stages <= len(self.model.order):
-                yield "interleaved", stages
-
-    def _shardings(self, ranks: int, tp: int) -> Iterator[tuple[int, int]]:
-        if ranks == 1:
-            yield 0, 1
-            return
-        yield 0, 1
-        inside = max(1, self.node.num_linked // tp)
-        for over in {ranks, inside} if 1 < inside < ranks and ranks % inside == 0 else {ranks}:
-            yield 2, over
-            yield 3, over
-        yield 1, ranks
-
     def _with_least_recomputation(self, layout: Layout) -> PricedLayout:
         """The fastest of: no recomputation, or the fewest blocks of any kind that make it fit. If nothing does, full recomputation."""
         plain = self._priced_by_worst(layout)
@@ -189,11 +129,3 @@ def _preference(found: PricedLayout) -> tuple[float, int, int]:
     # Of two that take as long, the simpler one, on fewer cards.
     layout = found.layout
     return found.seconds.total, layout.num_gpus, layout.tp + layout.pp + layout.cp
-
-
-def _powers(most: int) -> list[int]:
-    return [1 << i for i in range(max(1, most).bit_length())]
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
