@@ -1,5 +1,6 @@
 """Programs that do something after their first steps that a technique has to follow: weights are frozen, lengths grow, labels are wrong, models are saved."""
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -208,3 +209,51 @@ def test_a_streamed_weight_that_its_block_writes_past_autograd_in_a_later_step_i
     with pytest.raises(ApplyError, match="differs from what is at the host"):
         model(100 * torch.randn(4, 8)).square().mean().backward()
     assert all(map(torch.equal, before[2:], list(model.parameters())[2:]))
+
+
+class GradientDropout(torch.autograd.Function):
+    """The identity, with a backward pass that drops what a mask of the program's own says."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, mask)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyrefly: ignore[bad-override]
+        return gradient * ctx.saved_tensors[1], None
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.LSTM(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = torch.tensor([byte % 2 for byte in os.urandom(8)], dtype=torch.uint8)
+        return GradientDropout.apply(self.inner(x)[0], mask)
+
+
+def test_bytes_of_the_programs_own_behind_a_recurrent_layer_are_compared() -> None:
+    model = nn.Sequential(Recurrent(), nn.Linear(8, 8))
+    chosen = Choice(
+        technique="checkpointing", where="Sequential.0", saves_bytes=0, adds_seconds=0.0, exact=True, settings={}
+    )
+    apply_choices([chosen], model, [])
+    loss = model(torch.randn(5, 2, 8)).square().mean()
+    with pytest.raises(ApplyError, match="saved other values"):
+        loss.backward()
+
+
+def test_moments_exported_without_a_copy_stay_the_moments() -> None:
+    def loop(model: Net, optimizer: Optimizer) -> None:
+        exported: list[torch.Tensor] = []
+        for number in range(6):
+            step(model, optimizer, 6)
+            if number == 1:
+                exported = [torch.from_dlpack(state["exp_avg"]) for state in optimizer.state.values()]
+            for moment in exported:
+                moment.mul_(0.5)
+
+    offloaded = {"host_bytes": 1 << 20, "window_bytes": 4096, "least_elements": 1}
+    assert all(map(torch.equal, run(loop, ("optimizer_offload", "optimizer", offloaded)), run(loop)))

@@ -24,6 +24,8 @@ from tightfit.torch_hooks.manifest import TOP_SAVED_HOOKS
 # Libraries of recurrent layers save memory of their own behind their results (tools/autograd/derivatives.yaml: `mkldnn_rnn_layer`, `_cudnn_rnn`), of which they do not
 # write all: its bytes differ between two runs whose results are the same.
 _WORKSPACES_BEHIND = frozenset({"MkldnnRnnLayerBackward0", "CudnnRnnBackward0"})
+# Only what torch's own layers save there: bytes that a program saves behind such a result (a mask for its backward pass) are its own.
+_RECURRENT_LAYERS = torch.nn.modules.rnn.__file__
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
@@ -67,8 +69,13 @@ class SavedValues:
 
         def noted(tensor: torch.Tensor) -> Any:
             nonlocal last
-            self.question = self.question or question_of(sys._getframe(1))
-            is_workspace = last in _WORKSPACES_BEHIND and tensor.dtype == torch.uint8
+            caller = sys._getframe(1)
+            self.question = self.question or question_of(caller)
+            is_workspace = (
+                last in _WORKSPACES_BEHIND
+                and tensor.dtype == torch.uint8
+                and caller.f_code.co_filename == _RECURRENT_LAYERS
+            )
             checksum = None if is_workspace else self._checksum(tensor)
             last = "" if tensor.grad_fn is None else tensor.grad_fn.name()
             whole = tensor if tensor._base is None else tensor._base
