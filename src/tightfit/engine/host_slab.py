@@ -11,6 +11,7 @@ import weakref
 from collections import deque
 from typing import Any
 
+import numpy as np
 import torch
 
 from tightfit.capture.processes.process_role import is_simulated
@@ -36,8 +37,17 @@ class Part:
 
     def with_storage(self) -> torch.Tensor:
         """The same memory as a storage of its own, with a version of its own: what is asked which tensors share memory (safetensors), or saves whole storages
-        (`torch.save`), is not told of the slab. On the virtual GPU, where the slab's pages are never filled, the storage is that of the slab."""
-        return self.bytes.data if is_simulated() or not len(self.bytes) else torch.from_numpy(self.bytes.numpy())
+        (`torch.save`), is not told of the slab. The part is kept as long as anything lies in that storage. On the virtual GPU, where the slab's pages are never
+        filled, the storage is that of the slab."""
+        return self.bytes.data if is_simulated() or not len(self.bytes) else torch.from_numpy(np.asarray(_Lent(self)))
+
+
+class _Lent:
+    """The bytes of a part as numpy takes them, which keeps the part with its array."""
+
+    def __init__(self, part: Part) -> None:
+        self._part = part
+        self.__array_interface__ = part.bytes.numpy().__array_interface__
 
 
 class HostSlab:

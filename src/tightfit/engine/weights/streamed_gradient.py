@@ -118,6 +118,17 @@ class StreamedGradient:
         )
         return moved + gradient.nbytes
 
+    def has_view_at_host(self) -> bool:
+        """Whether the program holds something that lies where this gradient has come from."""
+        gradient = self._held()
+        home = None if gradient is None else self._homes.get(gradient)
+        return home is not None and home.checksum is not None
+
+    def return_to_host(self, copies: CopyEngine) -> None:
+        """Goes back to where it has come from, for good."""
+        self.begin_to_leave(copies)
+        self.leave(copies)
+
     def _held(self) -> torch.Tensor | None:
         gradient = self._parameter.grad
         # A virtual parameter has none on another device than its own.

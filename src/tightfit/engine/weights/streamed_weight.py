@@ -10,10 +10,13 @@ import enum
 from typing import TYPE_CHECKING
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from tightfit.capture.processes.process_role import is_simulated
 from tightfit.engine.copy_engines import CopyEngine
 from tightfit.engine.host_slab import Part
 from tightfit.engine.weights.weights_in_files import PartOfFile
+from tightfit.torch_hooks.manifest import STORAGE_USES
 
 if TYPE_CHECKING:
     from tightfit.engine.copy_engines import Ticket
@@ -43,15 +46,19 @@ class StreamedWeight:
         self._dtype, self._shape, self._stride = parameter.dtype, parameter.shape, parameter.stride()
         self._offset = parameter.storage_offset()
         with torch.inference_mode(False), torch.no_grad():
-            self._at_host = self._of(part.with_storage() if isinstance(part, Part) else part.bytes)
+            self._bytes_at_host = part.with_storage() if isinstance(part, Part) else part.bytes
+            self._at_host = self._of(self._bytes_at_host)
             num_elements = self.num_bytes // parameter.element_size()
             self._on_card: torch.Tensor | None = parameter.data.as_strided((num_elements,), (1,), 0).view(torch.uint8)
+        self._uses_of_ours = self._uses_at_host()
         # Writes are counted by the parameter's versions, which other data may have others of.
         self._num_writes, self._base = 0, parameter._version
         # Nothing is at the host yet, but what is in a file.
         self._writes_there = 0 if isinstance(part, PartOfFile) else -1
         self._ticket: Ticket | None = None
         self._fetched: Ticket | None = None
+        # Memory on the card that it has left, with how often it had been written to: what the program has of it (a view) is of that memory.
+        self._left: list[tuple[StorageWeakRef, int]] = []
         self.gradient: StreamedGradient | None = None
         """Of a weight that is trained."""
 
@@ -110,9 +117,32 @@ class StreamedWeight:
         if self._fetched is not None:
             copies.finish(self._fetched)
             self._fetched = None
+        left = StorageWeakRef(self.on_card.untyped_storage())
         self._set_data(self._at_host)
         self._on_card, self.residence = None, Residence.HOST
+        if not left.expired():
+            self._left.append((left, self.num_writes))
         return was_written
+
+    def has_view(self, *, of_other_values: bool) -> bool:
+        """Whether the program holds something that lies in memory on the card which the weight has left: any, or only such as has missed a write."""
+        if self._left:
+            self._left = [(left, num_writes) for left, num_writes in self._left if not left.expired()]
+        return any(not of_other_values or num_writes != self.num_writes for _, num_writes in self._left)
+
+    def has_view_at_host(self) -> bool:
+        """Whether the program holds something that lies in its memory at the host, which it has left."""
+        if is_simulated() or self.residence is not Residence.CARD or not isinstance(self.part, Part):
+            return False
+        return self._uses_at_host() > self._uses_of_ours
+
+    def _uses_at_host(self) -> int:
+        return int(STORAGE_USES.value()(self._at_host.untyped_storage()._cdata))
+
+    def return_to_host(self, copies: CopyEngine) -> None:
+        """Stays in its memory at the host for good, where that is as good as the card's: what the program has of it lies there."""
+        self.leave(copies)
+        self._on_card, self.residence = self._bytes_at_host, Residence.CARD
 
     def copied(self, copies: CopyEngine) -> torch.Tensor:
         """A copy on the card of its bytes at the host, as `on_card`, for whoever needs those that the program has replaced."""

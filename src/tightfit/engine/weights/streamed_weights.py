@@ -6,6 +6,7 @@ when it is needed. So the memory that is held does not depend on how fast the co
 """
 
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -77,7 +78,7 @@ class SavedWeight:
 
 class StreamedWeights:
     """The weights of blocks of one model. `statistics` counts what is moved; `when_unchanged` is called with a weight that is about to leave the card
-    without having been written to."""
+    without having been written to, `when_viewed` with one of which the program holds a view that misses its writes."""
 
     def __init__(
         self,
@@ -87,7 +88,9 @@ class StreamedWeights:
         statistics: Counter[str],
         disk: DiskSpace | None = None,
         when_unchanged: Callable[[StreamedWeight], object] = lambda _: None,
+        when_viewed: Callable[[StreamedWeight], object] = lambda _: None,
     ) -> None:
+        self._when_viewed = when_viewed
         self.slab = HostSlab(host_bytes, device)
         self.device = device
         link = copies_for(device)
@@ -171,14 +174,35 @@ class StreamedWeights:
             self._drop_all_but(())
             self._traffic.gradients_leave()
 
-    def stay(self, block: StreamedBlock) -> None:
-        """Brings the weights of `block` to the card for good."""
+    def check_views(self, block: StreamedBlock | None = None) -> None:
+        """Calls `when_viewed` with a weight of `block` of which the program holds a view that has missed a write; without one, with any of which it holds a view
+        on the card: all are about to be updated at the host."""
+        with self._lock:
+            for each in self._blocks if block is None else (block,):
+                for weight in each.weights:
+                    if weight.has_view(of_other_values=block is not None):
+                        self._when_viewed(weight)
+
+    def stay(self, block: StreamedBlock) -> bool:
+        """Brings the weights of `block` to the card for good; whether the program holds views of them at the host, which are copies from now on."""
+        is_viewed = False
         with self._lock:
             self._traffic.gradients_leave()
             for weight in block.weights:
                 self._traffic.have(weight)
                 self._traffic.have_gradient(weight)
+                is_viewed |= self._keep_views(weight)
             block.weights.clear()
+        return is_viewed
+
+    def _keep_views(self, weight: StreamedWeight) -> bool:
+        """Leaves a weight and its gradient where the program has views of them, if that is no worse; whether there are views that are lost."""
+        viewed = [each for each in (weight, weight.gradient) if each is not None and each.has_view_at_host()]
+        if self.device.type != "cpu":
+            return bool(viewed)
+        for each in viewed:
+            each.return_to_host(self._traffic.copies)
+        return False
 
     def end(self) -> None:
         """Brings all weights back for good.
@@ -187,11 +211,12 @@ class StreamedWeights:
             ApplyError: some cannot be read back from disk; all others are on the card.
         """
         failure: ApplyError | None = None
+        is_viewed = False
         with self._lock:
             for block in self._blocks:
                 block.weights = [weight for weight in block.weights if weight.is_ours()]
                 try:
-                    self.stay(block)
+                    is_viewed |= self.stay(block)
                 except ApplyError as error:
                     failure = failure or error
                 except RuntimeError:
@@ -204,6 +229,11 @@ class StreamedWeights:
         close_gone()
         if failure is not None:
             raise failure
+        if is_viewed:
+            warnings.warn(
+                "the program holds views of weights or gradients, taken while those were at the host: as streaming has ended, they are copies from now on",
+                stacklevel=2,
+            )
 
     def restored(self, saved: SavedWeight) -> torch.Tensor:
         """The tensor that was saved.

@@ -147,6 +147,7 @@ class _Updates:
     def __call__(self) -> Iterable[torch.Tensor]:
         """Has all weights and gradients at the host; the parameters that are updated here, which the step itself is to skip."""
         self._streamed.end_pass()
+        self._streamed.check_views()
         optimizer = self._live()
         if self.encoded is not None:
             return self._one_by_one(optimizer, self.encoded)

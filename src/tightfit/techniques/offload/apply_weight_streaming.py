@@ -89,7 +89,12 @@ def stream_weights(
     _check_not_seen(session, [parameter for _, of_block in blocks.values() for parameter in of_block])
     checks = _Checks(session.verdict, session.check_steps, technique)
     streamed = StreamedWeights(
-        device, host_bytes, statistics=session.statistics, disk=disk, when_unchanged=checks.about_to_leave
+        device,
+        host_bytes,
+        statistics=session.statistics,
+        disk=disk,
+        when_unchanged=checks.about_to_leave,
+        when_viewed=checks.missed_a_write,
     )
     session.when_undone(functools.partial(_forget_moved, weakref.ref(session.model)))
     session.when_undone(streamed.end)
@@ -213,10 +218,13 @@ class _Around(OnlyHere):
         if self._block.weights and torch._C._functorch.peek_interpreter_stack() is not None:
             raise self._refuse("is run inside of a transform of torch.func, which keeps its weights by itself")
         # A program that trains them by now updates them wherever they are, and its optimizer's states are to be on the card.
-        if torch.is_grad_enabled() and any(
-            weight.parameter.requires_grad and weight.gradient is None for weight in self._block.weights
+        if (
+            torch.is_grad_enabled()
+            and any(weight.parameter.requires_grad and weight.gradient is None for weight in self._block.weights)
+            and self._streamed.stay(self._block)
         ):
-            self._streamed.stay(self._block)
+            raise self._refuse("begins to be trained while the program holds views of its weights at the host")
+        self._streamed.check_views(self._block)
         with self._streamed.call(self._block, _pass_now()):
             first = torch.autograd._get_sequence_nr()
             hooks = self._hooks()
@@ -329,6 +337,18 @@ class _Checks:
         self._verdict = verdict
         self._num_times = num_times
         self._times: dict[StreamedWeight, int] = {}
+
+    def missed_a_write(self, weight: StreamedWeight) -> None:
+        """Refuses that the program goes on with a view of what a weight was.
+
+        Raises:
+            ApplyError: always.
+        """
+        raise self._verdict.refuse(
+            f"the program holds a view of a streamed weight of shape {tuple(weight.parameter.shape)}, taken while that was on the card: it does not see what is "
+            f"written to the weight; leave streaming out: tightfit plan --without {self._technique}",
+            technique=self._technique,
+        )
 
     def about_to_leave(self, weight: StreamedWeight) -> None:
         """Compares one weight.
