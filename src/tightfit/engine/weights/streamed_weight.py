@@ -7,7 +7,7 @@ an empty storage end the process, are pickled as nothing, or read what lies ther
 """
 
 import enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -46,8 +46,9 @@ class StreamedWeight:
         self._dtype, self._shape, self._stride = parameter.dtype, parameter.shape, parameter.stride()
         self._offset = parameter.storage_offset()
         with torch.inference_mode(False), torch.no_grad():
-            self._bytes_at_host = part.with_storage() if isinstance(part, Part) else part.bytes
-            self._at_host = self._of(self._bytes_at_host)
+            self.bytes_at_host = part.with_storage() if isinstance(part, Part) else part.bytes
+            # Of a storage of its own, whose memory the program may exchange (`share_memory_`).
+            self._at_host = self._of(self.bytes_at_host)
             num_elements = self.num_bytes // parameter.element_size()
             self._on_card: torch.Tensor | None = parameter.data.as_strided((num_elements,), (1,), 0).view(torch.uint8)
         self._uses_of_ours = self._uses_at_host()
@@ -112,7 +113,7 @@ class StreamedWeight:
         """Gives its memory on the card back; whether it had to be copied to the host before, because it was written to."""
         was_written = self.was_written
         if was_written:
-            copies.wait(copies.begin(self.on_card, self.part.bytes, to_host=True, held=(self.part,)))
+            copies.wait(copies.begin(self.on_card, self.bytes_at_host, to_host=True, held=(self.part,)))
         # From now on the program may write to the bytes at the host, at once: what was copied from there has to be on the card.
         if self._fetched is not None:
             copies.finish(self._fetched)
@@ -136,26 +137,31 @@ class StreamedWeight:
             return False
         return self._uses_at_host() > self._uses_of_ours
 
+    @property
+    def _source(self) -> Any:
+        """What copies to the card read."""
+        return self.bytes_at_host if isinstance(self.part, Part) else self.part.source
+
     def _uses_at_host(self) -> int:
         return int(STORAGE_USES.value()(self._at_host.untyped_storage()._cdata))
 
     def return_to_host(self, copies: CopyEngine) -> None:
         """Stays in its memory at the host for good, where that is as good as the card's: what the program has of it lies there."""
         self.leave(copies)
-        self._on_card, self.residence = self._bytes_at_host, Residence.CARD
+        self._on_card, self.residence = self.bytes_at_host, Residence.CARD
 
     def copied(self, copies: CopyEngine) -> torch.Tensor:
         """A copy on the card of its bytes at the host, as `on_card`, for whoever needs those that the program has replaced."""
         if self._on_card is not None:
             return self._on_card
         whole = torch.empty(self.num_bytes, dtype=torch.uint8, device=self._device)
-        copies.wait(copies.begin(self.part.source, whole, to_host=False, held=(self.part,)))
+        copies.wait(copies.begin(self._source, whole, to_host=False, held=(self.part,)))
         return whole
 
     def bring_alone(self) -> None:
         """Has it on the card for good, with a copy of torch's own: the engine's have failed."""
         with torch.inference_mode(False), torch.no_grad():
-            self._on_card = self.part.bytes.to(self._device, copy=True)
+            self._on_card = self.bytes_at_host.to(self._device, copy=True)
             self._set_data(self._of(self._on_card))
         self.residence = Residence.CARD
 
@@ -169,7 +175,7 @@ class StreamedWeight:
 
     def _copy_to_card(self, copies: CopyEngine) -> None:
         self._writes_there = self.num_writes
-        self._ticket = copies.begin(self.part.source, self.on_card, to_host=False, held=(self.part,))
+        self._ticket = copies.begin(self._source, self.on_card, to_host=False, held=(self.part,))
 
     def _wait(self, copies: CopyEngine) -> None:
         assert self._ticket is not None
