@@ -107,7 +107,9 @@ def _plain_timeline(
     reserved = np.zeros(len(kind), dtype=np.int64)
     for at, reserved_bytes in replay.reserved:
         reserved[at:] = reserved_bytes
-    return MemoryTimeline(allocated=np.cumsum(change), reserved=reserved, block_bytes=block_bytes, num_returned=replay.num_returned)
+    return MemoryTimeline(
+        allocated=np.cumsum(change), reserved=reserved, block_bytes=block_bytes, num_returned=replay.num_returned
+    )
 
 
 def timeline_on(
