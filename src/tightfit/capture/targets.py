@@ -20,6 +20,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
+from tightfit.capture.huggingface.known_names import refuse_unknown
 from tightfit.capture.target_files import check_syntax, module_file, refuse_other_files
 from tightfit.errors import UsageError
 
@@ -63,7 +64,7 @@ def parse_target(
     """The target that `text` names.
 
     Raises:
-        UsageError: there is no such file or function, or it takes no such arguments.
+        UsageError: there is no such file, function or model, or it takes no such arguments.
         ProgramError: the script has a syntax error.
     """
     refuse_other_files(text)
@@ -94,6 +95,7 @@ def parse_target(
         raise UsageError(
             f"{text} is neither a script (FILE.py) nor a function (FILE.py:FUNCTION), so it takes neither -p nor arguments"
         )
+    refuse_unknown(text)
     return HuggingFaceConfig(source=text, options=dict(options or {}))
 
 

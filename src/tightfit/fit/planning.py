@@ -303,13 +303,18 @@ def _full_checkpointing(found: Found) -> Alternative | None:
     outermost = [i for i in blocks if not any(options[i].slots < options[j].slots for j in blocks)]
     if not outermost:
         return None
+    device_bytes = variant.problem.peak_bytes(outermost) + variant.gap_bytes
+    # The lowest peak was searched for among choices that this one belongs to, and was traced: a lower prediction is too low.
+    is_too_low = not found.fits and device_bytes < found.best.estimate.peak.device_bytes
     return Alternative(
         name="checkpointing of every block",
-        device_bytes=variant.problem.peak_bytes(outermost) + variant.gap_bytes,
+        device_bytes=None if is_too_low else device_bytes,
         seconds_per_step=variant.run.seconds + sum(options[i].seconds for i in outermost),
         fits=None,
         exact=True,
-        why="predicted, not verified",
+        why="not verified: predicted below the lowest peak that a trace has reached"
+        if is_too_low
+        else "predicted, not verified",
     )
 
 

@@ -1,0 +1,76 @@
+"""Copies of a model's weights that the program holds in a dict or a list: averages (EMA), a snapshot to return to, a checkpoint that was loaded.
+
+A copy was made before the first backward pass by an operator that copies, and is like the weights of a model by names and sizes, or by sizes in
+their order. So momenta, which begin as zeros, and gradients, which are later, are none.
+"""
+
+import collections
+import gc
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from tightfit.capture.dispatch.virtual import VirtualGpu
+from tightfit.tape import Category, Phase
+
+_COPYING = ("aten.clone", "aten._to_copy", "aten.copy", "aten.set_")
+_DICTS = (dict, collections.OrderedDict)
+
+
+def weight_copies(gpu: VirtualGpu, models: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
+    """The tensors of all copies of the weights of `models`."""
+    named = [_named(model) for model in models]
+    rows = {row for tensors in named for row in _rows_of(tensors)}
+    sizes = {name: tensor.size() for tensors in named for name, tensor in tensors.items()}
+    phases = gpu.recorder.operators["phase"]
+    first_backward = next((at for at, phase in enumerate(phases) if phase == Phase.BACKWARD), len(phases))
+    for held in _held():
+        if isinstance(held, list):
+            is_copy = tuple(tensor.size() for tensor in held) in rows
+            values: Sequence[torch.Tensor] = held
+        else:
+            is_copy = all(sizes.get(name) == tensor.size() for name, tensor in held.items())
+            values = list(held.values())
+        if is_copy and all(_is_copied(gpu, tensor, first_backward) for tensor in values):
+            yield from values
+
+
+def _named(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return dict(itertools.chain(model.named_parameters(), model.named_buffers()))
+
+
+def _rows_of(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[torch.Size, ...]]:
+    """The sizes of what a list of a model's weights may hold: all, the parameters, and those that are trained."""
+    parameters = [tensor for tensor in tensors.values() if isinstance(tensor, torch.nn.Parameter)]
+    for row in (list(tensors.values()), parameters, [p for p in parameters if p.requires_grad]):
+        # A single tensor is like a weight by chance.
+        if len(row) > 1:
+            yield tuple(tensor.size() for tensor in row)
+
+
+def _held() -> Iterator[dict[str, torch.Tensor] | list[torch.Tensor]]:
+    """The dicts and lists of at least two tensors, and nothing else, that there are."""
+    for container in gc.get_objects():
+        kind = type(container)
+        if kind is list and len(container) > 1 and _are_tensors(container):
+            yield container
+        elif kind in _DICTS and len(container) > 1 and _are_tensors(dict.values(container)):
+            yield dict(container)
+
+
+def _are_tensors(values: Iterable[Any]) -> bool:
+    # By their types, since `isinstance` asks objects for `__class__`, which runs code in proxies and lazy modules.
+    return all(issubclass(type(value), torch.Tensor) for value in values)
+
+
+def _is_copied(gpu: VirtualGpu, tensor: torch.Tensor, first_backward: int) -> bool:
+    """Whether the memory of `tensor` is a copy from before the first backward pass, for which no other use is known."""
+    recorder = gpu.recorder
+    index = gpu.storages.index_of(tensor)
+    if index is None or recorder.storages["category"][index] != Category.TEMPORARIES:
+        return False
+    operator = int(recorder.storages["operator"][index])
+    name = recorder.texts[int(recorder.operators["name"][operator])] if 0 <= operator < first_backward else ""
+    return name.startswith(_COPYING)
