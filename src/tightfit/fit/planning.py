@@ -278,6 +278,10 @@ def _alternatives(found: Found, runs: TracedRuns, budget_bytes: int) -> Iterable
     full = _full_checkpointing(found)
     if full is not None:
         yield full
+    for name, reason in found.not_offered:
+        yield Alternative(
+            name=name, device_bytes=None, seconds_per_step=None, fits=None, exact=True, why=f"not offered: {reason}"
+        )
     for name, reason in found.refused:
         yield Alternative(
             name=name, device_bytes=None, seconds_per_step=None, fits=None, exact=True, why=f"refused: {reason}"
