@@ -8,8 +8,15 @@ from tightfit.fit.searching.offers import Offers
 from tightfit.techniques.registry import techniques
 
 
-def not_offered(offers: Offers, profile: Profile, *, host_bytes: int, disk_bytes: int) -> Iterator[tuple[str, str]]:
-    """The exact techniques that cannot be chosen, each with the reason; those that were refused are not among them."""
+def not_offered(offers: Offers, profile: Profile, *, host_bytes: int, disk_bytes: int) -> list[tuple[str, str]]:
+    """The exact techniques that cannot be chosen, those with the same reason together; those that were refused are not among them."""
+    names: dict[str, list[str]] = {}
+    for name, reason in _each(offers, profile, host_bytes, disk_bytes):
+        names.setdefault(reason, []).append(name)
+    return [(", ".join(found), reason) for reason, found in names.items()]
+
+
+def _each(offers: Offers, profile: Profile, host_bytes: int, disk_bytes: int) -> Iterator[tuple[str, str]]:
     refused = {row[0].partition("@")[0] for row in offers.refused_rows()}
     for name, technique in techniques().items():
         if not technique.exact or name in refused:
@@ -21,6 +28,6 @@ def not_offered(offers: Offers, profile: Profile, *, host_bytes: int, disk_bytes
             if reason:
                 yield name, reason
         elif all(option.host_bytes > host_bytes for option in options):
-            yield name, "keeps memory at the host: give it some, such as --host 32GiB"
+            yield name, "keeps memory at the host: give it some (--host 32GiB)"
         elif all(option.disk_bytes > disk_bytes for option in options):
-            yield name, "keeps memory on disk: give it some, such as --disk 100GiB"
+            yield name, "keeps memory on disk: give it some (--disk 100GiB)"

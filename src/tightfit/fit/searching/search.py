@@ -195,7 +195,9 @@ class Search:
 
     def _found(self, base: TracedRun, best: Candidate | None) -> Found:
         run = base if best is None else best.run
-        left_out = not_offered(self.offers, base.profile, host_bytes=self._host_bytes, disk_bytes=self._disk_bytes)
+        left_out = []
+        if not self._fits(run):
+            left_out = not_offered(self.offers, base.profile, host_bytes=self._host_bytes, disk_bytes=self._disk_bytes)
         return Found(
             base=base,
             best=run,
@@ -204,7 +206,7 @@ class Search:
             solution=None if best is None else best.solution,
             forbidden=self.offers.forbidden,
             refused=self.offers.refused_rows(),
-            not_offered=() if self._fits(run) else tuple(left_out),
+            not_offered=tuple(left_out),
         )
 
 

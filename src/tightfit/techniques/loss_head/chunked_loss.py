@@ -35,7 +35,7 @@ class ChunkedLoss(AbstractTechnique):
             return ""
         if "aten._log_softmax" not in profile.tape.strings:
             return "the program computes no cross-entropy"
-        return "the logits of the cross-entropy are not the product of one linear layer of the model as it is (a scale, or a bias added apart)"
+        return "no linear layer was found whose product is what the cross-entropy reads: a bias that is added apart, a scale or a cast may lie between"
 
     def apply(self, session: "Session", chosen: Sequence[Choice]) -> None:
         """Wraps the head's `forward`, and registers hooks on optimizers that change its weight."""
