@@ -7,10 +7,11 @@ their order. So momenta, which begin as zeros, and gradients, which are later, a
 import collections
 import gc
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.tape import Category, Phase
@@ -31,14 +32,15 @@ def weight_copies(gpu: VirtualGpu, models: Iterable[torch.nn.Module]) -> Iterato
             is_copy = tuple(tensor.size() for tensor in held) in rows
             values: Sequence[torch.Tensor] = held
         else:
-            is_copy = all(sizes.get(name) == tensor.size() for name, tensor in held.items())
+            is_copy = all(type(name) is str and sizes.get(name) == tensor.size() for name, tensor in held.items())
             values = list(held.values())
         if is_copy and all(_is_copied(gpu, tensor, first_backward) for tensor in values):
             yield from values
 
 
 def _named(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return dict(itertools.chain(model.named_parameters(), model.named_buffers()))
+    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+    return {name: tensor for name, tensor in tensors if type(tensor) is FakeTensor}
 
 
 def _rows_of(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[torch.Size, ...]]:
@@ -50,19 +52,23 @@ def _rows_of(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[torch.Size, ...
             yield tuple(tensor.size() for tensor in row)
 
 
-def _held() -> Iterator[dict[str, torch.Tensor] | list[torch.Tensor]]:
-    """The dicts and lists of at least two tensors, and nothing else, that there are."""
+def _held() -> Iterator[dict[Any, FakeTensor] | list[FakeTensor]]:
+    """The dicts and lists of at least two tensors of the virtual GPU, and nothing else, that there are."""
     for container in gc.get_objects():
         kind = type(container)
-        if kind is list and len(container) > 1 and _are_tensors(container):
-            yield container
-        elif kind in _DICTS and len(container) > 1 and _are_tensors(dict.values(container)):
-            yield dict(container)
+        values = container if kind is list else dict.values(container) if kind in _DICTS else ()
+        # The first decides for nearly all, some of which are large; what is copied in one call no other thread changes meanwhile.
+        if not _are_plain(list(itertools.islice(values, 2))):
+            continue
+        copied = list(container) if kind is list else dict(container)
+        if _are_plain(copied if isinstance(copied, list) else copied.values()):
+            yield copied
 
 
-def _are_tensors(values: Iterable[Any]) -> bool:
-    # By their types, since `isinstance` asks objects for `__class__`, which runs code in proxies and lazy modules.
-    return all(issubclass(type(value), torch.Tensor) for value in values)
+def _are_plain(values: Collection[Any]) -> bool:
+    # By their types: `isinstance` asks objects for `__class__`, which runs code in proxies, and subclasses of tensors and parameters without sizes run
+    # code of their own for most questions.
+    return len(values) > 1 and all(type(value) is FakeTensor for value in values)
 
 
 def _is_copied(gpu: VirtualGpu, tensor: torch.Tensor, first_backward: int) -> bool:
