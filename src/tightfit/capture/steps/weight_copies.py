@@ -17,7 +17,7 @@ from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.tape import Category, Phase
 
 _COPYING = ("aten.clone", "aten._to_copy", "aten.copy", "aten.set_")
-_DICTS = (dict, collections.OrderedDict)
+_CONTAINERS = frozenset((list, dict, collections.OrderedDict))
 
 
 def weight_copies(gpu: VirtualGpu, models: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
@@ -54,13 +54,12 @@ def _rows_of(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[torch.Size, ...
 
 def _held() -> Iterator[dict[Any, FakeTensor] | list[FakeTensor]]:
     """The dicts and lists of at least two tensors of the virtual GPU, and nothing else, that there are."""
-    for container in gc.get_objects():
-        kind = type(container)
-        values = container if kind is list else dict.values(container) if kind in _DICTS else ()
-        # The first decides for nearly all, some of which are large; what is copied in one call no other thread changes meanwhile.
-        if not _are_plain(list(itertools.islice(values, 2))):
+    # The first value decides for nearly all, some of which are large; what is copied in one call no other thread changes meanwhile.
+    for container in [each for each in gc.get_objects() if type(each) in _CONTAINERS and len(each) > 1]:
+        is_list = type(container) is list
+        if type(next(iter(container if is_list else dict.values(container)), None)) is not FakeTensor:
             continue
-        copied = list(container) if kind is list else dict(container)
+        copied = list(container) if is_list else dict(container)
         if _are_plain(copied if isinstance(copied, list) else copied.values()):
             yield copied
 
