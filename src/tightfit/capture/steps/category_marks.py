@@ -25,6 +25,7 @@ class CategoryMarks:
         self._gpu = gpu
         self._leaves: dict[int, weakref.ref[torch.Tensor]] = {}
         self._first_operator = 0
+        self._has_copies = False
 
     def _mark(self, tensors: Iterable[torch.Tensor | None], category: Category) -> None:
         categories, index_of = self._gpu.recorder.storages["category"], self._gpu.storages.index_of
@@ -82,7 +83,10 @@ class CategoryMarks:
             (m.__dict__.get("_parameters", {}), m.__dict__.get("_buffers", {})) for m in modules
         )
         self._mark((t for table in tables for t in table.values()), Category.PARAMETERS)
-        self._mark(list(weight_copies(self._gpu, list(self.roots.values()))), Category.PARAMETERS)
+        if not self._has_copies:
+            # They are older than the first backward pass.
+            self._has_copies = True
+            self._mark(list(weight_copies(self._gpu, list(self.roots.values()))), Category.PARAMETERS)
         self.mark_parameters()
         for optimizer in self.optimizers:
             self.mark_state(optimizer)
