@@ -83,6 +83,8 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
     [
         ("nowhere.py", "there is no file nowhere.py"),
         ("nowhere.py:workload", "there is no file nowhere.py"),
+        ("modle.py", "there is no file modle.py; nearest: model.py"),
+        ("raises.py GiB", "GiB stands alone: write a size as one word, such as 2GiB"),
         ("nowhere.npz", "there is no file nowhere.npz"),
         ("no_such_module.inner:workload", "no_such_module.inner:workload: No module named 'no_such_module'"),
         ("model.py:not-a-name", "'not-a-name' in model.py:not-a-name is not the name of a function"),

@@ -5,16 +5,19 @@ import importlib.util
 import itertools
 import json
 import math
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tightfit.capture.huggingface import inputs as huggingface_inputs
 from tightfit.capture.huggingface import target as huggingface
 from tightfit.capture.huggingface import tasks as huggingface_tasks
+from tightfit.capture.huggingface.known_names import in_one_spelling, possible_model_types
 from tightfit.capture.huggingface.target import HuggingFaceTarget, is_huggingface_source, load_config, workload
 from tightfit.errors import MissingExtra, UsageError
 
@@ -149,6 +152,24 @@ def test_gradient_checkpointing_is_switched_on(small):
 def test_a_source_is_told_apart_from_a_script(text, answer, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert is_huggingface_source(text) is answer
+
+
+def test_a_mistyped_name_is_refused_before_torch_is_imported():
+    code = (
+        "import sys\n"
+        "from tightfit.capture.targets import parse_target\n"
+        "from tightfit.errors import UsageError\n"
+        "try:\n    parse_target('lama-3-8b')\n"
+        "except UsageError as error:\n    print(error, 'torch' in sys.modules)\n"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "nearest: llama-3-8b" in said
+    assert said.endswith("False\n")
+
+
+def test_every_model_type_of_transformers_is_a_known_name():
+    known = set(map(in_one_spelling, possible_model_types()))
+    assert [name for name in CONFIG_MAPPING if in_one_spelling(name) not in known] == []
 
 
 def test_a_folder_is_a_source_only_with_a_config(tmp_path):

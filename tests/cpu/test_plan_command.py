@@ -195,6 +195,8 @@ def test_a_budget_below_everything_exits_with_1_and_says_what_was_reached(capsys
         (["--budget", "0"], 2, "the budget is 0; give the GPU memory that the process may use, such as 22GiB"),
         (["--budget", "some"], 2, "--budget: 'some' is not a size; write a number with a unit, such as 22GiB"),
         (["--allow", "magic"], 2, "--allow magic: no such technique; allow lossy (all of them) or one of "),
+        (["--allow", "autocasts"], 2, "--allow autocasts: no such technique (did you mean autocast?); allow lossy "),
+        (["--without", "attentoin"], 2, "--without attentoin (did you mean attention?): write TECHNIQUE or "),
         (["--steps", "0"], 2, "steps is 0: at least one step must be traced"),
         (["-o", "nowhere/plan.json"], 2, "--output nowhere/plan.json: there is no folder nowhere"),
         (["--device", "no such card"], 2, "no GPU is called 'no such card'"),

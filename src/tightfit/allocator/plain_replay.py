@@ -33,11 +33,13 @@ def is_plain(settings: AllocatorSettings) -> bool:
 
 
 class PlainReplay:
-    """`reserved` are the changes of reserved memory, as (index of the event, bytes after it), and `block_bytes` the sizes of blocks by storage."""
+    """`reserved` are the changes of reserved memory, as (index of the event, bytes after it), `block_bytes` the sizes of blocks by storage, and
+    `num_returned` the segments that emptied caches gave back."""
 
     def __init__(self, num_storages: int, capacity_bytes: int | None) -> None:
         self.reserved: list[tuple[int, int]] = []
         self.block_bytes = [0] * num_storages
+        self.num_returned = 0
         self._capacity_bytes = capacity_bytes
         self._large_bytes = AllocatorSettings().large_segment_size_bytes
         self._reserved_bytes = 0
@@ -129,4 +131,5 @@ class PlainReplay:
             del keys[bisect_left(keys, whole << _ADDRESS_BITS | address)]
             del self._size_at[address], self._begin_of_end[address + whole], self._segments[address]
             self._reserved_bytes -= whole << _UNIT_BITS
+            self.num_returned += 1
         self.reserved.append((at, self._reserved_bytes))

@@ -72,15 +72,15 @@ class _SortedPaths:
     def __init__(self, names: list[str]) -> None:
         self.names = names
         self.parts = [name.split(".") for name in names]
+        self._ranges: dict[str, tuple[int, int]] = {}
+        for rank, parts in enumerate(self.parts):
+            for length in range(1, len(parts) + 1):
+                path = ".".join(parts[:length])
+                self._ranges[path] = self._ranges.get(path, (rank, rank))[0], rank + 1
 
     def inside(self, path: str) -> tuple[int, int]:
         """The ranks of `path` and its submodules, as a half-open range; empty for a module that ran no operator."""
-        parts = path.split(".")
-        low = next((i for i, known in enumerate(self.parts) if known[: len(parts)] == parts), len(self.parts))
-        high = low
-        while high < len(self.parts) and self.parts[high][: len(parts)] == parts:
-            high += 1
-        return low, high
+        return self._ranges.get(path, (len(self.parts), len(self.parts)))
 
 
 class ModuleCalls:
@@ -107,6 +107,11 @@ class ModuleCalls:
         freed_at[events.storage[frees]] = np.flatnonzero(frees)
         self.freed_at = freed_at
         self._is_tensor = tape.storages.source == Source.TENSOR
+        # Tables, as these are asked for each of thousands of calls.
+        self._first_event = np.searchsorted(events.operator, np.arange(len(operators) + 2), side="left")
+        self._in_order_of_operators = np.argsort(tape.storages.operator, kind="stable")
+        self._operators_in_order = tape.storages.operator[self._in_order_of_operators].astype(np.int64)
+        self._calls: dict[str, tuple[ModuleCall, ...]] = {}
         self._rounds = _Rounds(self._phase)
         self.num_rounds = self._rounds.num_rounds
 
@@ -128,7 +133,17 @@ class ModuleCalls:
 
     def event_of(self, operator: Column | int) -> Column:
         """The index of the first event of an operator; for the number of operators, the number of events before the end of the tape."""
-        return np.searchsorted(self.tape.events.operator, np.asarray(operator) + 1, side="left")
+        return self._first_event[operator + 1]
+
+    def made_in(self, begin: int, end: int) -> Column:
+        """The storages that the operators `[begin, end)` allocate, in the order of their allocation."""
+        low, high = self._operators_in_order.searchsorted((begin, end))
+        return np.sort(self._in_order_of_operators[low:high])
+
+    def freed_in(self, begin: int, end: int) -> Column:
+        """The storages that the events `[begin, end)` free, in the order of their allocation."""
+        events = self.tape.events
+        return np.sort(events.storage[begin:end][events.kind[begin:end] == EventKind.FREE])
 
     @cached_property
     def paths(self) -> list[str]:
@@ -141,7 +156,8 @@ class ModuleCalls:
 
     def first_result(self, operator: int) -> int:
         """The storage of the first result of an operator that has made some: results are allocated in order, after what is freed again inside."""
-        made = np.flatnonzero((self.tape.storages.operator == operator) & self._is_tensor)
+        made = self.made_in(operator, operator + 1)
+        made = made[self._is_tensor[made]]
         lasting = made[self.freed_at[made] >= self.event_of(operator + 1)]
         return int(lasting[0]) if len(lasting) else -1
 
@@ -152,6 +168,11 @@ class ModuleCalls:
 
     def calls(self, path: str) -> tuple[ModuleCall, ...]:
         """The calls of the module at `path` that take part in a backward pass, in order."""
+        if path not in self._calls:
+            self._calls[path] = self._found_calls(path)
+        return self._calls[path]
+
+    def _found_calls(self, path: str) -> tuple[ModuleCall, ...]:
         low, high = self._sorted.inside(path)
         inside = (self._rank >= low) & (self._rank < high)
         forward = np.flatnonzero(inside & (self._phase == Phase.FORWARD))
@@ -173,16 +194,11 @@ class ModuleCalls:
 
     def call(self, path: str, begin: int, end: int, back_begin: int, back_end: int) -> ModuleCall:
         """The call of `path` that consists of these operators, forward and backward."""
-        allocated_at = self.tape.storages.operator
-        inside = (allocated_at >= begin) & (allocated_at < end)
-        saved = np.flatnonzero(inside & self.saved_for_backward)
+        made = self.made_in(begin, end)
+        saved = made[self.saved_for_backward[made]]
         # Only storages of the same forward pass: parameters and batches are allocated before it and stay anyway.
-        before = (
-            self._is_tensor
-            & (allocated_at >= self._rounds.first_forward[self._rounds.of[begin]])
-            & (allocated_at < begin)
-        )
-        at_begin = np.flatnonzero(before & (self.freed_at >= self.event_of(begin)))
+        before = self.made_in(int(self._rounds.first_forward[self._rounds.of[begin]]), begin)
+        at_begin = before[self._is_tensor[before] & (self.freed_at[before] >= self.event_of(begin))]
         output = self.output_of(begin, end)
         return ModuleCall(
             path=path,
@@ -201,9 +217,8 @@ class ModuleCalls:
 
     def output_of(self, begin: int, end: int) -> int:
         """The storage that the operators `[begin, end)` hand to the next one; -1 if nothing of theirs is left."""
-        allocated_at = self.tape.storages.operator
-        inside = (allocated_at >= begin) & (allocated_at < end) & self._is_tensor
-        return _last_large(self, np.flatnonzero(inside & (self.freed_at >= self.event_of(end))))
+        made = self.made_in(begin, end)
+        return _last_large(self, made[self._is_tensor[made] & (self.freed_at[made] >= self.event_of(end))])
 
     def bytes_of(self, storages: Column) -> int:
         """The bytes of these storages, rounded as the allocator does."""

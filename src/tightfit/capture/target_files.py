@@ -3,6 +3,7 @@
 Nothing of the program is imported for it: a package's `__init__.py` is the user's code.
 """
 
+import difflib
 import importlib.util
 import os
 import warnings
@@ -13,6 +14,7 @@ from tightfit.errors import ProgramError, UsageError
 from tightfit.errors.program_errors import one_line, program_trace
 
 _NUM_BYTES_READ = 4096
+_ALIKE = 0.8  # of two names, as difflib counts
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
 _SETTINGS = (".yaml", ".yml", ".toml", ".ini", ".cfg")
 _WEIGHTS = (".safetensors", ".gguf", ".pt", ".pth", ".ckpt", ".bin", ".h5")
@@ -41,6 +43,14 @@ def _folders(package: str) -> Iterator[Path]:
         yield Path.cwd() / package
     spec = importlib.util.find_spec(package)
     yield from map(Path, [] if spec is None else spec.submodule_search_locations or [])
+
+
+def no_file(path: str) -> str:
+    """A message that there is no file at `path`, with the names in its folder that are spelled most alike."""
+    folder, name = Path(path).parent, Path(path).name
+    names = [each.name for each in folder.glob(f"*{Path(path).suffix}")] if folder.is_dir() else []
+    nearest = [str(folder / each) for each in difflib.get_close_matches(name, names, cutoff=_ALIKE)]
+    return f"there is no file {path}" + (f"; nearest: {', '.join(nearest)}" if nearest else "")
 
 
 def check_syntax(path: str) -> None:

@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import re
 import runpy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +21,8 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from tightfit.capture.target_files import check_syntax, module_file, refuse_other_files
+from tightfit.capture.huggingface.known_names import refuse_unknown
+from tightfit.capture.target_files import check_syntax, module_file, no_file, refuse_other_files
 from tightfit.errors import UsageError
 
 
@@ -63,10 +65,12 @@ def parse_target(
     """The target that `text` names.
 
     Raises:
-        UsageError: there is no such file or function, or it takes no such arguments.
+        UsageError: there is no such file, function or model, or it takes no such arguments.
         ProgramError: the script has a syntax error.
     """
     refuse_other_files(text)
+    if arguments and re.fullmatch("[KMGT]i?B?", arguments[0]):
+        raise UsageError(f"{arguments[0]} stands alone: write a size as one word, such as 2{arguments[0]}")
     script = parse_script(text, arguments)
     if script is not None:
         if parameters:
@@ -80,7 +84,7 @@ def parse_target(
         raise UsageError(f"there is no file and no module {text} to run here (python -m {text})")
     if colon and (location.endswith(".py") or location.replace(".", "").isidentifier()):
         if location.endswith(".py") and not Path(location).is_file():
-            raise UsageError(f"there is no file {location}")
+            raise UsageError(no_file(location))
         if not function.isidentifier():
             raise UsageError(f"'{function}' in {text} is not the name of a function")
         if arguments:
@@ -94,6 +98,7 @@ def parse_target(
         raise UsageError(
             f"{text} is neither a script (FILE.py) nor a function (FILE.py:FUNCTION), so it takes neither -p nor arguments"
         )
+    refuse_unknown(text)
     return HuggingFaceConfig(source=text, options=dict(options or {}))
 
 
@@ -108,7 +113,7 @@ def parse_script(text: str, arguments: Sequence[str]) -> Script | None:
         return None
     path = module or text
     if not Path(path).is_file():
-        raise UsageError(f"there is no file {path}")
+        raise UsageError(no_file(path))
     return Script(path=path, arguments=tuple(arguments), module=text if module else "")
 
 

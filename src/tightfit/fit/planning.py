@@ -1,6 +1,7 @@
 """`plan`: the wiring from a workload and a card to a `Plan`."""
 
 import dataclasses
+import difflib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -146,7 +147,7 @@ def allowed(names: Iterable[str], without: Iterable[str] = ()) -> Allowed:
     unknown = words - set(techniques()) - {"lossy"}
     if unknown:
         raise UsageError(
-            f"--allow {', '.join(sorted(unknown))}: no such technique; allow lossy (all of them) or one of "
+            f"--allow {', '.join(sorted(unknown))}: no such technique{_nearest(unknown)}; allow lossy (all of them) or one of "
             + ", ".join(sorted(name for name, t in techniques().items() if not t.exact))
         )
     return Allowed(
@@ -156,13 +157,19 @@ def allowed(names: Iterable[str], without: Iterable[str] = ()) -> Allowed:
     )
 
 
+def _nearest(words: Iterable[str]) -> str:
+    """The techniques that are spelled most like `words`, as a question; empty where none is near."""
+    near = [name for word in words for name in difflib.get_close_matches(word, techniques(), n=1)]
+    return f" (did you mean {', '.join(near)}?)" if near else ""
+
+
 def _without(text: str) -> Without:
     name, at, places = text.partition("@")
     name = name.replace("-", "_")
     found = tuple(place for place in places.split(",") if place)
     if name not in techniques() or bool(at) is not bool(found):
         raise UsageError(
-            f"--without {text}: write TECHNIQUE or TECHNIQUE@PLACE,PLACE, such as checkpointing@GPT.h.3; the techniques: "
+            f"--without {text}{_nearest({name} - set(techniques()))}: write TECHNIQUE or TECHNIQUE@PLACE,PLACE, such as checkpointing@GPT.h.3; the techniques: "
             + ", ".join(sorted(techniques()))
         )
     return Without(technique=name, places=found)
@@ -278,6 +285,10 @@ def _alternatives(found: Found, runs: TracedRuns, budget_bytes: int) -> Iterable
     full = _full_checkpointing(found)
     if full is not None:
         yield full
+    for name, reason in found.not_offered:
+        yield Alternative(
+            name=name, device_bytes=None, seconds_per_step=None, fits=None, exact=True, why=f"not offered: {reason}"
+        )
     for name, reason in found.refused:
         yield Alternative(
             name=name, device_bytes=None, seconds_per_step=None, fits=None, exact=True, why=f"refused: {reason}"
@@ -303,13 +314,18 @@ def _full_checkpointing(found: Found) -> Alternative | None:
     outermost = [i for i in blocks if not any(options[i].slots < options[j].slots for j in blocks)]
     if not outermost:
         return None
+    device_bytes = variant.problem.peak_bytes(outermost) + variant.gap_bytes
+    # The lowest peak was searched for among choices that this one belongs to, and was traced: a lower prediction is too low.
+    is_too_low = not found.fits and device_bytes < found.best.estimate.peak.device_bytes
     return Alternative(
         name="checkpointing of every block",
-        device_bytes=variant.problem.peak_bytes(outermost) + variant.gap_bytes,
+        device_bytes=None if is_too_low else device_bytes,
         seconds_per_step=variant.run.seconds + sum(options[i].seconds for i in outermost),
         fits=None,
         exact=True,
-        why="predicted, not verified",
+        why="not verified: predicted below the lowest peak that a trace has reached"
+        if is_too_low
+        else "predicted, not verified",
     )
 
 

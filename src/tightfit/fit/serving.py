@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from tightfit.capture.huggingface.target import is_huggingface_source, presets
+from tightfit.capture.huggingface.known_names import presets, refuse_unknown
+from tightfit.capture.huggingface.target import is_huggingface_source
 from tightfit.capture.targets import GeneratorFunction
 from tightfit.capture.trace import Preparation, trace
 from tightfit.devices.catalogue import find
@@ -116,6 +117,7 @@ def traced_model(
         raise UsageError(
             f"{model} is no Hugging Face config: give a config.json, its folder, a preset (llama-3-8b) or a model type"
         )
+    refuse_unknown(model)
     if dtype not in _DTYPES:
         raise UsageError(f"--dtype {dtype}: one of bfloat16, float16, float32")
     parameters: dict[str, Any] = {

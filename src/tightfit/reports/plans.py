@@ -56,7 +56,7 @@ class PlanText:
         if plan.choices:
             yield ""
             yield _choices(plan, width)
-        if plan.alternatives and plan.choices:
+        if plan.alternatives and (plan.choices or not plan.fits):
             yield ""
             yield _alternatives(plan, width)
         for heading, lines in (

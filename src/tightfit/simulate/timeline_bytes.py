@@ -20,11 +20,12 @@ Watch = Callable[[int, CachingAllocator, Mapping[int, Block]], None]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryTimeline:
-    """Allocated and reserved bytes after each event, and the rounded block size of each storage."""
+    """Allocated and reserved bytes after each event, the rounded block size of each storage, and how many segments emptied caches gave back."""
 
     allocated: Column
     reserved: Column
     block_bytes: Column
+    num_returned: int
 
 
 def replay_timeline(
@@ -51,7 +52,7 @@ def replay_timeline(
     allocator = replay.allocator
     num_events = len(tape.events)
     allocated, reserved = [0] * num_events, [0] * num_events
-    block_bytes = [0] * len(tape.storages)
+    block_bytes, num_returned = [0] * len(tape.storages), 0
     sizes = (tape.storages.num_bytes if num_bytes is None else num_bytes).tolist()
     # Lists instead of arrays: indexing a numpy array element by element is several times slower, and this is the hot loop.
     streams, sources = tape.storages.stream.tolist(), tape.storages.source
@@ -61,6 +62,7 @@ def replay_timeline(
     events = zip(*((c if order is None else c[order]).tolist() for c in columns), strict=True)
     for at, (kind, storage, value) in enumerate(events):
         if storage < 0 or sizes[storage]:
+            num_segments = allocator.num_segments if kind == EventKind.EMPTY_CACHE else 0
             try:
                 replay.feed(kind, storage, sizes, streams, value)
             except OutOfDeviceMemory:
@@ -72,6 +74,8 @@ def replay_timeline(
             else:
                 if kind == EventKind.ALLOCATE:
                     block_bytes[storage] = replay.blocks[storage].size
+                elif kind == EventKind.EMPTY_CACHE:
+                    num_returned += num_segments - allocator.num_segments
         allocated[at] = allocator.allocated_bytes
         reserved[at] = allocator.reserved_bytes
         if watch is not None:
@@ -80,6 +84,7 @@ def replay_timeline(
         allocated=np.asarray(allocated, dtype=np.int64),
         reserved=np.asarray(reserved, dtype=np.int64),
         block_bytes=np.asarray(block_bytes, dtype=np.int64),
+        num_returned=num_returned,
     )
 
 
@@ -102,7 +107,9 @@ def _plain_timeline(
     reserved = np.zeros(len(kind), dtype=np.int64)
     for at, reserved_bytes in replay.reserved:
         reserved[at:] = reserved_bytes
-    return MemoryTimeline(allocated=np.cumsum(change), reserved=reserved, block_bytes=block_bytes)
+    return MemoryTimeline(
+        allocated=np.cumsum(change), reserved=reserved, block_bytes=block_bytes, num_returned=replay.num_returned
+    )
 
 
 def timeline_on(

@@ -75,6 +75,10 @@ class AbstractTechnique(abc.ABC):
             ApplyError: it cannot be applied to this model; nothing has been changed then.
         """
 
+    def reason(self, profile: Profile) -> str:
+        """Why there are no options on this profile, for a user who has been told that nothing fits; empty where there are some, or nothing is to be said."""
+        return ""
+
     def advice(self, profile: Profile) -> Iterable[Suggestion]:
         """Related changes that a user could make and a plan does not; none by default."""
         return ()

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from tightfit.capture.observe.streams import VirtualEvent
+
 
 def allocated():
     return torch.cuda.memory_allocated()
@@ -307,3 +309,11 @@ def dropout_in_evaluation_copies_nothing_under_inference_mode():
         kept = torch.nn.functional.dropout(hidden, 0.1, training=False)
         assert kept.data_ptr() == hidden.data_ptr() or torch.cuda.memory_allocated() == before
         assert torch.cuda.max_memory_allocated() == before
+
+
+def what_was_made_under_inference_mode_is_read_later_as_other_tensors_are():
+    with torch.inference_mode():
+        scores = torch.ones(8, 4, device="cuda")
+    assert isinstance(scores.sum().item(), float)
+    assert scores.reshape(-1).numel() == 32
+    assert not any("aten.item" in what for _, what in VirtualEvent.recorder.assumptions)

@@ -163,10 +163,16 @@ class VirtualGpu(TorchDispatchMode):
             if torch.is_inference_mode_enabled() and facts(func).is_composite and _names_the_card(args):
                 return self._take_apart(func, args, kwargs)
             return self.host.run(func, args, kwargs)
-        if torch.is_inference_mode_enabled() and (func in self._composites or facts(func).is_composite):
-            return self._take_apart(func, args, kwargs)
         handler = self._handlers.get(func)
+        if self._is_whole(func, args, has_handler=handler is not None):
+            return self._take_apart(func, args, kwargs)
         return handler(self, func, args, kwargs) if handler else self.run(func, args, kwargs)
+
+    def _is_whole(self, func: OpOverload, args: Sequence[Any], *, has_handler: bool) -> bool:
+        """Whether `func` is made of others, and has arrived whole: under inference mode, or with tensors that were made under it."""
+        if torch.is_inference_mode_enabled():
+            return func in self._composites or facts(func).is_composite
+        return not has_handler and facts(func).is_composite and any(tensor.is_inference() for tensor in tensors(args))
 
     @faults.hands_over
     def _take_apart(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
-import functools
 import importlib
 import json
 import re
-import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tightfit.capture.huggingface import inputs as huggingface_inputs
 from tightfit.capture.huggingface import tasks as huggingface_tasks
+from tightfit.capture.huggingface.known_names import in_one_spelling, name_of, nearest_to, presets
 from tightfit.errors import MissingExtra, UsageError
 
 if TYPE_CHECKING:
@@ -95,12 +93,6 @@ def is_huggingface_source(text: str) -> bool:
     return not path.is_file() and re.fullmatch(r"([\w.-]+/)?[A-Za-z][\w.-]*", text) is not None
 
 
-@functools.cache
-def presets() -> Mapping[str, Mapping[str, Any]]:
-    """Well-known sizes by name: `model_type`, `config` (what differs from its default) and `parameters` (how many)."""
-    return tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encoding="utf-8"))
-
-
 def load_config(source: str) -> Any:
     """The `PretrainedConfig` that `source` names, read from this machine only.
 
@@ -116,15 +108,14 @@ def load_config(source: str) -> Any:
         model_type = fields.pop("model_type", None)
         known_in = f"{file} has model_type {model_type!r}, which transformers {transformers.__version__} does not have"
     else:
-        name = source.rsplit("/", 1)[-1].lower()
+        name = name_of(source)
         preset = presets().get(name, {"model_type": name, "config": {}})
         model_type, fields = preset["model_type"], dict(preset["config"])
         known_in = f"{source!r} is neither a file nor a preset nor a model type of transformers"
     model_types = importlib.import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING
-    found = next((key for key in model_types if _plain(key) == _plain(str(model_type))), None)
+    found = next((key for key in model_types if in_one_spelling(key) == in_one_spelling(str(model_type))), None)
     if found is None:
-        nearest = difflib.get_close_matches(str(model_type), [*presets(), *model_types], n=3)
-        raise UsageError(f"{known_in}; nearest: {', '.join(nearest) or 'none'}")
+        raise UsageError(f"{known_in}; nearest: {nearest_to(str(model_type), list(model_types))}")
     strict = getattr(importlib.import_module("huggingface_hub.errors"), "StrictDataclassError", ValueError)
     try:
         return model_types[found].from_dict(fields)
@@ -299,8 +290,3 @@ def _read_json(file: Path) -> dict[str, Any]:
     if not isinstance(fields, dict) or "model_type" not in fields:
         raise UsageError(f"{file} is not a Hugging Face config: it has no model_type")
     return fields
-
-
-def _plain(name: str) -> str:
-    """A model type in one spelling: some are written with `-`, others with `_`."""
-    return name.lower().replace("-", "_")

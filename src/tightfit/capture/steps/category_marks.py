@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.capture.steps.graph_nodes import nodes_behind
 from tightfit.capture.steps.weak_sequence import WeakSequence
+from tightfit.capture.steps.weight_copies import weight_copies
 from tightfit.tape import Category
 
 
@@ -24,6 +25,7 @@ class CategoryMarks:
         self._gpu = gpu
         self._leaves: dict[int, weakref.ref[torch.Tensor]] = {}
         self._first_operator = 0
+        self._has_copies = False
 
     def _mark(self, tensors: Iterable[torch.Tensor | None], category: Category) -> None:
         categories, index_of = self._gpu.recorder.storages["category"], self._gpu.storages.index_of
@@ -69,7 +71,7 @@ class CategoryMarks:
         self._mark((v for v in values if isinstance(v, torch.Tensor)), Category.OPTIMIZER_STATE)
 
     def mark_all(self) -> None:
-        """Marks the parameters of all modules that there are, the states of optimizers, and gradients."""
+        """Marks the parameters of all modules that there are, copies of weights, the states of optimizers, and gradients."""
         # Models that are never called as a root hold parameters too: an average of the weights, a target
         # network. By their types, since `isinstance` asks objects for `__class__`, which runs code in proxies and lazy modules;
         # and by sets, since there are half a million objects.
@@ -81,6 +83,10 @@ class CategoryMarks:
             (m.__dict__.get("_parameters", {}), m.__dict__.get("_buffers", {})) for m in modules
         )
         self._mark((t for table in tables for t in table.values()), Category.PARAMETERS)
+        if not self._has_copies:
+            # They are older than the first backward pass.
+            self._has_copies = True
+            self._mark(list(weight_copies(self._gpu, list(self.roots.values()))), Category.PARAMETERS)
         self.mark_parameters()
         for optimizer in self.optimizers:
             self.mark_state(optimizer)

@@ -47,8 +47,21 @@ class Offers:
 
     def options(self, profile: Profile) -> list[Option]:
         """What the techniques offer on `profile`, but for what is not allowed or was refused."""
-        found = []
+        return self._options_of(techniques(), profile)
+
+    def options_beside(self, later: Profile, profile: Profile) -> list[Option]:
+        """As `options(later)`, without those of techniques all of whose options on `profile` need a new trace or are the allocator's: what
+        these change is found by a trace or a replay."""
+        names = []
         for name in techniques():
+            offered = [] if name in self.refused else self.of(name, profile)
+            if not offered or any(not (o.needs_new_trace or o.is_of_the_allocator) for o in offered):
+                names.append(name)
+        return self._options_of(names, later)
+
+    def _options_of(self, names: Iterable[str], profile: Profile) -> list[Option]:
+        found = []
+        for name in names:
             if name in self.refused:
                 continue
             for option in self.of(name, profile):

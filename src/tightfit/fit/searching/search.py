@@ -16,6 +16,7 @@ from tightfit.fit.searching.allowed import Allowed
 from tightfit.fit.searching.candidates import Candidate, Candidates
 from tightfit.fit.searching.corrected_seconds import looked_again
 from tightfit.fit.searching.least_peak import LeastPeak, compatible, kind_of, saved_bytes
+from tightfit.fit.searching.not_offered import not_offered
 from tightfit.fit.searching.offers import Offers
 from tightfit.fit.searching.ranking import simplest_of_the_fastest
 from tightfit.fit.searching.variants import Variant, gap_after
@@ -40,7 +41,7 @@ _SECONDS_TO_RELAX = 3.0
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
     """What a search has found. `best` fits, or else holds least; `variant` and `solution` are what it was made from, None for the plain run.
-    `is_interrupted`: the search was ended before its time."""
+    `is_interrupted`: the search was ended before its time. `not_offered`: techniques that could not be chosen, with the reasons, where nothing fits."""
 
     base: TracedRun
     best: TracedRun
@@ -50,6 +51,7 @@ class Found:
     forbidden: tuple[Option, ...]
     refused: tuple[tuple[str, str], ...]
     is_interrupted: bool = False
+    not_offered: tuple[tuple[str, str], ...] = ()
 
 
 class Search:
@@ -72,6 +74,7 @@ class Search:
         self.offers = Offers(runs, allowed)
         self.candidates = Candidates(runs, self.offers, budget_bytes, host_bytes=host_bytes, disk_bytes=disk_bytes)
         self._runs = runs
+        self._host_bytes, self._disk_bytes = host_bytes, disk_bytes
         self._fits = self.candidates.fits
         self._is_rough = is_rough
 
@@ -192,6 +195,9 @@ class Search:
 
     def _found(self, base: TracedRun, best: Candidate | None) -> Found:
         run = base if best is None else best.run
+        left_out = []
+        if not self._fits(run):
+            left_out = not_offered(self.offers, base.profile, host_bytes=self._host_bytes, disk_bytes=self._disk_bytes)
         return Found(
             base=base,
             best=run,
@@ -200,6 +206,7 @@ class Search:
             solution=None if best is None else best.solution,
             forbidden=self.offers.forbidden,
             refused=self.offers.refused_rows(),
+            not_offered=tuple(left_out),
         )
 
 

@@ -87,7 +87,7 @@ class Variants:
         """The options with what they change after the steps too, such as in an evaluation; they take the seconds that they take in a step."""
         assert run.later is not None
         begin = len(run.profile.tape.events)
-        later = {option.key: option.changes for option in self._offers.options(run.later)}
+        later = {option.key: option.changes for option in self._offers.options_beside(run.later, run.profile)}
         return [
             dataclasses.replace(
                 option,

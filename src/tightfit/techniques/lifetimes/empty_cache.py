@@ -7,8 +7,6 @@ The saving is found by replaying the traced run with the cache emptied there.
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, final
 
-import numpy as np
-
 from tightfit.allocator.settings import AllocatorSettings
 from tightfit.analysis.intervals import runs_of
 from tightfit.analysis.optimizer import OptimizerProfile, events_of, passes_of
@@ -52,20 +50,14 @@ class EmptyCache(AbstractTechnique):
             return
         run = profile.optimizer
         for border, events in _borders(run).items():
-            counts: list[int] = []
-            emptied = replay_timeline(
-                with_emptied_cache(with_workspaces, events),
-                AllocatorSettings(),
-                watch=lambda _, allocator, __, counts=counts: counts.append(allocator.num_segments),
-            ).reserved
-            if highest - int(emptied.max()) >= smallest:
-                num_returned = -int(np.minimum(np.diff(counts), 0).sum())
+            emptied = replay_timeline(with_emptied_cache(with_workspaces, events), AllocatorSettings())
+            if highest - int(emptied.reserved.max()) >= smallest:
                 yield Option(
                     technique=self.name,
                     where="allocator",
                     settings={"border": border},
                     changes=(),
-                    seconds=SECONDS_PER_SEGMENT * num_returned / run.num_steps,
+                    seconds=SECONDS_PER_SEGMENT * emptied.num_returned / run.num_steps,
                     exact=True,
                     slots=frozenset({"allocator"}),
                     empties_at=tuple(events),

@@ -29,6 +29,14 @@ class ChunkedLoss(AbstractTechnique):
         """For each head several numbers of chunks, with the gradients in either pass."""
         yield from loss_head_options(self.name, profile)
 
+    def reason(self, profile: Profile) -> str:
+        """What is missing of a linear head and a cross-entropy behind it."""
+        if profile.loss_heads:
+            return ""
+        if "aten._log_softmax" not in profile.tape.strings:
+            return "the program computes no cross-entropy"
+        return "no linear layer was found whose product is what the cross-entropy reads: a bias that is added apart, a scale or a cast may lie between"
+
     def apply(self, session: "Session", chosen: Sequence[Choice]) -> None:
         """Wraps the head's `forward`, and registers hooks on optimizers that change its weight."""
         from tightfit.techniques.loss_head.apply_chunked_loss import apply_chunked_loss

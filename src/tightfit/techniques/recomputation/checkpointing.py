@@ -14,6 +14,8 @@ from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
 if TYPE_CHECKING:
     from tightfit.techniques.session import Session
 
+RECURRENT = ("aten._cudnn_rnn", "aten.miopen_rnn", "aten.lstm.", "aten.gru.", "aten.rnn_")
+
 
 @final
 class Checkpointing(AbstractTechnique):
@@ -27,6 +29,14 @@ class Checkpointing(AbstractTechnique):
     def options(self, profile: Profile) -> Iterable[Option]:
         """One option for each block; it shares slots with the modules inside and around it."""
         return [recompute_option(self.name, profile, block) for block in profile.blocks]
+
+    def reason(self, profile: Profile) -> str:
+        """What the model has in place of blocks."""
+        if profile.blocks:
+            return ""
+        if any(name.startswith(RECURRENT) for name in profile.tape.strings):
+            return "a recurrent layer is one kernel, which needs its own inputs and results in the backward pass: run again, it would hold as much"
+        return "no module that is made of submodules, the whole model aside, saves activations: a single layer mostly saves its own input"
 
     def apply(self, session: "Session", chosen: Sequence[Choice]) -> None:
         """Wraps the forward of each block."""

@@ -48,17 +48,16 @@ class Inside:
 def inside_of(profile: Profile, call: ModuleCall, around: ModuleCall | None = None) -> Inside:
     """The intermediate results of `call`, without its output and the gradients that it passes on. `around` is the call of the enclosing module."""
     tape, module_calls, allocations = profile.tape, profile.modules, profile.allocated_at
-    allocated_at, freed_at = tape.storages.operator, module_calls.freed_at
-    output = call.output
-    made = np.flatnonzero((allocated_at >= call.begin) & (allocated_at < call.end))
-    back = np.flatnonzero((allocated_at >= call.back_begin) & (allocated_at < call.back_end))
+    freed_at, output = module_calls.freed_at, call.output
+    made = module_calls.made_in(call.begin, call.end)
+    back = module_calls.made_in(call.back_begin, call.back_end)
     gradients = back[tape.storages.category[back] == Category.GRADIENTS]
     # Temporaries of the backward pass's last operator are freed with the next one.
     storages = np.r_[made[made != output], back[freed_at[back] < call.back_end_event]]
     storages = storages[~np.isin(storages, gradients)]
     handed_on = back[(freed_at[back] >= call.back_end_event) & ~np.isin(back, gradients)]
-    was_there = (allocations < call.back_event) & (freed_at > call.back_event) & (freed_at < call.back_end_event)
-    held = np.flatnonzero(was_there)
+    held = module_calls.freed_in(call.back_event + 1, call.back_end_event)
+    held = held[allocations[held] < call.back_event]
     held = held[~np.isin(held, np.r_[storages, output])]
     sizes = module_calls.block_bytes[storages]
     storages = storages[sizes >= _SMALLEST_STORAGE * sizes.max(initial=0)]

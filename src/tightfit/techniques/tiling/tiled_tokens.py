@@ -30,6 +30,12 @@ class TiledTokens(AbstractTechnique):
         """For each module several numbers of tiles, with and without a recomputed module around it."""
         yield from tiled_tokens_options(self.name, profile)
 
+    def reason(self, profile: Profile) -> str:
+        """That no module is of the kind."""
+        if next(iter(self.options(profile)), None) is not None:
+            return ""
+        return "no module that treats each token by itself, such as an MLP, holds enough on its way"
+
     def apply(self, session: "Session", chosen: Sequence[Choice]) -> None:
         """Wraps the forward of each module; that it is token-wise is proved on its first tile, before any result is used."""
         from tightfit.techniques.tiling.apply_tiled_tokens import apply_tiled_tokens

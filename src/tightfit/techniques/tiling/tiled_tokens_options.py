@@ -42,6 +42,9 @@ def tiled_tokens_options(technique: str, profile: Profile) -> Iterator[Option]:
         calls = module_calls.calls(path) if "." in path else ()
         if not calls or not all(is_token_wise[tape.operators.name[v.begin : v.end]].all() for v in calls):
             continue
+        # Most modules are too small, which all that they allocate shows faster than what of it is there at once.
+        if max(_allocated_bytes(module_calls, v) for v in calls) < least:
+            continue
         found = [inside_of(profile, v, around) for v, around in zip(calls, _around(module_calls, calls), strict=True)]
         largest = max(found, key=lambda one: one.backward_bytes)
         if largest.backward_bytes < max(least, _MORE_THAN_OUTPUT * largest.output_bytes):
@@ -72,6 +75,12 @@ def tiled_tokens_options(technique: str, profile: Profile) -> Iterator[Option]:
                     exact=True,
                     slots=frozenset(slots),
                 )
+
+
+def _allocated_bytes(module_calls: ModuleCalls, call: ModuleCall) -> int:
+    """The bytes of all storages that a call allocates in its forward and its backward pass."""
+    passes = (call.begin, call.end), (call.back_begin, call.back_end)
+    return sum(module_calls.bytes_of(module_calls.made_in(begin, end)) for begin, end in passes)
 
 
 def keeps_tokens_apart(name: str) -> bool:

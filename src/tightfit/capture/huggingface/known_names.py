@@ -1,0 +1,64 @@
+"""Refuses a mistyped model name before anything is imported: transformers and torch take seconds, and the names of model types are text in their files."""
+
+import difflib
+import functools
+import importlib.util
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tightfit.errors import UsageError
+
+# Where transformers writes the names of its model types: the first since version 5, the second before it.
+_FILES = ("auto_mappings.py", "configuration_auto.py")
+NUM_NEAREST = 3
+
+
+@functools.cache
+def presets() -> Mapping[str, Mapping[str, Any]]:
+    """Well-known sizes by name: `model_type`, `config` (what differs from its default) and `parameters` (how many)."""
+    return tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encoding="utf-8"))
+
+
+def name_of(source: str) -> str:
+    """The name of a preset or model type that `source` may be, which may have a name of an organisation in front."""
+    return source.rsplit("/", 1)[-1].lower()
+
+
+def in_one_spelling(name: str) -> str:
+    """A model type in one spelling: some are written with `-`, others with `_`."""
+    return name.lower().replace("-", "_")
+
+
+def refuse_unknown(source: str) -> None:
+    """Returns for a file, a folder, a preset, or what may be a model type of the transformers that is installed.
+
+    Raises:
+        UsageError: `source` is none of them.
+    """
+    name = name_of(source)
+    if Path(source).exists() or name in presets():
+        return
+    words = possible_model_types()
+    if words and in_one_spelling(name) not in map(in_one_spelling, words):
+        raise UsageError(
+            f"{source!r} is neither a file nor a preset nor a model type of transformers; nearest: {nearest_to(name, words)}"
+        )
+
+
+def nearest_to(name: str, model_types: Iterable[str]) -> str:
+    """The names that are spelled most alike, as text."""
+    known = dict.fromkeys((*presets(), *sorted(word for word in model_types if word.islower())))
+    return ", ".join(difflib.get_close_matches(name, known, n=NUM_NEAREST)) or "none"
+
+
+def possible_model_types() -> frozenset[str]:
+    """All words that may be names of model types, more than there are; empty where transformers is not installed."""
+    found = importlib.util.find_spec("transformers")
+    if found is None or found.origin is None:
+        return frozenset()
+    folder = Path(found.origin).parent / "models" / "auto"
+    texts = [(folder / name).read_text(encoding="utf-8") for name in _FILES if (folder / name).is_file()]
+    return frozenset(word for text in texts for word in re.findall(r"[\"']([\w.-]+)[\"']", text))

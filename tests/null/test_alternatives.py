@@ -1,0 +1,27 @@
+"""The simple baseline beside a plan: its figure does not contradict what was traced."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tightfit.fit.planning import _full_checkpointing
+
+
+def _found(*, fits: bool, reached: int) -> Any:
+    option = SimpleNamespace(technique="checkpointing", where="Model.layers.0", slots=frozenset({"a"}), seconds=0.1)
+    variant = SimpleNamespace(
+        problem=SimpleNamespace(options=[option], peak_bytes=lambda _: 900),
+        gap_bytes=100,
+        run=SimpleNamespace(seconds=1.0),
+    )
+    best = SimpleNamespace(estimate=SimpleNamespace(peak=SimpleNamespace(device_bytes=reached)))
+    return SimpleNamespace(variant=variant, fits=fits, best=best)
+
+
+@pytest.mark.parametrize(("fits", "reached", "said"), [(True, 1200, 1000), (False, 800, 1000), (False, 1200, None)])
+def test_where_nothing_fits_no_prediction_is_below_the_lowest_peak(fits: bool, reached: int, said: int | None) -> None:
+    alternative = _full_checkpointing(_found(fits=fits, reached=reached))
+    assert alternative is not None
+    assert alternative.device_bytes == said
+    assert ("below the lowest peak" in alternative.why) is (said is None)
