@@ -143,7 +143,7 @@ def test_the_band_has_a_cause_for_every_byte():
 def test_a_segment_that_free_pieces_could_have_held_is_doubtful():
     def timeline(allocated: list[int], reserved: list[int]) -> MemoryTimeline:
         return MemoryTimeline(
-            allocated=np.asarray(allocated), reserved=np.asarray(reserved), block_bytes=np.asarray([])
+            allocated=np.asarray(allocated), reserved=np.asarray(reserved), block_bytes=np.asarray([]), num_returned=0
         )
 
     def doubtful(allocated: list[int], reserved: list[int]) -> int:
@@ -158,7 +158,10 @@ def test_a_segment_that_free_pieces_could_have_held_is_doubtful():
 def test_a_small_segment_that_comes_last_does_not_hide_a_doubtful_one():
     allocated, reserved = np.asarray([100, 10, 60, 61]) * MIB, np.asarray([100, 100, 150, 152]) * MIB
     assert (
-        doubtful_bytes(MemoryTimeline(allocated=allocated, reserved=reserved, block_bytes=np.asarray([]))) == 50 * MIB
+        doubtful_bytes(
+            MemoryTimeline(allocated=allocated, reserved=reserved, block_bytes=np.asarray([]), num_returned=0)
+        )
+        == 50 * MIB
     )
 
 
