@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from tightfit.effects.written_by_functions import may_write
 from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.deferred_gradients import Deferred, defer_gradient, deferred_gradient
+from tightfit.techniques.lazy_tensors.repeated_pass import RandomStates, as_before, drawing_as
 from tightfit.techniques.lazy_tensors.saved_and_shared import saved_and_shared, unpack_hooks
 from tightfit.techniques.lazy_tensors.unchanged import INTEGERS, Contents
 from tightfit.torch_hooks.backward import BackwardPass
@@ -104,6 +105,8 @@ class KeptPass:
         self._refuse = refuse
         self._versions: list[tuple[torch.Tensor, int]] = []
         self._comparison = _Comparison()
+        self._drawn_from: RandomStates | None = None
+        """Where code of the program's draws within the pass."""
 
     def run_first(
         self, parameters: Collection[torch.Tensor], zeroed: Collection[torch.Tensor], make_all: Callable[[], None]
@@ -126,6 +129,7 @@ class KeptPass:
             self.gradients[parameter] = deferred
             defer_gradient(parameter, deferred)
 
+        before = RandomStates()
         try:
             with told_of_gradients(parameters, keep):
                 result = self.backward.run(keeps_graph=True)
@@ -134,6 +138,8 @@ class KeptPass:
                 deferred.is_used(f"of a backward pass that ended with an error; {REMEDY}")
             self.gradients.clear()
             raise
+        if not before.is_same(RandomStates()):
+            self._drawn_from = before
         given = [t for t in self.backward.args[1] if isinstance(t, torch.Tensor)]
         self._versions = [(t, t._version) for t in (*parameters, *given)]
         read = [*parameters, *given, *self._buffers, *self._others]
@@ -290,7 +296,12 @@ class KeptPass:
             parameter.requires_grad_(True)
         try:
             # A script may step inside of `inference_mode`, in which no graph can be run.
-            with told_of_gradients(waiting, tell), _as_before(self._buffers), torch.inference_mode(mode=False):
+            with (
+                told_of_gradients(waiting, tell),
+                as_before(self._buffers),
+                drawing_as(self._drawn_from),
+                torch.inference_mode(mode=False),
+            ):
                 self.backward.run_again(keeps_graph=keeps_graph, inputs=tuple(waiting))
         except BaseException as error:
             for parameter in waiting:
@@ -325,20 +336,6 @@ def told_of_gradients(parameters: Iterable[torch.Tensor], told: Told) -> Iterato
     finally:
         for handle in handles:
             handle.remove()
-
-
-@contextmanager
-def _as_before(tensors: Collection[torch.Tensor]) -> Iterator[None]:
-    """Restores the elements of tensors that are written to inside."""
-    # A buffer that was never written to, such as a mask, is not saved.
-    before = [(tensor, tensor._version, tensor.detach().clone()) for tensor in tensors if tensor._version]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for tensor, version, value in before:
-                if tensor._version != version:
-                    tensor.copy_(value)
 
 
 def is_held_elsewhere(parameter: torch.Tensor) -> bool:
