@@ -11,6 +11,7 @@ import csv
 import dataclasses
 import errno
 import os
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -115,10 +116,12 @@ def failing_at(number: int, error: type[BaseException]) -> Iterator[list[int]]:
 @contextmanager
 def threads_gone() -> Iterator[None]:
     """Nothing can be given to a thread any more."""
-    with mock.patch(
-        "concurrent.futures.ThreadPoolExecutor.submit",
-        side_effect=RuntimeError("cannot schedule new futures after shutdown"),
-    ):
+
+    def submit(*_: Any) -> None:
+        raise RuntimeError("cannot schedule new futures after shutdown")
+
+    # A mock would keep what it was called with.
+    with mock.patch("concurrent.futures.ThreadPoolExecutor.submit", submit):
         yield
 
 
@@ -181,6 +184,8 @@ def _raised(act: Callable[[], None], fault: contextlib.AbstractContextManager[An
         try:
             act()
         except (FaultError, KeyboardInterrupt, TightfitError, OSError, RuntimeError) as error:
+            # What its frames refer to would be views that the program holds.
+            traceback.clear_frames(error.__traceback__)
             return error
     return None
 

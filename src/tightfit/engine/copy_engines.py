@@ -143,7 +143,8 @@ class HostCopies(Link):
         except RuntimeError as error:
             # No thread can be started, or the interpreter is ending: whoever waits copies.
             failed: Future[None] = Future()
-            failed.set_exception(error)
+            # Its frames refer to both tensors, and to what is returned.
+            failed.set_exception(error.with_traceback(None))
             return failed
 
     def wait(self, ticket: Ticket) -> None:

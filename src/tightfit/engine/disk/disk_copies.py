@@ -159,7 +159,7 @@ class DiskCopies(CopyEngine):
         except RuntimeError as error:
             # No thread can be started, or the interpreter is ending.
             failed: Future[None] = Future()
-            failed.set_exception(error)
+            failed.set_exception(error.with_traceback(None))
             return failed
 
     # A thread has given up what it moves before anybody hears that it is done: whether a tensor is referred to by others is asked then.

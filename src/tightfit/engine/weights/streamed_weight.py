@@ -121,7 +121,8 @@ class StreamedWeight:
         left = StorageWeakRef(self.on_card.untyped_storage())
         self._set_data(self._at_host)
         self._on_card, self.residence = None, Residence.HOST
-        if not left.expired():
+        # A file that the program has mapped is the memory at the host, which the weight was in at first.
+        if not left.expired() and left.cdata != StorageWeakRef(self._at_host.untyped_storage()).cdata:
             self._left.append((left, self.num_writes))
         return was_written
 
