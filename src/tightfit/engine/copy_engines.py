@@ -8,6 +8,7 @@ drained. Without a card a thread copies, and the rest is the same code.
 import abc
 import dataclasses
 import os
+from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, final
@@ -132,20 +133,10 @@ class HostCopies(Link):
             self._process = os.getpid()
         return Ticket(
             is_to_card=not to_host,
-            done=(self._submitted(source, target), self._process),
+            done=(submitted(self._pool, _copy_given, [source, target]), self._process),
             stream=None,
             held=(source, target, *held),
         )
-
-    def _submitted(self, source: torch.Tensor, target: torch.Tensor) -> Future[None]:
-        try:
-            return self._pool.submit(_copy_given, [source, target])
-        except RuntimeError as error:
-            # No thread can be started, or the interpreter is ending: whoever waits copies.
-            failed: Future[None] = Future()
-            # Its frames refer to both tensors, and to what is returned.
-            failed.set_exception(error.with_traceback(None))
-            return failed
 
     def wait(self, ticket: Ticket) -> None:
         """As in `CopyEngine`: the caller waits, and copies itself what the thread has not. An error of that is raised here."""
@@ -170,6 +161,17 @@ class HostCopies(Link):
     def is_of_present_stream(self, ticket: Ticket) -> bool:
         """As in `CopyEngine`: the host has one."""
         return True
+
+
+def submitted(pool: ThreadPoolExecutor, work: Callable[..., None], *arguments: Any) -> Future[None]:
+    """What `pool` will have done; it has failed where no thread can be started, or the interpreter is ending, and whoever waits does the work."""
+    try:
+        return pool.submit(work, *arguments)
+    except RuntimeError as error:
+        failed: Future[None] = Future()
+        # Its frames refer to what was to be copied, and to what is returned.
+        failed.set_exception(error.with_traceback(None))
+        return failed
 
 
 def _is_done(done: Future[None]) -> bool:

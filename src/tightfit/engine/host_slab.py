@@ -30,11 +30,6 @@ class Part:
     slab: "HostSlab"
     """Kept, since its memory is registered as long as it lives."""
 
-    @property
-    def source(self) -> torch.Tensor:
-        """What a copy engine copies from."""
-        return self.bytes
-
     def with_storage(self) -> torch.Tensor:
         """The same memory as a storage of its own, with a version of its own: what is asked which tensors share memory (safetensors), or saves whole storages
         (`torch.save`), is not told of the slab. The part is kept as long as anything lies in that storage. On the virtual GPU, where the slab's pages are never

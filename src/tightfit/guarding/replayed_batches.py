@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
-from tightfit.guarding.drawn_random import AllRandom
+from tightfit.effects.random_states import AllRandom
 
 Batch = TypeVar("Batch")
 

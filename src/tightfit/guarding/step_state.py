@@ -14,6 +14,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from tightfit.effects.ambient import Ambient
+from tightfit.effects.random_states import TorchRandom
 from tightfit.effects.state import (
     RegionState,
     Snapshot,
@@ -23,7 +24,6 @@ from tightfit.effects.state import (
     restore,
     snapshot_of_arguments,
 )
-from tightfit.guarding.drawn_random import TorchRandom
 from tightfit.guarding.leaf_hooks import LeafHooks
 from tightfit.guarding.optimizer_settings import OptimizerSettings
 from tightfit.guarding.out_of_memory import release_memory

@@ -16,7 +16,7 @@ from typing import Any, final
 
 import torch
 
-from tightfit.engine.copy_engines import CopyEngine, Link, Ticket
+from tightfit.engine.copy_engines import CopyEngine, Link, Ticket, submitted
 from tightfit.engine.disk.disk_file import DiskFile
 from tightfit.engine.disk.disk_places import DiskPlace, HostBuffer, OnDisk, checksum
 from tightfit.engine.disk.disk_sizes import in_pages
@@ -147,20 +147,13 @@ class DiskCopies(CopyEngine):
             there.checksums = [0] * len(parts)
         move = self._write if to_disk else self._read
         after = self._link.mark()
-        return tuple(self._submit(move, [part, held], there, number, after) for number, part in enumerate(parts))
+        return tuple(
+            submitted(self._pool, move, [part, held], there, number, after) for number, part in enumerate(parts)
+        )
 
     @property
     def _piece_bytes(self) -> int:
         return len(self._all_buffers[0].bytes)
-
-    def _submit(self, move: Callable[..., None], *arguments: Any) -> Future[None]:
-        try:
-            return self._pool.submit(move, *arguments)
-        except RuntimeError as error:
-            # No thread can be started, or the interpreter is ending.
-            failed: Future[None] = Future()
-            failed.set_exception(error.with_traceback(None))
-            return failed
 
     # A thread has given up what it moves before anybody hears that it is done: whether a tensor is referred to by others is asked then.
     def _write(self, given: list[Any], there: OnDisk, number: int, after: Any) -> None:

@@ -7,7 +7,7 @@ an empty storage end the process, are pickled as nothing, or read what lies ther
 """
 
 import enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -49,6 +49,8 @@ class StreamedWeight:
             self.bytes_at_host = part.with_storage() if isinstance(part, Part) else part.bytes
             # Of a storage of its own, whose memory the program may exchange (`share_memory_`).
             self._at_host = self._of(self.bytes_at_host)
+            # What copies to the card read.
+            self._source = self.bytes_at_host if isinstance(part, Part) else part.source
             num_elements = self.num_bytes // parameter.element_size()
             self._on_card: torch.Tensor | None = parameter.data.as_strided((num_elements,), (1,), 0).view(torch.uint8)
         self._uses_of_ours = self._uses_at_host()
@@ -137,11 +139,6 @@ class StreamedWeight:
         if is_simulated() or self.residence is not Residence.CARD or not isinstance(self.part, Part):
             return False
         return self._uses_at_host() > self._uses_of_ours
-
-    @property
-    def _source(self) -> Any:
-        """What copies to the card read."""
-        return self.bytes_at_host if isinstance(self.part, Part) else self.part.source
 
     def _uses_at_host(self) -> int:
         return int(STORAGE_USES.value()(self._at_host.untyped_storage()._cdata))

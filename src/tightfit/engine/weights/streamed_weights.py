@@ -224,6 +224,7 @@ class StreamedWeights:
                     for weight in block.weights:
                         if weight.residence is not Residence.CARD:
                             weight.bring_alone()
+                        is_viewed |= weight.has_view_at_host()
                     block.weights.clear()
         unregister_gone()
         close_gone()

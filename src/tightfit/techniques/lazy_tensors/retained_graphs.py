@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from tightfit.effects.random_states import AllRandom
 from tightfit.effects.written_by_functions import may_write
 from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.deferred_gradients import Deferred, defer_gradient, deferred_gradient
-from tightfit.techniques.lazy_tensors.repeated_pass import RandomStates, as_before, drawing_as
+from tightfit.techniques.lazy_tensors.repeated_pass import as_before, drawing_as
 from tightfit.techniques.lazy_tensors.saved_and_shared import saved_and_shared, unpack_hooks
 from tightfit.techniques.lazy_tensors.unchanged import INTEGERS, Contents
 from tightfit.torch_hooks.backward import BackwardPass
@@ -105,7 +106,7 @@ class KeptPass:
         self._refuse = refuse
         self._versions: list[tuple[torch.Tensor, int]] = []
         self._comparison = _Comparison()
-        self._drawn_from: RandomStates | None = None
+        self._drawn_from: AllRandom | None = None
         """Where code of the program's draws within the pass."""
 
     def run_first(
@@ -129,7 +130,7 @@ class KeptPass:
             self.gradients[parameter] = deferred
             defer_gradient(parameter, deferred)
 
-        before = RandomStates()
+        before = AllRandom.now()
         try:
             with told_of_gradients(parameters, keep):
                 result = self.backward.run(keeps_graph=True)
@@ -138,7 +139,7 @@ class KeptPass:
                 deferred.is_used(f"of a backward pass that ended with an error; {REMEDY}")
             self.gradients.clear()
             raise
-        if not before.is_same(RandomStates()):
+        if not before.is_same(AllRandom.now()):
             self._drawn_from = before
         given = [t for t in self.backward.args[1] if isinstance(t, torch.Tensor)]
         self._versions = [(t, t._version) for t in (*parameters, *given)]
