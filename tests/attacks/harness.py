@@ -4,6 +4,7 @@ import dataclasses
 import enum
 import functools
 import gc
+import os
 import random
 import traceback
 import warnings
@@ -29,6 +30,8 @@ EXCLUDED = {
     "changes": ("optimizer kernel", "8-bit states in backward"),
     "exceptions": ("chunked loss, gradients in forward", "empty_cache"),
 }
+# Where programs make their tensors, as torch.set_default_device has it; empty: at the host.
+DEVICE = os.environ.get("TIGHTFIT_ATTACKS_DEVICE", "")
 # Owners of names in torch, and what the names stand for.
 Names = dict[Any, dict[str, Any]]
 INTERNAL = "InternalError"
@@ -100,6 +103,9 @@ def _run(attack: Attack, variant: Variant | None, dtype: torch.dtype, *, freezes
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     torch.default_generator.manual_seed(0)  # torch.manual_seed also notes the stack for each kind of card: 4 ms
+    if DEVICE:
+        torch.manual_seed(0)
+        torch.set_default_device(DEVICE)
     random.seed(0)
     np.random.seed(0)
     try:
@@ -114,7 +120,18 @@ def _run(attack: Attack, variant: Variant | None, dtype: torch.dtype, *, freezes
         return _Run(trial=trial, error=error, place=f"{place.filename.rpartition('/')[2]}:{place.lineno}")
     finally:
         torch.set_default_dtype(before)
+        if DEVICE:
+            torch.set_default_device(None)
     return _Run(trial=trial, error=None)
+
+
+def repeats(attack: Attack, variant_name: str) -> bool:
+    """Whether two plain runs of a program are the same to the bit; some kernels of a GPU add up in any order."""
+    variant = VARIANTS[variant_name]
+    dtype = torch.float32 if variant.is_lossy else torch.float64
+    runs = [_run(attack, None, dtype, freezes=variant.freezes) for _ in range(2)]
+    same = not _difference(Closeness(is_bitwise=True, is_lossy=False), runs[0].trial, runs[1].trial)
+    return same and not any(each.error for each in runs)
 
 
 def _judged(variant: Variant, plain: Trial, found: _Run, torch_before: Names) -> Verdict:
