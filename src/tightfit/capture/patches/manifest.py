@@ -162,6 +162,11 @@ IN_BOTH: tuple[Name, ...] = (
         "effects techniques",
     ),
     known(
+        "torch.utils._python_dispatch:_get_current_dispatch_mode",
+        "to leave modes only where there are some",
+        "effects",
+    ),
+    known(
         "torch.utils._python_dispatch:is_traceable_wrapper_subclass",
         "to tell sharded and quantised tensors",
         "capture/patches capture/steps effects engine guarding techniques",
