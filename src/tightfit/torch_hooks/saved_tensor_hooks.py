@@ -1,5 +1,6 @@
 """Whose hooks for saved tensors are in effect: ours, or the program's, to which those of a checkpoint belong that it calls by itself."""
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +29,14 @@ def programs_hooks() -> Hooks | None:
     while hooks is not None and (around := _around(hooks[0])) is not None:
         hooks = around
     return None if hooks is None or is_ours(hooks[0]) else hooks
+
+
+def packs_by_itself() -> bool:
+    """Whether what is saved for backward here goes to hooks of the program's own, which may count, round or move it: fewer or other tensors are not the same."""
+    if torch.compiler.is_compiling():
+        return False
+    hooks = programs_hooks()
+    return hooks is not None and not is_of_checkpoint(hooks[0]) and not is_of_torch_offload(hooks[0])
 
 
 def innermost(unpack: Any) -> Any:
@@ -64,7 +73,10 @@ def module_of_hook(hook: Any) -> str:
 
 
 def given_to_checkpoint(unpack: Any) -> dict[str, Any] | None:
-    """The function of the checkpoint that an unpack hook is of, with its arguments but the tensors among them; None if they are not where torch keeps them."""
+    """The function of the checkpoint that an unpack hook is of, with its arguments but the tensors among them.
+
+    None if they are not where torch keeps them, or if the program has given contexts for its runs (a selective checkpoint, whose results serve once).
+    """
     frame = _variable(unpack, "frame")
     again = getattr(frame, "recompute_fn", None)
     function = _variable(again, "fn")
@@ -72,7 +84,8 @@ def given_to_checkpoint(unpack: Any) -> dict[str, Any] | None:
     saved = getattr(frame, "saved_args", None)
     if saved is None:
         saved = _variable(getattr(getattr(frame, "input_saver", None), "get_args", None), "args")
-    if function is None or saved is None:
+    has_contexts = not isinstance(_variable(again, "recompute_context"), contextlib.nullcontext)
+    if function is None or saved is None or has_contexts:
         return None
     return {"function": function, "args": list(saved), "kwargs": _variable(again, "kwargs")}
 

@@ -5,7 +5,7 @@ import contextlib
 import functools
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -55,7 +55,7 @@ class _Scaling(_Counting):
 class _Around(Net):
     """Checkpoints each block by itself."""
 
-    settings: dict[str, Any] = {"use_reentrant": False}
+    settings: ClassVar[dict[str, Any]] = {"use_reentrant": False}
 
     def features(self, x: torch.Tensor) -> torch.Tensor:
         x = self.stem(x)
@@ -98,7 +98,9 @@ def own_checkpoint_draws_anew(t: Trial) -> None:
     train(t, _around(Dropping, preserve_rng_state=False))
 
 
-@attack("recomputation", "the program checkpoints each block, which draws from Python, numpy and a generator of its own")
+@attack(
+    "recomputation", "the program checkpoints each block, which draws from Python, numpy and a generator of its own"
+)
 def own_checkpoint_draws_elsewhere(t: Trial) -> None:
     class Drawing(Block):
         def __init__(self) -> None:
@@ -220,7 +222,9 @@ def own_reentrant_counts(t: Trial) -> None:
     train(t, _around(_Counting, use_reentrant=True))
 
 
-@attack("recomputation", "re-entrant checkpoints of the program's without the random state, inside of blocks that count")
+@attack(
+    "recomputation", "re-entrant checkpoints of the program's without the random state, inside of blocks that count"
+)
 def own_reentrant_inside_draws(t: Trial) -> None:
     class Inside(_Counting):
         def inner(self, x: torch.Tensor) -> torch.Tensor:
@@ -263,7 +267,9 @@ def own_checkpoint_to_its_end(t: Trial) -> None:
     train(t, Model([Last(), Last()], sequential=False))
 
 
-@attack("recomputation", "the program's checkpoints stop early, before blocks count: plain, a second run does not count")
+@attack(
+    "recomputation", "the program's checkpoints stop early, before blocks count: plain, a second run does not count"
+)
 def own_checkpoint_counts_last(t: Trial) -> None:
     class Last(Block):
         def __init__(self) -> None:
@@ -344,7 +350,11 @@ def own_checkpoint_accumulates(t: Trial) -> None:
 @attack("recomputation", "the program checkpoints blocks and reads their gradients after the backward pass")
 def own_checkpoint_gradients_read(t: Trial) -> None:
     model = _around(_Counting)
-    train(t, model, between=lambda _: t.note("norm", [p.grad.abs().sum() for p in model.parameters() if p.grad is not None]))
+    train(
+        t,
+        model,
+        between=lambda _: t.note("norm", [p.grad.abs().sum() for p in model.parameters() if p.grad is not None]),
+    )
 
 
 def _calling(block: list[nn.Module], helper: _Meter | None = None) -> type[torch.autograd.Function]:
@@ -394,11 +404,15 @@ def function_calls_a_helper(t: Trial) -> None:
     t.note("seen", list(meter.seen))
 
 
-@attack("recomputation", "the backward pass of a function recomputes with gradients (a hand-made checkpoint) what counts")
+@attack(
+    "recomputation", "the backward pass of a function recomputes with gradients (a hand-made checkpoint) what counts"
+)
 def hand_made_checkpoint(t: Trial) -> None:
     class Checkpoint(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        def forward(
+            ctx: Any, run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, *weights: torch.Tensor
+        ) -> torch.Tensor:
             ctx.run, ctx.weights = run, weights
             ctx.save_for_backward(x)
             with torch.no_grad():
@@ -539,7 +553,10 @@ def hooks_in_own_checkpoint(t: Trial) -> None:
     train(t, _around(Hooked))
 
 
-@attack("recomputation", "the program's own checkpoint around blocks, whose backward pass is interrupted once and tried again")
+@attack(
+    "recomputation",
+    "the program's own checkpoint around blocks, whose backward pass is interrupted once and tried again",
+)
 def own_checkpoint_interrupted(t: Trial) -> None:
     class Failing(_Counting):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
