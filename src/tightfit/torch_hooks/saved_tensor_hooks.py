@@ -12,7 +12,7 @@ from tightfit.torch_hooks.manifest import TOP_SAVED_HOOKS
 Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
 CHECKPOINT = "torch.utils.checkpoint"
-_OURS = "_is_of_tightfit"
+_OURS = "is_of_tightfit"
 
 
 def mark_as_ours() -> None:
