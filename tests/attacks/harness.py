@@ -4,6 +4,7 @@ import dataclasses
 import enum
 import functools
 import gc
+import os
 import random
 import traceback
 import warnings
@@ -29,6 +30,8 @@ EXCLUDED = {
     "changes": ("optimizer kernel", "8-bit states in backward"),
     "exceptions": ("chunked loss, gradients in forward", "empty_cache"),
 }
+# Where programs make their tensors, as torch.set_default_device has it; empty: at the host.
+DEVICE = os.environ.get("TIGHTFIT_ATTACKS_DEVICE", "")
 # Owners of names in torch, and what the names stand for.
 Names = dict[Any, dict[str, Any]]
 INTERNAL = "InternalError"
@@ -100,6 +103,9 @@ def _run(attack: Attack, variant: Variant | None, dtype: torch.dtype, *, freezes
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     torch.default_generator.manual_seed(0)  # torch.manual_seed also notes the stack for each kind of card: 4 ms
+    if DEVICE:
+        torch.manual_seed(0)
+        torch.set_default_device(DEVICE)
     random.seed(0)
     np.random.seed(0)
     try:
@@ -114,12 +120,26 @@ def _run(attack: Attack, variant: Variant | None, dtype: torch.dtype, *, freezes
         return _Run(trial=trial, error=error, place=f"{place.filename.rpartition('/')[2]}:{place.lineno}")
     finally:
         torch.set_default_dtype(before)
+        if DEVICE:
+            torch.set_default_device(None)
     return _Run(trial=trial, error=None)
+
+
+def repeats(attack: Attack, variant_name: str) -> bool:
+    """Whether plain runs of a program are the same to the bit; some kernels of a GPU add up in any order."""
+    variant = VARIANTS[variant_name]
+    dtype = torch.float32 if variant.is_lossy else torch.float64
+    runs = [_run(attack, None, dtype, freezes=variant.freezes) for _ in range(4)]
+    bitwise = Closeness(is_bitwise=True, is_lossy=False)
+    same = not any(_difference(bitwise, runs[0].trial, other.trial) for other in runs[1:])
+    return same and not any(each.error for each in runs)
 
 
 def _judged(variant: Variant, plain: Trial, found: _Run, torch_before: Names) -> Verdict:
     trial = found.trial
-    closeness = Closeness(is_bitwise=variant.is_bitwise, is_lossy=variant.is_lossy)
+    # What a processor updates in place of the card is rounded as a processor rounds.
+    is_bitwise = variant.is_bitwise and not (DEVICE and variant.technique == "trained_weight_streaming")
+    closeness = Closeness(is_bitwise=is_bitwise, is_lossy=variant.is_lossy)
     if found.error is not None and not isinstance(found.error, TightfitError):
         text = " ".join(str(found.error).split())[:160]
         return Verdict(outcome=Outcome.CRASHED, reason=f"{type(found.error).__name__} at {found.place}: {text}")
@@ -187,7 +207,9 @@ def _take_off(trial: Trial) -> str:
     told = ""
     while trial.sessions:
         try:
-            trial.sessions.pop().undo()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                trial.sessions.pop().undo()
         except Exception as error:  # noqa: BLE001 - it is in the verdict
             if not (trial.refusals and isinstance(error, TightfitError)):
                 told = told or f"undo raises {type(error).__name__}: {' '.join(str(error).split())}"

@@ -84,14 +84,14 @@ class Images(nn.Module):
 
 def tokens(step: int, batch: int = BATCH, length: int = TOKENS) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens and their classes, the same for the same step; the global random state is left alone."""
-    chance = torch.Generator().manual_seed(100 + step)
+    chance = torch.Generator(torch.get_default_device()).manual_seed(100 + step)
     x = torch.randn(batch, length, WIDTH, generator=chance, dtype=torch.float64).to(torch.get_default_dtype())
     return x, torch.randint(0, NUM_CLASSES, (batch, length), generator=chance)
 
 
 def images(step: int, batch: int = BATCH, size: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
     """Images and their classes."""
-    chance = torch.Generator().manual_seed(200 + step)
+    chance = torch.Generator(torch.get_default_device()).manual_seed(200 + step)
     x = torch.randn(batch, 3, size, size, generator=chance, dtype=torch.float64).to(torch.get_default_dtype())
     return x, torch.randint(0, NUM_CLASSES, (batch,), generator=chance)
 

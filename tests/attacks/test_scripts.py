@@ -4,7 +4,6 @@ One is planned by the command as well. A plan is made here of all that technique
 from the other end, since a solver would leave most of it out on scripts this small.
 """
 
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -109,9 +108,7 @@ def test_a_script_that_is_planned_by_the_command_trains_right_or_is_refused(capf
     path = str(SCRIPTS / "clipped_by_hand.py")
     plain = _printed(path, capfd)
     arguments = ["plan", path, "--device", CARD, "--budget", "545MiB", "-o", "plan.json"]
-    planned = subprocess.run(
-        [sys.executable, "-m", "tightfit", *arguments], capture_output=True, text=True, check=False
-    )
-    assert planned.returncode in (0, *NO) and "Traceback" not in planned.stderr
-    if planned.returncode == 0:
+    code = run(arguments)
+    assert code in (0, *NO) and "Traceback" not in capfd.readouterr().err
+    if code == 0:
         _run_with(path, "plan.json", plain, capfd)

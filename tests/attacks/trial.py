@@ -120,6 +120,8 @@ class Trial:
         kind, keys, position, *rest = np.random.get_state()
         of_numpy = (kind, keys.tobytes(), position, *rest)
         drawn = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": of_numpy}
+        if torch.cuda.is_initialized():
+            drawn["cuda"] = torch.cuda.get_rng_state()
         return Snapshot(weights=weights, buffers=buffers, attributes=attributes, random=drawn)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.forked_python import forked_python
 
 from tightfit.calibration.measured_card import thread_counts
 from tightfit.calibration.simulated_instruments import figures_of
@@ -71,7 +72,7 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str
 @pytest.fixture(scope="module")
 def counted() -> list[list[Any]]:
     """What the virtual GPU puts on a tape for each operator that is measured."""
-    done = subprocess.run([sys.executable, "-c", COUNT_ON_THE_VIRTUAL_GPU], capture_output=True, text=True, check=True)
+    done = forked_python("-c", COUNT_ON_THE_VIRTUAL_GPU, check=True)
     return json.loads(done.stdout)
 
 
@@ -153,8 +154,7 @@ def test_the_content_survives_the_file(calibrated: tuple[Path, dict[str, Any]]) 
 @pytest.mark.slow
 def test_the_instruments_of_a_card_run_every_measurement_too(tmp_path: Path) -> None:
     """Events and clocks are read as on a card; on the virtual GPU an event takes a millisecond, so the figures mean nothing."""
-    command = [sys.executable, "-c", MEASURE_WITH_THE_INSTRUMENTS_OF_A_CARD, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = forked_python("-c", MEASURE_WITH_THE_INSTRUMENTS_OF_A_CARD, str(tmp_path), check=True)
     content = json.loads(done.stdout)
     found = Calibration.from_content(content, where="what was measured")
     assert not found.is_virtual

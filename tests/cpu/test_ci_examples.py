@@ -3,11 +3,10 @@
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.forked_python import forked_python
 
 from tightfit.cli.main import run
 
@@ -29,8 +28,7 @@ def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_fixture_passes_what_fits_and_says_what_holds_most_of_what_does_not() -> None:
     with open("test_memory.py", "a") as file:
         file.write(TOO_LARGE)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", "."]
-    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    answer = forked_python("-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", ".")
     assert answer.returncode == 1, answer.stdout + answer.stderr
     assert "1 failed, 2 passed" in answer.stdout
     assert re.search(r"\d+\.\d\d GiB of 7\.75 GiB\n", answer.stdout)

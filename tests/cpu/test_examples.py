@@ -3,13 +3,11 @@
 import contextlib
 import io
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.forked_python import forked_python
 
 from tightfit.cli.main import run
 
@@ -44,8 +42,7 @@ def test_an_example_is_estimated_without_a_card(name: str, tmp_path: Path) -> No
 
 def test_a_post_mortem_names_the_line_that_keeps_the_graphs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recording = tmp_path / "x.pickle"
-    command = [sys.executable, str(EXAMPLES / "out_of_memory.py"), "--output", str(recording)]
-    done = subprocess.run(command, env=os.environ, capture_output=True, text=True, check=False)
+    done = forked_python(str(EXAMPLES / "out_of_memory.py"), "--output", str(recording))
     assert done.returncode == 0, done.stderr
     assert run(["doctor", str(recording)]) == 0
     said = capsys.readouterr().out

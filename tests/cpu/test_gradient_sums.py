@@ -1,16 +1,16 @@
 """Gradients of a tensor that is used twice are added in place exactly where autograd does it on real tensors."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.forked_python import forked_python
 
 FOLDER = Path(__file__).parent / "consistency"
 
 
 def test_the_same_sums_are_made_in_place_as_in_a_real_backward_pass():
     def counts(how: str) -> dict[str, list[int]]:
-        done = subprocess.run([sys.executable, "sums.py", how], cwd=FOLDER, capture_output=True, check=True, text=True)
+        done = forked_python("sums.py", how, cwd=FOLDER, check=True)
         return json.loads(done.stdout)
 
     real, virtual = counts("real"), counts("virtual")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tests.cpu.applied import CHOICES, Net, choice, plan_of
+from tests.forked_python import forked_python
 
 import tightfit
 from tightfit.capture import trace as capture_trace
@@ -377,25 +378,9 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "print('noted', faults._noted, file=sys.stderr)\n"
     )
     import json
-    import subprocess
 
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "tightfit",
-            "estimate",
-            "all.py",
-            "--device",
-            "RTX 4090",
-            "--show-output",
-            "--allow-writes",
-        ],
-        cwd=made,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    asked = ("--device", "RTX 4090", "--show-output", "--allow-writes")
+    done = forked_python("-m", "tightfit", "estimate", "all.py", *asked, cwd=made)
     assert "noted []" in done.stderr, done.stderr
     return json.loads((made / "found.json").read_text())
 

@@ -2,10 +2,9 @@
 
 import functools
 import json
-import subprocess
-import sys
 
 import pytest
+from tests.forked_python import forked_python
 
 PROGRAM = """
 import json, os
@@ -89,7 +88,7 @@ os._exit(0)  # torch's threads for the virtual device do not survive an orderly 
 
 @functools.cache
 def logs() -> dict[str, list[tuple[str, list[list[int]]]]]:
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", PROGRAM], capture_output=True, text=True, check=False)
+    done = forked_python("-W", "ignore", "-c", PROGRAM)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

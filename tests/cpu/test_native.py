@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.forked_python import forked_python
 
 INCLUDE = Path(torch.__file__).parent / "include"
 
@@ -42,7 +43,7 @@ with FakeTensorMode():
     print(torch.accelerator.current_accelerator(), weight.grad.device, tuple(weight.grad.shape), flush=True)
 os._exit(0)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = forked_python("-c", program)
     assert done.stdout == "cuda cuda:0 (3, 3)\n", done.stderr
 
 
@@ -107,9 +108,7 @@ print(torch.accelerator.current_accelerator(), len(native._kept_alive))
 )
 @pytest.mark.skipif(torch.version.cuda is not None, reason="a CUDA build has a guard of its own")
 def test_what_is_elsewhere_is_told_before_anything_is_redirected(change: str, said: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", MISSING.format(change=change)], capture_output=True, text=True, check=True
-    )
+    done = forked_python("-c", MISSING.format(change=change), check=True)
     line, state = done.stdout.splitlines()
     assert line.startswith(f"torch {torch.__version__} {said}")
     assert "are known to work: install one of them" in line

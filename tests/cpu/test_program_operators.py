@@ -1,11 +1,10 @@
 """Triton launches, operators of the program's own and extensions in CUDA are recorded where their memory is known, and else named in one line."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.forked_python import forked_python
 
 from tightfit.capture.targets import GeneratorFunction
 from tightfit.capture.trace import trace
@@ -223,7 +222,7 @@ def test_what_a_kernel_writes_to_is_found_in_its_source(tmp_path: Path) -> None:
     program = tmp_path / "kernels.py"
     program.write_text(KERNELS)
     stand_ins = str(PROGRAMS.parent.parent / "stand_ins")
-    out = subprocess.run([sys.executable, program, stand_ins], capture_output=True, text=True, check=True)
+    out = forked_python(str(program), stand_ins, check=True)
     found = json.loads(out.stdout)
     assert found["plain"] == [["B", "x", "y"], ["B", "out"]]  # constants are no tensors, and do no harm
     assert found["renamed"] == [["stride", "x"], ["out", "stride"]]

@@ -4,23 +4,16 @@ Each one is run as a user would run it, in a process (forked with torch and tran
 arguments. It has to end by itself, to print at least one loss, and all the losses it prints have to be finite.
 """
 
-import contextlib
-import dataclasses
-import json
 import math
-import os
 import re
 from pathlib import Path
 
 import pytest
-
-from tightfit.capture.processes.fork_server import forked_child
+from tests.forked_python import Finished, forked_python
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "tests" / "scripts"
 SECONDS_PER_SCRIPT = 120
-# The first optimizer imports the compiler. Together they take longer than a script runs.
-PRELOADED = ("torch", "torch._dynamo", "transformers.trainer")
 
 # The number after the word, however the script decorates it: "loss 1.2", "'eval_loss': '1.2'", "Loss_D: 1.2", "train_loss_step=1.2".
 LOSS = re.compile(r"loss\w*['\"]?\s*[:=]?\s*['\"]?(-?\d+(?:\.\d+)?(?:e[+-]?\d+)?|nan|-?inf)\b", re.IGNORECASE)
@@ -54,33 +47,10 @@ SMALL_ARGUMENTS = {
 }
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Finished:
-    """How a script ended, and what it printed."""
-
-    returncode: int
-    stdout: str
-    stderr: str
-
-
 def run(command: list[str], directory: Path) -> Finished:
     """Run a script on the CPU alone, with one thread (the models are tiny) and without the network."""
-    quiet = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    request, output = directory / "request.json", directory / "output.txt"
-    request.write_text(json.dumps({"command": command, "stdout": str(output)}))
-    with (
-        contextlib.chdir(directory),
-        forked_child(
-            "tests.cpu.script_process",
-            request,
-            environment=os.environ | quiet,
-            reads_errors=True,
-            preloaded=PRELOADED,
-        ) as child,
-    ):
-        _, errors = child.communicate(timeout=SECONDS_PER_SCRIPT)
-        returncode = child.wait()
-    return Finished(returncode=returncode, stdout=output.read_text(), stderr=(errors or b"").decode())
+    quiet = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return forked_python(*command, cwd=directory, env=quiet, timeout=SECONDS_PER_SCRIPT)
 
 
 def test_every_script_has_small_arguments_here() -> None:

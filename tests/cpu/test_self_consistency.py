@@ -4,11 +4,10 @@ What differs on a card is then only what is listed as a rule of CUDA (docs/how-i
 """
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.forked_python import forked_python
 
 FOLDER = Path(__file__).parent / "consistency"
 
@@ -16,9 +15,7 @@ FOLDER = Path(__file__).parent / "consistency"
 @pytest.fixture(scope="module")
 def events():
     def run(how: str) -> dict[str, list[int]]:
-        done = subprocess.run(
-            [sys.executable, "worker.py", how], cwd=FOLDER, capture_output=True, check=True, text=True
-        )
+        done = forked_python("worker.py", how, cwd=FOLDER, check=True)
         return json.loads(done.stdout)
 
     return run("real"), run("virtual")

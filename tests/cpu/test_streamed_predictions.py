@@ -2,8 +2,6 @@
 
 import copy
 import json
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.conformance.large_models import Decoder
+from tests.forked_python import forked_python
 from torch import nn
 
 import tightfit
@@ -136,11 +135,10 @@ def generating(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def test_a_model_larger_than_the_card_generates_what_it_does_without_a_plan(generating: tuple[Path, Path]) -> None:
     script, saved = generating
-    command = [sys.executable, "-m", "tightfit", "run", "--plan", str(saved), str(script)]
-    planned = subprocess.run(command, capture_output=True, text=True, check=False)
+    planned = forked_python("-m", "tightfit", "run", "--plan", str(saved), str(script))
     assert planned.returncode == 0, planned.stderr
     assert "on Model: weight_streaming of Model.blocks." in planned.stderr
-    plain = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
+    plain = forked_python(str(script), check=True)
     assert planned.stdout == plain.stdout != ""
 
 

@@ -1,8 +1,6 @@
 """What is given in place of a target: a module as `python -m` takes it runs, and files of other kinds are refused in a line that says what to give."""
 
 import json
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -10,6 +8,7 @@ import pytest
 
 from tightfit.capture.target_files import module_file, refuse_other_files
 from tightfit.capture.targets import Script, parse_target
+from tightfit.cli.main import run
 from tightfit.errors import ProgramError, UsageError
 
 TRAIN = """
@@ -58,13 +57,14 @@ def test_a_module_of_nowhere_is_no_model_type(folder: Path) -> None:
         parse_target("package.nothing")
 
 
-def test_a_module_runs_as_python_runs_it(folder: Path) -> None:
+def test_a_module_runs_as_python_runs_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "package" / "__init__.py").write_text("")
     (folder / "package" / "sizes.py").write_text("WIDTH = 64\n")
     words = ["estimate", "-m", "package.train", "--device", "4090", "--json", "--", "--lr", "1"]
-    done = subprocess.run([sys.executable, "-m", "tightfit", *words], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout)
+    code = run(words)
+    said = capsys.readouterr()
+    assert code == 0, said.err
+    answer = json.loads(said.out)
     assert (answer["target"], len(answer["steps"])) == ("package.train", 3)
 
 

@@ -6,7 +6,6 @@ import functools
 import gc
 import itertools
 import signal
-import subprocess
 import sys
 import types
 import weakref
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.forked_python import forked_python
 
 from tightfit.errors import ApplyError
 from tightfit.errors.private_names import Name, known
@@ -220,6 +220,6 @@ model.owner = torch.kept = Owner()
 model.owner.model = model
 on_backward(model.owner)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = forked_python("-c", script, check=True)
     assert done.stdout == done.stderr == ""
     assert torch.autograd._engine_run_backward is torch.autograd.graph._engine_run_backward

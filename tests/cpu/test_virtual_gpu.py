@@ -2,11 +2,10 @@
 
 import ast
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.forked_python import forked_python
 
 from tightfit.cli.main import run
 
@@ -25,14 +24,7 @@ def checks() -> list[str]:
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    done = subprocess.run(
-        [sys.executable, str(FOLDER / "worker.py")],
-        cwd=tmp_path_factory.mktemp("checks"),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = forked_python(str(FOLDER / "worker.py"), cwd=tmp_path_factory.mktemp("checks"), timeout=300)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     said = {line["begins"]: f"the process ended\n{done.stderr[-2000:]}" for line in lines if "begins" in line}
     return said | {line["name"]: line["said"] for line in lines if "name" in line}

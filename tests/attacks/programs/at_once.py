@@ -101,7 +101,7 @@ def generator_given(t: Trial) -> None:
             return x + self.inner(x) * torch.rand(x.shape, generator=chance)
 
     class Model(Net):
-        chance = torch.Generator()
+        chance = torch.Generator(torch.get_default_device())
 
         def features(self, x: torch.Tensor) -> torch.Tensor:
             x = self.stem(x)
@@ -110,7 +110,7 @@ def generator_given(t: Trial) -> None:
             return x
 
     model = Model([Noisy(), Noisy()], sequential=False)
-    model.chance = torch.Generator().manual_seed(5)
+    model.chance = torch.Generator(torch.get_default_device()).manual_seed(5)
     train(t, model, after=lambda _: t.note("state", model.chance))
 
 

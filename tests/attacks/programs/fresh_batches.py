@@ -417,7 +417,7 @@ def graph_network(t: Trial) -> None:
 
     def batch(step: int) -> Any:
         x, y = tokens(step, batch=8, length=1)
-        chance = torch.Generator().manual_seed(step)
+        chance = torch.Generator(torch.get_default_device()).manual_seed(step)
         return x[:, 0], torch.randint(0, 8, (8, 2), generator=chance), y[:, 0]
 
     train(t, Graph(), batch=batch)

@@ -309,7 +309,9 @@ def edges_set_on_blocks(t: Trial) -> None:
     optimizer = sgd(model)
 
     def load(step: int) -> None:
-        edges = torch.randint(0, TOKENS, (2, 9 + step), generator=torch.Generator().manual_seed(step))
+        edges = torch.randint(
+            0, TOKENS, (2, 9 + step), generator=torch.Generator(torch.get_default_device()).manual_seed(step)
+        )
         for block in model.blocks:
             block.edges = edges
 

@@ -240,7 +240,7 @@ def generators_set_back(t: Trial) -> None:
     class Noisy(Block):
         def __init__(self) -> None:
             super().__init__()
-            self.generator = torch.Generator().manual_seed(1)
+            self.generator = torch.Generator(torch.get_default_device()).manual_seed(1)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x + 0.1 * torch.randn(x.shape, generator=self.generator, dtype=x.dtype))

@@ -65,7 +65,7 @@ def prototypes_as_argument(t: Trial) -> None:
             scores = self.features(x).mean(1) @ prototypes.T
             return functional.cross_entropy(scores, y[:, 0] % BATCH)
 
-    chance = torch.Generator().manual_seed(5)
+    chance = torch.Generator(torch.get_default_device()).manual_seed(5)
     train(t, Model(), batch=lambda step: (*tokens(step), torch.randn(BATCH, WIDTH, generator=chance)))
 
 

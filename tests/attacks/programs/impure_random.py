@@ -62,7 +62,7 @@ def own_generator(t: Trial) -> None:
     class Noisy(Block):
         def __init__(self) -> None:
             super().__init__()
-            self.chance = torch.Generator().manual_seed(7)
+            self.chance = torch.Generator(torch.get_default_device()).manual_seed(7)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             noise = torch.rand(x.shape, generator=self.chance, dtype=x.dtype)
@@ -78,7 +78,7 @@ def shared_generator(t: Trial) -> None:
     t.note("generator", CHANCE)
 
 
-CHANCE = torch.Generator()
+CHANCE = torch.Generator(torch.get_default_device())
 
 
 class _SharedNoise(Block):

@@ -313,7 +313,7 @@ def resized_in_chain(t: Trial) -> None:
 @attack("parts", "wide and tall images by turns in a chain of strided, depthwise and pointwise convolutions")
 def wide_and_tall(t: Trial) -> None:
     def batch(step: int) -> Any:
-        chance = torch.Generator().manual_seed(step)
+        chance = torch.Generator(torch.get_default_device()).manual_seed(step)
         size = (4, 14) if step % 2 else (13, 5)
         x = torch.randn(BATCH, 3, *size, generator=chance, dtype=torch.float64).to(torch.get_default_dtype())
         return x, torch.randint(0, NUM_CLASSES, (BATCH,), generator=chance)

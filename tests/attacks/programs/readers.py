@@ -125,7 +125,7 @@ def norm_logged(t: Trial) -> None:
 @attack("gradients", "noise is added to gradients (differential privacy)")
 def gradient_noise(t: Trial) -> None:
     def add(model: nn.Module, _: Any, step: int) -> None:
-        chance = torch.Generator().manual_seed(step)
+        chance = torch.Generator(torch.get_default_device()).manual_seed(step)
         for parameter in model.parameters():
             if parameter.grad is not None:
                 parameter.grad.add_(0.3 * torch.randn(parameter.shape, generator=chance).to(parameter.grad.dtype))

@@ -87,7 +87,7 @@ class _Gpt(nn.Module):
 
 
 def _words(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    chance = torch.Generator().manual_seed(300 + step)
+    chance = torch.Generator(torch.get_default_device()).manual_seed(300 + step)
     words = torch.randint(0, NUM_CLASSES, (BATCH, TOKENS + 1), generator=chance)
     return words[:, :-1].contiguous(), words[:, 1:].contiguous()
 
@@ -324,7 +324,7 @@ def detector(t: Trial) -> None:
     t.apply(model, optimizer)
     for step in range(4):
         x, y = images(step)
-        chance = torch.Generator().manual_seed(step)
+        chance = torch.Generator(torch.get_default_device()).manual_seed(step)
         counts = [1 + (step + i) % 3 for i in range(BATCH)]
         targets = [
             {"boxes": torch.rand(n, 4, generator=chance).to(x), "labels": y[i].repeat(n)} for i, n in enumerate(counts)
@@ -356,7 +356,9 @@ def segmentation(t: Trial) -> None:
 
     def batch(step: int) -> Any:
         x, _ = images(step)
-        return x, torch.randint(0, NUM_CLASSES, (len(x), 8, 8), generator=torch.Generator().manual_seed(step))
+        return x, torch.randint(
+            0, NUM_CLASSES, (len(x), 8, 8), generator=torch.Generator(torch.get_default_device()).manual_seed(step)
+        )
 
     def evaluate(step: int) -> None:
         model.eval()

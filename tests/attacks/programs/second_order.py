@@ -277,7 +277,9 @@ def jacobian_penalty(t: Trial) -> None:
         x, y = tokens(step)
         x.requires_grad_()
         logits = model(x)
-        direction = torch.randn(logits.shape, generator=torch.Generator().manual_seed(step)).to(logits.dtype)
+        direction = torch.randn(
+            logits.shape, generator=torch.Generator(torch.get_default_device()).manual_seed(step)
+        ).to(logits.dtype)
         (slope,) = torch.autograd.grad(logits, x, direction, create_graph=True)
         return model.loss(logits, y) + 0.1 * slope.square().mean()
 

@@ -297,7 +297,7 @@ class _Hooks:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """What autograd holds in place of `tensor`."""
-        self.question = self.question or question_of(sys._getframe(1))
+        self.question = self.question or question_of(sys._getframe().f_back)
         saved = self._block.saved(tensor) if self._takes_weights else None
         if saved is not None:
             return saved
