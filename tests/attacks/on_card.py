@@ -31,10 +31,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--minutes", type=float, default=4)
     parser.add_argument("--out", type=Path, help="folder for pairs.jsonl")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--techniques", default="", help="only those whose names contain one of these, by commas")
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 1) - 2))
     given = parser.parse_args(arguments)
     os.environ["TIGHTFIT_ATTACKS_DEVICE"] = given.device
-    rows = _tried(_jobs(given.names), given.processes, time.monotonic() + 60 * given.minutes)
+    rows = _tried(
+        _jobs(given.names, given.techniques.split(",")), given.processes, time.monotonic() + 60 * given.minutes
+    )
     if given.out:
         given.out.mkdir(parents=True, exist_ok=True)
         (given.out / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -46,14 +49,15 @@ def main(arguments: list[str]) -> int:
     return int(bool(counts["wrong"] or counts["crashed"] or counts["process lost"]))
 
 
-def _jobs(names: list[str]) -> list[tuple[str, tuple[str, ...]]]:
+def _jobs(names: list[str], parts: list[str]) -> list[tuple[str, tuple[str, ...]]]:
     from tests.attacks.places import VARIANTS
     from tests.attacks.registry import attacks
 
     wanted = sorted((n for n in attacks() if not names or n in names), key=lambda name: zlib.crc32(name.encode()))
-    moving = tuple(name for name in VARIANTS if any(word in name for word in ON_THE_WAY))
-    others = tuple(name for name in VARIANTS if name not in moving)
-    return [(name, variants) for variants in (moving, others) for name in wanted]
+    chosen = [name for name in VARIANTS if any(part in name for part in parts)]
+    moving = tuple(name for name in chosen if any(word in name for word in ON_THE_WAY))
+    others = tuple(name for name in chosen if name not in moving)
+    return [(name, variants) for variants in (moving, others) if variants for name in wanted]
 
 
 def _tried(jobs: list[tuple[str, tuple[str, ...]]], num_processes: int, end: float) -> list[list[str]]:

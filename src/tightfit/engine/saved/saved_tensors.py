@@ -123,7 +123,7 @@ class SavedTensors:
         close_gone()
 
     def _pack(self, call: BlockCall, tensor: torch.Tensor, *, is_made: bool = False) -> Saved:
-        self.question = self.question or question_of(sys._getframe(1))
+        self.question = self.question or question_of(sys._getframe().f_back)
         storage = self._known.saved_of(call, tensor, is_made=is_made) if self.is_on else None
         saved = Saved(tensor, storage)
         if storage is not None:

@@ -16,6 +16,8 @@ from tightfit.capture.processes.process_role import is_simulated
 from tightfit.effects.contents import checksum_of
 from tightfit.engine.copy_engines import CopyEngine, Ticket
 from tightfit.engine.host_slab import HostSlab
+from tightfit.engine.zero_copy import at_host as bytes_there
+from tightfit.engine.zero_copy import seen_from
 from tightfit.errors import ApplyError
 from tightfit.torch_hooks.manifest import STORAGE_USES, TENSOR_USES
 from tightfit.torch_hooks.weak_references import WeakTable
@@ -59,7 +61,7 @@ class StreamedGradient:
         self._num_bytes = num_bytes
         self._part = slab.take(num_bytes)
         # Whether the program still holds the last gradient is asked of its storage.
-        self._memory = self._part.with_storage()
+        self._memory = seen_from(device, self._part.with_storage())
         self._away: torch.Tensor | None = None
         self._leaving: _Leaving | None = None
         # A gradient that backward passes add to returns to where it lay: what the program has of it (a view, an array) is of that memory.
@@ -79,7 +81,7 @@ class StreamedGradient:
         if self._homes.get(gradient) is None and TENSOR_USES.value()(gradient) != _HANDLES:
             return
         at_host = self._memory_for(gradient)
-        ticket = copies.begin(_bytes_of(gradient), _bytes_of(at_host), to_host=True)
+        ticket = copies.begin(_bytes_of(gradient), bytes_there(_bytes_of(at_host)), to_host=True)
         self._leaving = _Leaving(gradient=gradient, version=gradient._version, at_host=at_host, ticket=ticket)
 
     def leave(self, copies: CopyEngine) -> int:
@@ -105,7 +107,7 @@ class StreamedGradient:
             return moved
         with torch.inference_mode(False), torch.no_grad():
             on_card = torch.empty_strided(gradient.shape, gradient.stride(), dtype=gradient.dtype, device=self._device)
-            ticket = copies.begin(_bytes_of(gradient.detach()), _bytes_of(on_card), to_host=False)
+            ticket = copies.begin(bytes_there(_bytes_of(gradient)), _bytes_of(on_card), to_host=False)
             # What is at the host may be written to again as soon as this returns.
             copies.finish(ticket)
             copies.wait(ticket)
@@ -113,10 +115,15 @@ class StreamedGradient:
         assert at_host is not None
         self._switch(gradient, on_card)
         self._away = None
-        self._homes[gradient] = _Home(
-            at_host=at_host, checksum=checksum_of(at_host) if self._is_held(at_host) else None
-        )
+        self._homes[gradient] = _Home(at_host=at_host, checksum=_checksum(at_host) if self._is_held(at_host) else None)
         return moved + gradient.nbytes
+
+    def twin(self) -> torch.Tensor | None:
+        """Its bytes at the host as a tensor there, where it is away."""
+        gradient = self._held()
+        if gradient is None or not self._is_away(gradient):
+            return None
+        return _shaped(bytes_there(_bytes_of(gradient)), gradient.dtype, gradient.shape, gradient.stride())
 
     def has_view_at_host(self) -> bool:
         """Whether the program holds something that lies where this gradient has come from."""
@@ -159,7 +166,7 @@ class StreamedGradient:
         self._away = None
         home = self._homes.get(gradient)
         if home is not None and (home.at_host.shape, home.at_host.stride()) == (gradient.shape, gradient.stride()):
-            if home.checksum is not None and checksum_of(home.at_host) != home.checksum:
+            if home.checksum is not None and _checksum(home.at_host) != home.checksum:
                 raise ApplyError(
                     "a gradient was written to through a view of it while a backward pass added to it on the card; leave trained_weight_streaming out"
                 )
@@ -168,12 +175,21 @@ class StreamedGradient:
         num_bytes = gradient.untyped_storage().nbytes()
         is_free = is_simulated() or STORAGE_USES.value()(memory.untyped_storage()._cdata) == _USES_OF_OURS
         if not is_free or num_bytes > self._num_bytes:
-            memory = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+            is_pinned = self._device.type == "cuda" and not is_simulated()
+            memory = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
+            memory = seen_from(self._device, memory)
         return _shaped(memory[:num_bytes], gradient.dtype, gradient.shape, gradient.stride())
 
 
 def _shaped(memory: torch.Tensor, dtype: torch.dtype, shape: "Sequence[int]", stride: "Sequence[int]") -> torch.Tensor:
     return memory.view(dtype).as_strided(shape, stride)
+
+
+def _checksum(at_host: torch.Tensor) -> int | None:
+    if at_host.device.type == "cuda":
+        # Kernels may still write there.
+        torch.cuda.current_stream(at_host.device).synchronize()
+    return checksum_of(bytes_there(_bytes_of(at_host)))
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,9 @@
 """One weight that is at the host, and on the card only while it is used.
 
 The parameter is the same object all the time; what changes is its `data`: on the card, or the bytes at the host themselves. So whoever reads a weight that
-is away reads its values, and whoever writes to it writes them: an average of the weights, a state dict, a pickle, a copy of the model. On a card a
-computation that mixes it with tensors there ends in torch's error about devices. To empty the storage instead, as FSDP does, was tried: accesses to
+is away reads its values, and whoever writes to it writes them: an average of the weights, a state dict, a pickle, a copy of the model. They are shown as
+a tensor of the card (`engine.zero_copy`); where that is not possible, as for mapped files, a computation that mixes it with tensors there ends in torch's
+error about devices. To empty the storage instead, as FSDP does, was tried: accesses to
 an empty storage end the process, are pickled as nothing, or read what lies there (docs/log.md).
 """
 
@@ -16,6 +17,7 @@ from tightfit.capture.processes.process_role import is_simulated
 from tightfit.engine.copy_engines import CopyEngine
 from tightfit.engine.host_slab import Part
 from tightfit.engine.weights.weights_in_files import PartOfFile
+from tightfit.engine.zero_copy import seen_from
 from tightfit.torch_hooks.manifest import STORAGE_USES
 
 if TYPE_CHECKING:
@@ -48,7 +50,7 @@ class StreamedWeight:
         with torch.inference_mode(False), torch.no_grad():
             self.bytes_at_host = part.with_storage() if isinstance(part, Part) else part.bytes
             # Of a storage of its own, whose memory the program may exchange (`share_memory_`).
-            self._at_host = self._of(self.bytes_at_host)
+            self._at_host = self._of(seen_from(device, self.bytes_at_host))
             # What copies to the card read.
             self._source = self.bytes_at_host if isinstance(part, Part) else part.source
             num_elements = self.num_bytes // parameter.element_size()
@@ -133,6 +135,13 @@ class StreamedWeight:
         if self._left:
             self._left = [(left, num_writes) for left, num_writes in self._left if not left.expired()]
         return any(not of_other_values or num_writes != self.num_writes for _, num_writes in self._left)
+
+    def twin(self) -> torch.Tensor | None:
+        """The weight's bytes at the host as a tensor there, where the parameter itself shows them as one of the card."""
+        shown, own = self._at_host.untyped_storage(), self.bytes_at_host.untyped_storage()
+        if self.residence is Residence.CARD or shown._cdata == own._cdata:
+            return None
+        return self._of(self.bytes_at_host)
 
     def has_view_at_host(self) -> bool:
         """Whether the program holds something that lies in its memory at the host, which it has left."""

@@ -5,6 +5,7 @@ blocks first, and from what was seen since; the following block comes while a bl
 when it is needed. So the memory that is held does not depend on how fast the copies are.
 """
 
+import dataclasses
 import threading
 import warnings
 from collections import Counter
@@ -24,6 +25,7 @@ from tightfit.engine.weights.use_order import Pass, UseOrder
 from tightfit.engine.weights.weight_traffic import WeightTraffic
 from tightfit.engine.weights.weights_in_files import PartOfFile, WeightFiles
 from tightfit.errors import ApplyError
+from tightfit.torch_hooks.selections import outside_of_selection
 
 
 class StreamedBlock:
@@ -74,6 +76,14 @@ class SavedWeight:
             )
         usable = whole[: len(whole) // self.dtype.itemsize * self.dtype.itemsize]
         return usable.view(self.dtype).as_strided(self.shape, self.stride, self.offset)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Twin:
+    """The bytes at the host of a parameter, and of its gradient where that is there, as tensors of the host."""
+
+    weight: torch.Tensor
+    gradient: torch.Tensor | None
 
 
 class StreamedWeights:
@@ -140,10 +150,11 @@ class StreamedWeights:
         with self._lock:
             block.num_calls += 1
         try:
-            self.use(block, kind)
+            with outside_of_selection():
+                self.use(block, kind)
             yield
         finally:
-            with self._lock:
+            with self._lock, outside_of_selection():
                 block.num_calls -= 1
                 self._after_call(block, kind)
 
@@ -166,6 +177,18 @@ class StreamedWeights:
                 self._traffic.have(weight)
                 if kind in (Pass.BACKWARD, Pass.AGAIN):
                     self._traffic.have_gradient(weight)
+
+    def twins(self) -> dict[torch.Tensor, Twin]:
+        """What is at the host of the parameters that are away and shown as tensors of the card."""
+        with self._lock:
+            weights = [weight for block in self._blocks for weight in block.weights if weight.is_ours()]
+            return {
+                weight.parameter: Twin(
+                    weight=twin, gradient=None if weight.gradient is None else weight.gradient.twin()
+                )
+                for weight in weights
+                if (twin := weight.twin()) is not None
+            }
 
     def end_pass(self) -> None:
         """A backward pass is over: what it needed is dropped."""

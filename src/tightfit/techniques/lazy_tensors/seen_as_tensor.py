@@ -26,7 +26,7 @@ class SeenAsTensor(_TENSORS):
         return made
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (other is torch.Tensor and not _is_of_torch(sys._getframe(1)))
+        return self is other or (other is torch.Tensor and not _is_of_torch(sys._getframe().f_back))
 
     def __hash__(self) -> int:
         # As of all that is equal.
@@ -34,8 +34,9 @@ class SeenAsTensor(_TENSORS):
 
 
 def _seen_class(stand_in: object) -> type:
-    return type(stand_in) if _is_of_torch(sys._getframe(1)) else torch.Tensor
+    return type(stand_in) if _is_of_torch(sys._getframe().f_back) else torch.Tensor
 
 
-def _is_of_torch(caller: types.FrameType) -> bool:
-    return caller.f_code.co_filename.startswith(_TORCH)
+def _is_of_torch(caller: types.FrameType | None) -> bool:
+    # Backward passes of a card run in threads of the engine: what it calls has no frame below it.
+    return caller is None or caller.f_code.co_filename.startswith(_TORCH)

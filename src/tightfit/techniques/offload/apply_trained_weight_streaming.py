@@ -11,10 +11,11 @@ import torch
 from tightfit.engine.descriptors import close_gone
 from tightfit.engine.disk.disk_sizes import buffer_bytes_for
 from tightfit.engine.slab_notes import notes_on
-from tightfit.engine.weights.streamed_weights import StreamedWeights
+from tightfit.engine.weights.streamed_weights import StreamedWeights, Twin
 from tightfit.errors import ApplyError
 from tightfit.techniques.offload.apply_weight_streaming import stream_weights
 from tightfit.techniques.offload.streamable import streamable
+from tightfit.techniques.offload.twin_updates import update_twins
 from tightfit.techniques.optimizer.at_host.host_codec import HostCodec, is_dense
 from tightfit.techniques.optimizer.states.quantized_states import EncodedStates, encode_now
 from tightfit.techniques.optimizer.states.state_sizes import LOST_STATES, MIN_ON_DISK
@@ -149,8 +150,14 @@ class _Updates:
         self._streamed.end_pass()
         self._streamed.check_views()
         optimizer = self._live()
+        twins = self._twins()
         if self.encoded is not None:
             return self._one_by_one(optimizer, self.encoded)
+        if twins:
+            own = groups_by_parameter(optimizer)
+            taken = [p for p in own if p in self._moved and p in twins and p.grad is not None]
+            update_twins(optimizer, self._step, {p: twins[p] for p in taken}, self._flags_for)
+            return taken
         groups = [
             self._fused(group, taken)
             for group in optimizer.param_groups
@@ -171,9 +178,24 @@ class _Updates:
     def update_one(self, parameter: torch.Tensor, group: int) -> None:
         """Updates one parameter, whose states are at the host."""
         optimizer = self._live()
+        if (twin := self._streamed.twins().get(parameter)) is not None:
+            update_twins(optimizer, self._step, {parameter: twin}, self._flags_for)
+            return
         own = optimizer.param_groups[group]
         given = self._fused(own, [parameter]) if self._can_be_fused(parameter, own) else {**own, "params": [parameter]}
         self._step(beside(optimizer, [given], optimizer.state))
+
+    def _twins(self) -> dict[torch.Tensor, Twin]:
+        twins = self._streamed.twins()
+        if twins and self._streamed.device.type == "cuda":
+            # Kernels write to what is at the host too: a norm's factor, a scaler's.
+            torch.cuda.current_stream(self._streamed.device).synchronize()
+        return twins
+
+    def _flags_for(self, twin: torch.Tensor, states: Any, group: dict[str, Any]) -> dict[str, Any]:
+        optimizer = self._live()
+        is_fused = self._is_fused and getattr(optimizer, "grad_scale", None) is None
+        return self._fused(group, [twin]) if is_fused and _can_be_fused(twin, states, group) else group
 
     def _live(self) -> torch.optim.Optimizer:
         optimizer = self._optimizer()

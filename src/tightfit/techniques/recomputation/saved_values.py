@@ -69,11 +69,12 @@ class SavedValues:
 
         def noted(tensor: torch.Tensor) -> Any:
             nonlocal last
-            caller = sys._getframe(1)
+            caller = sys._getframe().f_back
             self.question = self.question or question_of(caller)
             is_workspace = (
                 last in _WORKSPACES_BEHIND
                 and tensor.dtype == torch.uint8
+                and caller is not None
                 and caller.f_code.co_filename == _RECURRENT_LAYERS
             )
             checksum = None if is_workspace else self._checksum(tensor)
