@@ -11,6 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tightfit.planner.plan import Choice
 from tightfit.runtime.apply import apply_choices
+from tightfit.techniques.session import Session
+from tightfit.torch_hooks.saved_tensor_hooks import given_to_checkpoint, packs_by_itself, programs_hooks
 
 
 class Block(nn.Module):
@@ -19,9 +21,14 @@ class Block(nn.Module):
         self.kind = kind
         self.inner = nn.Linear(8, 8)
         self.norm = nn.BatchNorm1d(8) if kind == "norm" else nn.Identity()
+        self.calls, self.log = 0, list[float]()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         drawn = torch.rand(1) if self.kind == "draws" else torch.zeros(1)
+        if self.kind == "counts":
+            self.calls += 1
+            self.log.append(float(x.detach().sum()))
+            x = x * (1.0 + 0.01 * self.calls)
         if self.kind == "numpy":
             drawn = torch.tensor([np.random.random()], dtype=torch.float32)
         y = self.norm(self.inner(x))
@@ -65,29 +72,32 @@ class Net(nn.Module):
         return self.last(x)
 
 
+def chosen(technique: str, where: str, **settings: object) -> Choice:
+    return Choice(technique=technique, where=where, saves_bytes=0, adds_seconds=0.0, exact=True, settings=settings)
+
+
+def in_backward(*, clips: bool) -> Choice:
+    return chosen("update_in_backward", "optimizer", kernel="same", clips=clips)
+
+
 def trained(kind: str, *, clips: bool | None) -> list[torch.Tensor]:
+    return trained_with(kind, *([] if clips is None else [in_backward(clips=clips)]))[0]
+
+
+def trained_with(kind: str, *choices: Choice) -> tuple[list[torch.Tensor], Session | None]:
     torch.manual_seed(0)
     model = Net(kind)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    session = None
-    if clips is not None:
-        choice = Choice(
-            technique="update_in_backward",
-            where="optimizer",
-            saves_bytes=0,
-            adds_seconds=0.0,
-            exact=True,
-            settings={"kernel": "same", "clips": clips},
-        )
-        session = apply_choices([choice], model, [optimizer])
+    session = apply_choices(list(choices), model, [optimizer]) if choices else None
     for _ in range(5):
         optimizer.zero_grad()
         model(torch.randn(5, 4)).square().mean().backward()
         optimizer.step()
     if session is not None:
         session.undo()
-    drawn = torch.tensor(np.random.random())
-    return [t.detach().clone() for t in (*model.parameters(), *model.buffers(), torch.get_rng_state(), drawn)]
+    counted = torch.tensor([[block.calls, len(block.log), sum(block.log)] for block in model.blocks])
+    state = (*model.parameters(), *model.buffers(), torch.get_rng_state(), torch.tensor(np.random.random()), counted)
+    return [t.detach().clone() for t in state], session
 
 
 @pytest.fixture(autouse=True)
@@ -108,10 +118,70 @@ def test_what_numpy_draws_in_a_backward_pass_is_drawn_once(generator: type[np.ra
     assert all(torch.equal(one, other) for one, other in zip(plain, planned, strict=True))
 
 
-@pytest.mark.parametrize("kind", ["norm", "draws", "drops", "function"])
+@pytest.mark.parametrize("kind", ["norm", "draws", "drops", "function", "counts"])
 def test_a_second_backward_pass_leaves_no_trace(kind: str) -> None:
     np.random.seed(0)
     plain = trained(kind, clips=None)
     np.random.seed(0)
     planned = trained(kind, clips=False)
     assert all(torch.equal(one, other) for one, other in zip(plain, planned, strict=True))
+
+
+def test_parameters_are_updated_in_the_second_pass_of_a_program_that_checkpoints_by_itself() -> None:
+    _, session = trained_with("counts", in_backward(clips=False))
+    assert session is not None
+    assert session.statistics["parameters updated in backward"] == 5 * 8
+    assert session.notes == []
+
+
+def test_gradients_are_kept_where_the_context_of_a_function_has_a_module() -> None:
+    _, session = trained_with("function", in_backward(clips=False))
+    assert session is not None
+    assert session.statistics["backward passes with all gradients kept"] == 5
+    assert "code at hand" in session.notes[0]
+
+
+@pytest.mark.parametrize("kind", ["norm", "draws", "drops", "counts"])
+def test_a_block_that_the_program_checkpoints_is_left_as_it_is(kind: str) -> None:
+    np.random.seed(0)
+    plain, _ = trained_with(kind)
+    np.random.seed(0)
+    planned, _ = trained_with(kind, *(chosen("checkpointing", f"Net.blocks.{number}") for number in range(2)))
+    assert all(torch.equal(one, other) for one, other in zip(plain, planned, strict=True))
+
+
+def test_hooks_are_told_apart() -> None:
+    assert programs_hooks() is None
+    seen: list[bool] = []
+
+    def note(x: torch.Tensor) -> torch.Tensor:
+        seen.append(packs_by_itself())
+        return x.sin()
+
+    x = torch.ones(3, requires_grad=True)
+    with torch.autograd.graph.save_on_cpu():
+        assert programs_hooks() is not None
+        note(x)
+    checkpoint(note, x, use_reentrant=False)
+    assert seen == [False, False]
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
+        note(x)
+    assert seen[-1]
+
+
+def test_the_function_of_a_checkpoint_is_found() -> None:
+    x, log = torch.ones(3, requires_grad=True), list[int]()
+    hooks = []
+
+    def run(x: torch.Tensor, log: list[int], *, scale: float) -> torch.Tensor:
+        hooks.append(programs_hooks())
+        log.append(1)
+        return (scale * x).sin()
+
+    checkpoint(run, x, log, use_reentrant=False, scale=2.0)
+    given = given_to_checkpoint(hooks[0][1])
+    assert given is not None
+    assert given["function"] is run
+    assert given["args"][1] is log
+    assert given["kwargs"] == {"scale": 2.0}
+    assert given_to_checkpoint(lambda packed: packed) is None

@@ -8,7 +8,7 @@ references, not copies: it is cheap enough to be taken in every call.
 
 import dataclasses
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -96,9 +96,11 @@ class RegionState:
         return reach, contents
 
 
-def snapshot_of_arguments(arguments: Mapping[str, Any], *, attributes: frozenset[str] = frozenset()) -> Snapshot:
+def snapshot_of_arguments(
+    arguments: Mapping[str, Any], *, attributes: frozenset[str] = frozenset(), inside: Collection[int] = frozenset()
+) -> Snapshot:
     """The state of the arguments of a forward: versions of tensors, contents of containers and objects, and of Python modules what `attributes` name."""
-    reach = reach_of_arguments(arguments, attributes=attributes)
+    reach = reach_of_arguments(arguments, attributes=attributes, inside=inside)
     return _taken(reach, reach.contents)
 
 

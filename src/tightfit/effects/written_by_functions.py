@@ -5,11 +5,16 @@ what is not a variable of the function's own. It says yes rather too often: who 
 """
 
 import dis
+import enum
 import functools
 import types
+from collections.abc import Collection
 from typing import Any
 
+import torch
+
 from tightfit.effects.asked_of_saved import called, saved_names
+from tightfit.effects.users_code import is_users_class, is_users_file, is_users_module
 
 _WRITES = ("STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL", "STORE_DEREF", "DELETE_DEREF")
 _FROM_OUTSIDE = ("LOAD_ATTR", "LOAD_DEREF", "LOAD_GLOBAL", "LOAD_METHOD")
@@ -33,6 +38,7 @@ _CHANGING = frozenset(
             "popleft",
             "put",
             "put_nowait",
+            "queue_callback",
             "remove",
             "reverse",
             "rotate",
@@ -53,26 +59,62 @@ _SPAN = 12
 
 def may_write(function: Any) -> bool:
     """Whether a call of `function` may change something that a second call would find changed."""
+    return _may_write(function, set())
+
+
+def _may_write(function: Any, seen: set[Any]) -> bool:
     if isinstance(function, types.MethodType):
         function = function.__func__
     if not isinstance(function, types.FunctionType):
         return True
+    seen.add(function)
     # What it names may be another function the next time.
-    return any(_writes(one.__code__) or _holds_methods(one) for one, _ in called(function))
+    return any(_writes(one.__code__) or _names_code(one, seen) for one, _ in called(function))
 
 
-def _holds_methods(function: types.FunctionType) -> bool:
-    """Whether it names a method of an object in C, such as the `append` of a list."""
-    named = [function.__globals__.get(name) for name in function.__code__.co_names]
-    for cell in function.__closure__ or ():
+def _names_code(function: types.FunctionType, seen: set[Any]) -> bool:
+    """Whether it names something besides functions that may be called, and may write."""
+    names = function.__code__.co_names
+    space = function.__globals__
+    named = [space[name] for name in names if name in space]
+    for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
-            named.append(cell.cell_contents)
+            named += [] if variable == "__class__" else [cell.cell_contents]
         except ValueError:
             continue
-    return any(
-        isinstance(each, types.BuiltinMethodType) and not isinstance(each.__self__, types.ModuleType | type(None))
-        for each in named
-    )
+    return any(_may_be_called(each, names, seen) for each in named)
+
+
+def _may_be_called(value: Any, names: Collection[str], seen: set[Any]) -> bool:
+    """Whether a value that code names, with the attributes `names`, runs code that may write when it is called, or when a method of it is."""
+    if isinstance(value, types.FunctionType):
+        # Those of the program's are read by themselves.
+        return False
+    if isinstance(value, types.BuiltinMethodType):
+        # Such as the `append` of a list.
+        return not isinstance(value.__self__, types.ModuleType | type(None))
+    if isinstance(value, types.ModuleType):
+        if not is_users_module(value) or value in seen:
+            return False
+        seen.add(value)
+        held = [vars(value)[name] for name in names if name in vars(value)]
+        return any(_may_write(each, seen) if _is_users(each) else _may_be_called(each, names, seen) for each in held)
+    if isinstance(value, type):
+        return _may_class_write(value, seen)
+    return isinstance(value, torch.nn.Module | types.MethodType | functools.partial) or is_users_class(type(value))
+
+
+def _may_class_write(kind: type, seen: set[Any]) -> bool:
+    if kind in seen or not is_users_class(kind) or issubclass(kind, enum.Enum | BaseException):
+        return False
+    seen.add(kind)
+    if issubclass(kind, torch.autograd.Function):
+        return any(_may_write(function, seen) for function in (kind.forward, kind.backward) if _is_users(function))
+    return True
+
+
+def _is_users(value: Any) -> bool:
+    return isinstance(value, types.FunctionType) and is_users_file(value.__code__.co_filename)
 
 
 # By code, which does not keep what the program has in its globals.

@@ -108,8 +108,13 @@ KEPT_RESULT = known("torch.utils.checkpoint:_VersionWrapper", "to move what a se
 TOP_SAVED_HOOKS = known(
     "torch._C._autograd:_top_saved_tensors_default_hooks",
     "to leave alone what is saved where the program has hooks of its own",
-    "techniques",
+    "techniques torch_hooks",
 )
+
+_OF_SELECTION = "to run operators of our own outside of a selective checkpoint"
+DISPATCH_MODE = known("torch.utils._python_dispatch:_get_current_dispatch_mode", _OF_SELECTION, "torch_hooks")
+POP_DISPATCH_MODE = known("torch.utils._python_dispatch:_pop_mode", _OF_SELECTION, "torch_hooks")
+PUSH_DISPATCH_MODE = known("torch.utils._python_dispatch:_push_mode", _OF_SELECTION, "torch_hooks")
 
 REPLACED = (
     RUN_BACKWARD,
@@ -131,7 +136,10 @@ READ = (
     ACCUMULATE_GRAD,
     GRAPH_TASK_ID,
     KEEPS_GRAPH,
+    DISPATCH_MODE,
     KEPT_RESULT,
+    POP_DISPATCH_MODE,
+    PUSH_DISPATCH_MODE,
     SAVED_DATA,
     SAVED_HOOK,
     SET_VERSIONS,

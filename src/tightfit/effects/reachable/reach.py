@@ -143,9 +143,14 @@ def reach_of(module: torch.nn.Module) -> Reach:
     return walk.found
 
 
-def reach_of_arguments(arguments: Mapping[str, Any], *, attributes: frozenset[str] = frozenset()) -> Reach:
-    """The state that can be reached from the arguments of a forward, by name; of Python modules among them, what is named by `attributes`."""
-    walk = _Walk(frozenset())
+def reach_of_arguments(
+    arguments: Mapping[str, Any], *, attributes: frozenset[str] = frozenset(), inside: Collection[int] = frozenset()
+) -> Reach:
+    """The state that can be reached from the arguments of a forward, by name; of Python modules among them, what is named by `attributes`.
+
+    Modules `inside`, by `id`, are looked at elsewhere.
+    """
+    walk = _Walk(inside)
     walk.named_attributes |= attributes
     for name, argument in arguments.items():
         if isinstance(argument, types.ModuleType):

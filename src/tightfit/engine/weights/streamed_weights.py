@@ -25,6 +25,7 @@ from tightfit.engine.weights.use_order import Pass, UseOrder
 from tightfit.engine.weights.weight_traffic import WeightTraffic
 from tightfit.engine.weights.weights_in_files import PartOfFile, WeightFiles
 from tightfit.errors import ApplyError
+from tightfit.torch_hooks.selections import outside_of_selection
 
 
 class StreamedBlock:
@@ -149,10 +150,11 @@ class StreamedWeights:
         with self._lock:
             block.num_calls += 1
         try:
-            self.use(block, kind)
+            with outside_of_selection():
+                self.use(block, kind)
             yield
         finally:
-            with self._lock:
+            with self._lock, outside_of_selection():
                 block.num_calls -= 1
                 self._after_call(block, kind)
 

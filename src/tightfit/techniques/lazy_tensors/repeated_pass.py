@@ -30,7 +30,7 @@ def drawing_as(before: AllRandom | None) -> Iterator[None]:
 def as_before(tensors: Collection[torch.Tensor]) -> Iterator[None]:
     """Restores the elements of tensors that are written to inside."""
     # A larger buffer that was never written to, such as a mask, is not saved.
-    saved = [tensor for tensor in tensors if tensor._version or _may_be_statistics(tensor)]
+    saved = [tensor for tensor in tensors if tensor._version or may_be_statistics(tensor)]
     before = [(tensor, tensor._version, tensor.detach().clone()) for tensor in saved]
     try:
         yield
@@ -39,12 +39,12 @@ def as_before(tensors: Collection[torch.Tensor]) -> Iterator[None]:
             for tensor, version, value in before:
                 if tensor._version != version:
                     tensor.copy_(value)
-                elif _may_be_statistics(tensor):
+                elif may_be_statistics(tensor):
                     tensor.copy_(value)
                     SET_VERSIONS.value()((tensor,), (version,))
 
 
-def _may_be_statistics(tensor: torch.Tensor) -> bool:
+def may_be_statistics(tensor: torch.Tensor) -> bool:
     """Whether kernels may write to it without a version: running statistics (`native_batch_norm`, aten/src/ATen/native/native_functions.yaml, declares no
     write), a number for each channel."""
     return (

@@ -7,20 +7,19 @@ A parameter may be updated once its gradient is complete and nothing else refers
 gradient are freed by then, so a remaining view may be read later in the pass. Then its gradient is kept for the optimizer step.
 """
 
-import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tightfit.effects.random_states import AllRandom
-from tightfit.effects.written_by_functions import may_write
 from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.deferred_gradients import Deferred, defer_gradient, deferred_gradient
+from tightfit.techniques.lazy_tensors.programs_code import ProgramsCode
 from tightfit.techniques.lazy_tensors.repeated_pass import as_before, drawing_as
-from tightfit.techniques.lazy_tensors.saved_and_shared import saved_and_shared, unpack_hooks
+from tightfit.techniques.lazy_tensors.saved_and_shared import saved_and_shared
 from tightfit.techniques.lazy_tensors.unchanged import INTEGERS, Contents
 from tightfit.torch_hooks.backward import BackwardPass
 from tightfit.torch_hooks.manifest import SET_VERSIONS, STORAGE_USES
@@ -88,7 +87,7 @@ class KeptPass:
     """The retained graph of `backward`, and its lazy gradients.
 
     `buffers` are those of the model: writes of a further run (batch norms in a recomputation) are undone. `others` are tensors that the pass may
-    read and the program may write to, such as its batch.
+    read and the program may write to, such as its batch. `code` is the program's own that runs in the pass, if there is any.
     """
 
     def __init__(
@@ -97,8 +96,10 @@ class KeptPass:
         buffers: Collection[torch.Tensor],
         others: Collection[torch.Tensor],
         refuse: Callable[[str], ApplyError],
+        code: ProgramsCode | None = None,
     ) -> None:
         self.backward = backward
+        self._code = code
         self._others = others
         self._contents: Contents | None = None
         self.gradients: dict[torch.Tensor, Deferred] = {}
@@ -139,6 +140,8 @@ class KeptPass:
                 deferred.is_used(f"of a backward pass that ended with an error; {REMEDY}")
             self.gradients.clear()
             raise
+        if self._code is not None:
+            self._code.has_run()
         if not before.is_same(AllRandom.now()):
             self._drawn_from = before
         given = [t for t in self.backward.args[1] if isinstance(t, torch.Tensor)]
@@ -300,6 +303,7 @@ class KeptPass:
             with (
                 told_of_gradients(waiting, tell),
                 as_before(self._buffers),
+                self._as_first(),
                 drawing_as(self._drawn_from),
                 torch.inference_mode(mode=False),
             ):
@@ -322,10 +326,14 @@ class KeptPass:
         if missing:
             raise self._refuse(f"a backward pass that ran twice did not reach the same parameters; {REMEDY}")
 
-
-def runs_own_code(backward: BackwardPass) -> bool:
-    """Whether the graph of a pass has an autograd function in Python that is neither torch's nor ours: its backward may read any tensor."""
-    return any(_is_own(node) for node in backward.nodes())
+    def _as_first(self) -> AbstractContextManager[None]:
+        if self._code is None:
+            return nullcontext()
+        return self._code.as_first(
+            lambda lost: self._refuse(
+                f"a backward pass cannot be run a second time, since code of the program's runs in it (a checkpoint), by which {lost}; {REMEDY}"
+            )
+        )
 
 
 @contextmanager
@@ -345,29 +353,6 @@ def is_held_elsewhere(parameter: torch.Tensor) -> bool:
         return False
     storage = parameter.untyped_storage()
     return STORAGE_USES.value()(storage._cdata) > _USES_OF_ITS_OWN
-
-
-def writes_in_backward(node: Any) -> str:
-    """Why a second run of this node may find what the first one has left: what a function or an unpack hook of the program's writes. Empty for most."""
-    if _is_own(node):
-        backward = type(node)._forward_cls.backward
-        return "the backward pass of a function of the program's may write something" if may_write(backward) else ""
-    for hook in unpack_hooks(node):
-        if not _module_of(hook).startswith(("torch.", "tightfit.")) and may_write(hook):
-            return "a hook of the program's for saved tensors may write something"
-    return ""
-
-
-def _module_of(hook: Any) -> str:
-    inner = hook.func if isinstance(hook, functools.partial) else hook
-    return f"{getattr(inner, '__module__', None) or ''}."
-
-
-def _is_own(node: Any) -> bool:
-    if not isinstance(node, torch.autograd.function.BackwardCFunction):
-        return False
-    kind: Any = type(node)
-    return not kind._forward_cls.__module__.startswith(("torch.", "tightfit."))
 
 
 def _bits_and_key(parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

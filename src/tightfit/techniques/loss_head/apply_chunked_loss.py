@@ -18,6 +18,7 @@ from tightfit.techniques.loss_head.deferred_logits import Chunks, Origin, Weight
 from tightfit.techniques.session import Session
 from tightfit.techniques.technique import Choice, check_each
 from tightfit.techniques.wrappers.first_order import Refuse, are_transforms_active
+from tightfit.torch_hooks.saved_tensor_hooks import packs_by_itself
 from tightfit.torch_hooks.weak_references import WeakTable
 
 _NAME = "chunked_loss"
@@ -83,7 +84,7 @@ class _Deferral:
 
     def __call__(self, forward: Callable[..., torch.Tensor], /, *args: Any, **kwargs: Any) -> torch.Tensor:
         linear = _linear_of(forward)
-        if are_transforms_active() or linear is None or kwargs or len(args) != 1:
+        if are_transforms_active() or linear is None or kwargs or len(args) != 1 or packs_by_itself():
             return forward(*args, **kwargs)
         # A linear function that the program has put in the place of torch's is to be called.
         if not has_plain_weight(linear) or not _can_wait(linear, args[0]) or is_users_function(functional.linear):

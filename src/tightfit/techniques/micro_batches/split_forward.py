@@ -27,6 +27,7 @@ from tightfit.techniques.micro_batches.split_outputs import Outputs, Sums, Uncha
 from tightfit.techniques.wrappers.first_order import Refuse, are_transforms_active
 from tightfit.torch_hooks.backward import of_a_part
 from tightfit.torch_hooks.node_hooks import is_any_node_hooked, moment, on_node_hooks
+from tightfit.torch_hooks.saved_tensor_hooks import packs_by_itself
 
 WRAPPERS = frozenset({"OptimizedModule", "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"})
 """Modules that do their own work around the forward and the backward pass of the one inside."""
@@ -95,7 +96,7 @@ class SplitForward:
         """Does nothing: `is_any_node_hooked` is asked before the backward pass of each part."""
 
     def __call__(self, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or are_transforms_active():
+        if not torch.is_grad_enabled() or are_transforms_active() or packs_by_itself():
             return forward(*args, **kwargs)
         try:
             return self._in_parts(forward, args, kwargs)

@@ -281,9 +281,9 @@ class _Hooks:
     def __init__(self, streamed: StreamedWeights, block: StreamedBlock) -> None:
         self._streamed = streamed
         self._block = block
-        self._around = TOP_SAVED_HOOKS.value()(False)
+        self.around = TOP_SAVED_HOOKS.value()(False)
         # The program's own hooks may be about weights too (they round, they count).
-        self._takes_weights = self._around is None or _room_of(self._around[0]) in (
+        self._takes_weights = self.around is None or _room_of(self.around[0]) in (
             "torch.utils.checkpoint",
             "tightfit",
         )
@@ -301,14 +301,14 @@ class _Hooks:
         saved = self._block.saved(tensor) if self._takes_weights else None
         if saved is not None:
             return saved
-        return Saved(tensor, None) if self._around is None else _Packed(self._around[0](tensor))
+        return Saved(tensor, None) if self.around is None else _Packed(self.around[0](tensor))
 
     def unpack(self, held: Any) -> torch.Tensor:
         """The tensor."""
         if isinstance(held, SavedWeight):
             return self._streamed.restored(held)
         if isinstance(held, _Packed):
-            return self._around[1](held.held)
+            return self.around[1](held.held)
         held.check()
         return held.tensor
 

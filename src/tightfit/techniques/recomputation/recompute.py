@@ -52,6 +52,7 @@ from tightfit.techniques.recomputation.recompute_checks import (
 from tightfit.techniques.recomputation.saved_values import SavedValues
 from tightfit.techniques.session import CHECK_STEPS, ComparedSums, Verdict
 from tightfit.torch_hooks.backward import keeps_graph
+from tightfit.torch_hooks.saved_tensor_hooks import is_of_torch_offload, mark_as_ours, programs_hooks
 
 Refusal = Callable[[str], ApplyError]
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
@@ -169,9 +170,12 @@ class Recomputed:
         return result
 
     def is_left_alone(self) -> bool:
-        """Whether this call is not checkpointed: lazy parameters are made in it, torch.func transforms take no saved-tensor hooks, and saved tensors
-        that may be written to would be changed for a second run."""
+        """Whether this call is not checkpointed: lazy parameters are made in it, torch.func transforms take no saved-tensor hooks, saved tensors that may
+        be written to would be changed for a second run, and what the program recomputes or packs by itself would not be given to its hooks any more."""
         if torch._C._functorch.peek_interpreter_stack() is not None or may_saved_tensors_be_written():
+            return True
+        hooks = programs_hooks()
+        if hooks is not None and not is_of_torch_offload(hooks[0]):
             return True
         return self._is_first and any(torch.nn.parameter.is_lazy(p) for p in self.owner().parameters())
 
@@ -270,6 +274,7 @@ class RecomputedCall:
         def run(kwargs: dict[str, Any], *args: Any) -> Any:
             nonlocal num_runs
             num_runs += 1
+            mark_as_ours()
             if self._is_used_up and self._owner.is_selective:
                 raise self._owner.refusal("is gone through backwards twice, and what is kept of it serves once")
             if num_runs > 1:

@@ -17,6 +17,7 @@ from tightfit.techniques.tiling.tile_function import Tile, Tiling, run_tiled
 from tightfit.techniques.wrappers.first_order import are_transforms_active
 from tightfit.techniques.wrappers.forwards import are_forwards_plain
 from tightfit.techniques.wrappers.sequential_ranges import check_sequential, put_range
+from tightfit.torch_hooks.saved_tensor_hooks import packs_by_itself
 
 _NAME = "tiled_convolutions"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -82,6 +83,7 @@ class _Slabs:
             or torch.compiler.is_compiling()
             or are_forwards_plain()
             or are_transforms_active()
+            or packs_by_itself()
         ):
             return self._plain(value)
         children = list(self._chain)

@@ -21,14 +21,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from tightfit.effects.class_questions import ClassQuestion
+from tightfit.effects.state import RegionState
 from tightfit.errors import ApplyError
+from tightfit.techniques.lazy_tensors.code_in_graphs import CodeInGraph, runs_own_code
 from tightfit.techniques.lazy_tensors.deferred_gradients import deferred_gradient, settle
+from tightfit.techniques.lazy_tensors.programs_code import ProgramsCode
 from tightfit.techniques.lazy_tensors.retained_graphs import (
     REMEDY,
     KeptPass,
-    runs_own_code,
     told_of_gradients,
-    writes_in_backward,
 )
 from tightfit.techniques.optimizer.updates.optimizer_steps import UpdateOne, groups_by_parameter, update_within_step
 from tightfit.techniques.session import Session
@@ -210,7 +211,7 @@ class _Steps:
         # after its first steps.
         if not self.session.check_steps:
             return True
-        is_uncertain = self._reads_later or runs_own_code(kept.backward)
+        is_uncertain = self._reads_later or runs_own_code(kept.backward.nodes())
         if is_uncertain:
             self.session.statistics["backward passes with gradients in host memory"] += 1
             note = f"gradients wait in the host's memory, because a backward pass may read parameters after their gradients ({REMEDY})"
@@ -248,6 +249,7 @@ class Updates:
         self._passes = _KeptPasses()
         self._inputs: list[torch.Tensor] = []  # of the model's calls since the last backward pass
         self._question = ClassQuestion(session.model)
+        self._state = RegionState()
         self._steps = _Steps(session, self._steppers, self._passes)
         self.is_over = False
 
@@ -314,23 +316,38 @@ class Updates:
         standing = self._clear_way(reached)
         for parameter in standing.used:
             del reached[parameter]
-        reason = self._reason_against(backward, reached)
+        within = CodeInGraph()
+        reason = self._reason_against(backward, reached, within)
         try:
             # Nothing can be added to a consumed gradient: the new one is dropped, and the script's next step is
             # refused unless it clears gradients first.
             with told_of_gradients(standing.used, _drop):
                 if not reached:
                     return backward.run()
+                code, reason = (None, reason) if reason else self._code_of_program(within)
                 if reason:
                     self.session.statistics["backward passes with all gradients kept"] += 1
                     _tell(self.session, reason)
                     return backward.run()
-                return self._run_and_keep(backward, reached, standing.zeros)
+                return self._run_and_keep(backward, reached, standing.zeros, code)
         finally:
             standing.put_back()
 
+    def _code_of_program(self, within: CodeInGraph) -> tuple[ProgramsCode | None, str]:
+        """What is to be put back around a second run, None if nothing is, and the reason to leave the pass to torch instead."""
+        checkpoints = within.checkpoints()
+        if not checkpoints:
+            return None, ""
+        code = None if None in checkpoints else ProgramsCode(self._state, self.session.model, checkpoints)
+        is_closed = code is None or code.reaches_outside
+        return code, "code that the program recomputes by itself may reach outside of the process" if is_closed else ""
+
     def _run_and_keep(
-        self, backward: BackwardPass, reached: Collection[torch.Tensor], zeroed: Collection[torch.Tensor]
+        self,
+        backward: BackwardPass,
+        reached: Collection[torch.Tensor],
+        zeroed: Collection[torch.Tensor],
+        code: ProgramsCode | None,
     ) -> Any:
         known = weakref.ref(self._passes)
 
@@ -342,7 +359,7 @@ class Updates:
         # The pass may read frozen weights and the batch too; a write to one of them changes what the second
         # pass would compute.
         frozen = [parameter for parameter in model.parameters() if parameter not in reached]
-        kept = KeptPass(backward, list(model.buffers()), [*frozen, *self._inputs], _weakly(self))
+        kept = KeptPass(backward, list(model.buffers()), [*frozen, *self._inputs], _weakly(self), code)
         self._inputs.clear()
         result = kept.run_first(reached, zeroed, make_all)
         self._passes.kept.append(kept)
@@ -365,7 +382,7 @@ class Updates:
             settle(parameter)
         return standing
 
-    def _reason_against(self, backward: BackwardPass, reached: Iterable[torch.Tensor]) -> str:
+    def _reason_against(self, backward: BackwardPass, reached: Iterable[torch.Tensor], within: CodeInGraph) -> str:
         """The reason to leave this pass to torch; empty if there is none."""
         if line := self._question.line():
             self._passes.why_kept = (
@@ -382,7 +399,7 @@ class Updates:
         reasons = itertools.chain(
             (self._passes.why_kept, _reason_of_mode()),
             map(_reason_of_parameter, reached),
-            map(_reason_of, backward.nodes()),
+            (_reason_of(node) or within.reason_of(node) for node in backward.nodes()),
         )
         return next(filter(None, reasons), "")
 
@@ -428,7 +445,7 @@ def _reason_of(node: Any) -> str:
     """The reason not to run a graph with this node twice; empty for most nodes."""
     if is_hooked(node):
         return "a tensor inside the model has a hook on its gradient, or keeps it"
-    return _NODES_WITH_MORE.get(type(node).__name__, "") or writes_in_backward(node)
+    return _NODES_WITH_MORE.get(type(node).__name__, "")
 
 
 def _drop(parameter: torch.Tensor) -> None:

@@ -1,0 +1,98 @@
+"""Whose hooks for saved tensors are in effect: ours, or the program's, to which those of a checkpoint belong that it calls by itself."""
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tightfit.torch_hooks.manifest import TOP_SAVED_HOOKS
+
+Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
+
+CHECKPOINT = "torch.utils.checkpoint"
+_OURS = "is_of_tightfit"
+
+
+def mark_as_ours() -> None:
+    """Takes the innermost hooks for ours: called within a checkpoint that we have begun, whose hooks are torch's own."""
+    hooks = TOP_SAVED_HOOKS.value()(False)
+    for hook in hooks or ():
+        # They are functions, made anew for each checkpoint.
+        vars(hook)[_OURS] = True
+
+
+def programs_hooks() -> Hooks | None:
+    """The innermost hooks, if they are the program's; those of ours that pass on what they are given are looked through."""
+    hooks = TOP_SAVED_HOOKS.value()(False)
+    while hooks is not None and (around := _around(hooks[0])) is not None:
+        hooks = around
+    return None if hooks is None or is_ours(hooks[0]) else hooks
+
+
+def packs_by_itself() -> bool:
+    """Whether what is saved for backward here goes to hooks of the program's own, which may count, round or move it: fewer or other tensors are not the same."""
+    if torch.compiler.is_compiling():
+        return False
+    hooks = programs_hooks()
+    return hooks is not None and not is_of_checkpoint(hooks[0]) and not is_of_torch_offload(hooks[0])
+
+
+def innermost(unpack: Any) -> Any:
+    """The hook that gives a saved tensor back, where hooks of ours around it pass on what they are given."""
+    while (around := _around(unpack)) is not None:
+        unpack = around[1]
+    return unpack
+
+
+def _around(hook: Any) -> Hooks | None:
+    owner = getattr(hook, "__self__", None)
+    return getattr(owner, "around", None) if type(owner).__module__.partition(".")[0] == "tightfit" else None
+
+
+def is_ours(hook: Any) -> bool:
+    """Whether a hook is of this package, or of a checkpoint that it has begun."""
+    return module_of_hook(hook).partition(".")[0] == "tightfit" or bool(getattr(hook, _OURS, False))
+
+
+def is_of_checkpoint(hook: Any) -> bool:
+    """Whether a hook is of `torch.utils.checkpoint`."""
+    return module_of_hook(hook) == CHECKPOINT
+
+
+def is_of_torch_offload(hook: Any) -> bool:
+    """Whether a hook is of `torch.autograd.graph.save_on_cpu`, which gives back what it is given."""
+    return module_of_hook(hook) == torch.autograd.graph.__name__
+
+
+def module_of_hook(hook: Any) -> str:
+    """The name of the module that a hook was defined in, empty if it does not say."""
+    inner = hook.func if isinstance(hook, functools.partial) else hook
+    return str(getattr(inner, "__module__", None) or "")
+
+
+def given_to_checkpoint(unpack: Any) -> dict[str, Any] | None:
+    """The function of the checkpoint that an unpack hook is of, with its arguments but the tensors among them.
+
+    None if they are not where torch keeps them, or if the program has given contexts for its runs (a selective checkpoint, whose results serve once).
+    """
+    frame = _variable(unpack, "frame")
+    again = getattr(frame, "recompute_fn", None)
+    function = _variable(again, "fn")
+    # torch 2.13 has them on the frame; before, a node of the graph had them.
+    saved = getattr(frame, "saved_args", None)
+    if saved is None:
+        saved = _variable(getattr(getattr(frame, "input_saver", None), "get_args", None), "args")
+    has_contexts = not isinstance(_variable(again, "recompute_context"), contextlib.nullcontext)
+    if function is None or saved is None or has_contexts:
+        return None
+    return {"function": function, "args": list(saved), "kwargs": _variable(again, "kwargs")}
+
+
+def _variable(function: Any, name: str) -> Any:
+    """What a function made by another one has of a variable of that one, None if it has none of this name."""
+    code = getattr(function, "__code__", None)
+    if code is None or name not in code.co_freevars:
+        return None
+    return function.__closure__[code.co_freevars.index(name)].cell_contents
