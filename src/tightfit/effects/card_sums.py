@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import torch
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
-_DEVICE_TYPES = ("cuda",)
+DEVICE_TYPES = ("cuda",)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WORD_BYTES = 8
@@ -17,7 +17,7 @@ _WORD_BYTES = 8
 
 def sum_on_card(tensor: torch.Tensor) -> torch.Tensor | None:
     """The sum as an int64 tensor of no dimension on the card; None for what is not there, or of a class or layout of its own, and while a graph is captured."""
-    if tensor.device.type not in _DEVICE_TYPES or type(tensor) not in _PLAIN or tensor.layout != torch.strided:
+    if tensor.device.type not in DEVICE_TYPES or type(tensor) not in _PLAIN or tensor.layout != torch.strided:
         return None
     if not tensor.numel() or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
         return None

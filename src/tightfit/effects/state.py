@@ -54,9 +54,9 @@ class Snapshot:
 
     def in_graphs(self) -> list[torch.Tensor]:
         """The tensors with a graph in the state. The returned list keeps them alive; the snapshot does not."""
-        if not (self.reach.has_graphs or self.reach.others):
-            return []
-        return [tensor for content in self.contents for tensor in in_graphs(content)]
+        if self.reach.has_graphs or self.contents is not self.reach.contents:
+            return [tensor for content in self.contents for tensor in in_graphs(content)]
+        return [tensor for number in self.reach.others for tensor in in_graphs(self.contents[number])]
 
 
 class RegionState:
