@@ -50,7 +50,7 @@ from tightfit.techniques.recomputation.recompute_checks import (
     StoredTensors,
 )
 from tightfit.techniques.recomputation.saved_values import SavedValues
-from tightfit.techniques.session import CHECK_STEPS, Verdict
+from tightfit.techniques.session import CHECK_STEPS, ComparedSums, Verdict
 from tightfit.torch_hooks.backward import keeps_graph
 from tightfit.torch_hooks.saved_tensor_hooks import is_of_torch_offload, mark_as_ours, programs_hooks
 
@@ -115,6 +115,12 @@ class Recomputed:
         """The error that this module cannot be recomputed, with the remedy."""
         message = f"{self._where} {why}; leave it out: tightfit plan --without {self._technique}@{self._where}"
         return self._verdict.refuse(message, technique=self._technique, places=(self._where,))
+
+    def expect(self, sums: Sequence[tuple[torch.Tensor, torch.Tensor, str]]) -> None:
+        """Has the two sums of each compared before the next step of an optimizer."""
+        for first, second, words in sums:
+            refuse = functools.partial(self.refusal, f"{words} when it was run a second time")
+            self._verdict.sums.append(ComparedSums(first=first, again=second, refuse=refuse))
 
     def is_of(self, module: torch.nn.Module) -> bool:
         """Whether this wraps `module`, and not a module that it is a copy of."""
@@ -382,9 +388,11 @@ class RecomputedCall:
             try:
                 yield
             except _StopRecomputationError:
+                self._owner.expect(mismatch.sums)
                 if mismatch.words:
                     raise self._owner.refusal(f"{mismatch.words} when it was run a second time") from None
                 raise
+        self._owner.expect(mismatch.sums)
         if mismatch.words:
             raise self._owner.refusal(f"{mismatch.words} when it was run a second time")
 

@@ -2,7 +2,8 @@
 
 A backward pass goes through the graph of the first run, with its scalars, hooks and `ctx` objects; all that the second run contributes are the saved
 tensors. So where each of these has the bits that it had, the gradients are those of the plain run, whatever the region's code has read in between: a
-file, a queue, the clock, a library's state. At the host each tensor is read whole, at the speed of memory (`effects.contents`).
+file, a queue, the clock, a library's state. At the host each tensor is read whole, at the speed of memory (`effects.contents`); on a card its words
+are summed there, and the sums compared before the optimizer's step (`effects.card_sums`).
 
 What the program itself still holds of them when the second run begins (an activation that a module keeps) may have been written to past torch: the
 plain run would use what is there now, and the second run makes it anew. Their memory is read once more then.
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from tightfit.effects.asked_of_saved import question_of
+from tightfit.effects.card_sums import sum_on_card
 from tightfit.effects.contents import StoredAt, checksum_of
 from tightfit.effects.reads import line_of_code
 from tightfit.torch_hooks.manifest import TOP_SAVED_HOOKS
@@ -30,14 +32,15 @@ Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
 class _Saved:
-    """One tensor that the first run has saved: `checksum` of its bits, None if it could not be read; `place` is where it lies, for what an operator
-    has made.
+    """One tensor that the first run has saved: `checksum` of its bits, None if it could not be read at once; on a card the `total` of its words.
+    `place` is where it lies, for what an operator has made.
     """
 
-    __slots__ = ("_packed", "checksum", "place")
+    __slots__ = ("_packed", "checksum", "place", "total")
 
-    def __init__(self, checksum: int | None, place: StoredAt | None, packed: Any) -> None:
+    def __init__(self, checksum: int | None, total: torch.Tensor | None, place: StoredAt | None, packed: Any) -> None:
         self.checksum = checksum
+        self.total = total
         self.place = place
         # A checkpoint has an object of its own for each, which goes with the node.
         self._packed = weakref.ref(packed)
@@ -78,11 +81,12 @@ class SavedValues:
                 and caller.f_code.co_filename == _RECURRENT_LAYERS
             )
             checksum = None if is_workspace else self._checksum(tensor)
+            total = sum_on_card(tensor) if checksum is None and not is_workspace else None
             last = "" if tensor.grad_fn is None else tensor.grad_fn.name()
             whole = tensor if tensor._base is None else tensor._base
             place = None if checksum is None or whole.grad_fn is None else StoredAt(tensor)
             packed = pack(tensor)
-            self._saved.append(_Saved(checksum, place, packed))
+            self._saved.append(_Saved(checksum, total, place, packed))
             return packed
 
         with torch.autograd.graph.saved_tensors_hooks(noted, unpack):
@@ -105,6 +109,8 @@ class SavedValues:
                 checksum = self._checksum(tensor)
                 if checksum is not None and checksum != first.checksum:
                     found.note(tensor)
+            elif first is not None and first.total is not None and first.is_needed:
+                found.compare(first.total, tensor)
             return pack(tensor)
 
         with torch.autograd.graph.saved_tensors_hooks(compared, unpack):
@@ -131,9 +137,21 @@ class SavedValueMismatch:
 
     def __init__(self) -> None:
         self.words = ""
+        self.sums: list[tuple[torch.Tensor, torch.Tensor, str]] = []
+        """On a card: the sum of the first run, that of the later one, and the words if they differ."""
+
+    def compare(self, first: torch.Tensor, tensor: torch.Tensor) -> None:
+        """`tensor` is to have the sum `first`."""
+        again = sum_on_card(tensor)
+        if again is not None and again.device == first.device:
+            self.sums.append((first, again, _other_values(tensor)))
 
     def note(self, tensor: torch.Tensor) -> None:
         """`tensor` differs."""
         line = line_of_code()
         at = f" at {line}" if line else ""
-        self.words = f"saved other values for its backward pass ({tuple(tensor.shape)}, {tensor.dtype}){at}"
+        self.words = _other_values(tensor) + at
+
+
+def _other_values(tensor: torch.Tensor) -> str:
+    return f"saved other values for its backward pass ({tuple(tensor.shape)}, {tensor.dtype})"
