@@ -7,7 +7,7 @@ but for words that change places or whose changes cancel. At the host, where wha
 from contextlib import nullcontext
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 DEVICE_TYPES = ("cuda",)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -22,7 +22,7 @@ def sum_on_card(tensor: torch.Tensor) -> torch.Tensor | None:
     if not tensor.numel() or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
         return None
     # A mode of the program's does not see it.
-    outside = nullcontext() if _get_current_dispatch_mode() is None else _disable_current_modes()
+    outside = _disable_current_modes() if _get_current_dispatch_mode_stack() else nullcontext()
     with torch.no_grad(), outside, torch._C.DisableTorchFunction():
         return _words(tensor.detach()).sum(dtype=torch.int64)
 

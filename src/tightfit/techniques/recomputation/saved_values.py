@@ -87,9 +87,14 @@ class SavedValues:
             is_of_function = is_saved_by_function(caller)
             if is_of_function:
                 self.question = self.question or question_of(caller)
-            behind, last = last, "" if tensor.grad_fn is None else tensor.grad_fn.name()
             is_on_card = tensor.device.type in card_sums.DEVICE_TYPES
-            if is_on_card and len(self._saved) < self._num_expected - _NUM_SUMMED:
+            num_before = self._num_expected - _NUM_SUMMED - len(self._saved)
+            # The name of what is not summed counts only for the tensor right behind it.
+            if is_on_card and num_before > 1:
+                self._saved.append(None)
+                return pack(tensor)
+            behind, last = last, "" if tensor.grad_fn is None else tensor.grad_fn.name()
+            if is_on_card and num_before > 0:
                 self._saved.append(None)
                 return pack(tensor)
             is_unwritten = (
