@@ -13,6 +13,8 @@ import torch
 from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.lazy_tensor import NOT_ANSWERED, AbstractElementSource, ElementsNeeded, LazyTensor
 
+REMEDY = "leave updates in the backward pass out of the plan"
+
 State = Literal["deferred", "made", "zero", "used"]
 
 _aten = torch.ops.aten
@@ -71,7 +73,10 @@ class Deferred(AbstractElementSource):
     def make(self) -> None:
         self._make_all()
         if self._made is None:
-            raise self._refuse("a gradient is read whose backward pass is gone")
+            raise self._refuse(
+                "a gradient is read whose backward pass is gone, since it was cleared or replaced on its parameter, or its plan has ended; "
+                f"read it before that, take a clone of it, or {REMEDY}"
+            )
 
     def changed(self, gradient: torch.Tensor) -> torch.Tensor:
         """Applies the recorded in-place changes to `gradient`, the recomputed one."""

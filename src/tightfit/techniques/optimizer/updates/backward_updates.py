@@ -24,10 +24,9 @@ from tightfit.effects.class_questions import ClassQuestion
 from tightfit.effects.state import RegionState
 from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.code_in_graphs import CodeInGraph, runs_own_code
-from tightfit.techniques.lazy_tensors.deferred_gradients import deferred_gradient, settle
+from tightfit.techniques.lazy_tensors.deferred_gradients import REMEDY, deferred_gradient, settle
 from tightfit.techniques.lazy_tensors.programs_code import ProgramsCode
 from tightfit.techniques.lazy_tensors.retained_graphs import (
-    REMEDY,
     KeptPass,
     told_of_gradients,
 )
@@ -92,6 +91,20 @@ class _KeptPasses:
         """Drops the passes of which no gradient waits."""
         self.kept = [kept for kept in self.kept if kept.waiting]
 
+    def of_graphs_that_may_go(self) -> list[KeptPass]:
+        """Those whose graph the program itself retains, so that it may run it once more, and free it."""
+        return [kept for kept in self.kept if kept.backward.keeps_graph and kept.waiting]
+
+    def make_before(self, backward: BackwardPass) -> None:
+        """Materialises gradients that the program has taken off their parameters, and those whose graph this pass is about to free."""
+        may_go = [] if backward.keeps_graph else self.of_graphs_that_may_go()
+        kept = [each for each in self.kept if each.has_taken_off()]
+        kept += [each for each in may_go if each not in kept and each.shares_graph_with(backward)]
+        for each in kept:
+            each.make_all()
+        self.forget_done()
+        self._count_read(kept)
+
     def used(self, kept: KeptPass) -> None:
         """A pass has run a second time within a step."""
         self.kept.remove(kept)
@@ -103,8 +116,10 @@ class _KeptPasses:
         for each in kept:
             each.make_all()
         self.kept.clear()
-        if kept:
-            self._num_read += 1
+        self._count_read(kept)
+
+    def _count_read(self, kept: Collection[KeptPass]) -> None:
+        self._num_read += bool(kept)
         # A program that reads gradients in every step would pay two passes each time and save nothing.
         if self._num_read >= _MAX_READ_IN_A_ROW:
             self.why_kept = "gradients are read or added to before the optimizer steps"
@@ -149,7 +164,7 @@ class _Steps:
     def _second_pass(
         self, optimizer: torch.optim.Optimizer, groups: Mapping[torch.Tensor, int]
     ) -> dict[torch.Tensor, None]:
-        mine = [kept for kept in self._passes.kept if any(parameter in groups for parameter in kept.waiting)]
+        mine = [kept for kept in self._passes.kept if any(parameter in groups for parameter in kept.on_parameters())]
         others = [kept for kept in self._passes.kept if kept.waiting and kept not in mine]
         if not mine:
             return {}
@@ -160,7 +175,7 @@ class _Steps:
             self._passes.make_all()
             return {}
         (kept,) = mine
-        parameters = {parameter: None for parameter in kept.waiting if parameter in groups}
+        parameters = {parameter: None for parameter in kept.on_parameters() if parameter in groups}
         through_host = not self._can_update_in(kept)
         num_updated = 0
 
@@ -297,9 +312,9 @@ class Updates:
 
     # Backward passes
 
-    def concerned_parameters(self) -> Container[torch.Tensor]:
-        """As `tightfit.torch_hooks.backward.BackwardOwner`."""
-        return _owned(self._steppers)
+    def concerned_parameters(self) -> Container[torch.Tensor] | None:
+        """As `tightfit.torch_hooks.backward.BackwardOwner`: all passes, while one may free a graph that is to be run again."""
+        return None if self._passes.of_graphs_that_may_go() else _owned(self._steppers)
 
     def before_node_hook(self, hook: object) -> None:
         """Does nothing: `is_any_node_hooked` is asked when a backward pass begins."""
@@ -308,7 +323,10 @@ class Updates:
         """As `tightfit.torch_hooks.backward.BackwardOwner`."""
         # A reentrant checkpoint's own pass is part of the outer one, micro-batches collect gradients
         # themselves, and `torch.autograd.grad` returns them: none of these ends in `p.grad` of this step.
-        if backward.is_nested or backward.is_of_part or not backward.accumulates:
+        if backward.is_nested or backward.is_of_part:
+            return backward.run()
+        self._passes.make_before(backward)
+        if not backward.accumulates:
             return backward.run()
         self.session.check()
         owned = _owned(self._steppers)
