@@ -34,7 +34,7 @@ from tightfit.techniques.optimizer.updates.optimizer_steps import UpdateOne, gro
 from tightfit.techniques.session import Session
 from tightfit.techniques.wrappers.first_order import are_transforms_active
 from tightfit.techniques.wrappers.forwards import OnlyHere
-from tightfit.torch_hooks.backward import BackwardPass, leaves_with_held_accumulators, on_backward
+from tightfit.torch_hooks.backward import BackwardPass, leaves_with_hooked_accumulators, on_backward
 from tightfit.torch_hooks.node_hooks import is_any_node_hooked, on_node_hooks
 from tightfit.torch_hooks.tensor_hooks import is_hooked, on_tensor_hooks
 
@@ -272,12 +272,12 @@ class Updates:
         """Registers hooks on optimizers and backward passes, until the session is undone.
 
         Raises:
-            ApplyError: the program holds the accumulator of a gradient, whose hooks a second backward pass would call again.
+            ApplyError: the program has put hooks on the accumulator of a gradient, which a second backward pass would call again.
         """
         owned = _owned(self._steppers)
-        if any(leaf in owned for leaf in leaves_with_held_accumulators()):
+        if any(leaf in owned for leaf in leaves_with_hooked_accumulators()):
             raise ApplyError(
-                f"the program holds the gradient accumulator of a parameter, whose hooks a second backward pass would call once more; {REMEDY}"
+                f"the program has put hooks on the gradient accumulator of a parameter, which a second backward pass would call once more; {REMEDY}"
             )
         for optimizer in self._steppers:
             update_within_step(self.session, optimizer, functools.partial(self._steps.step, optimizer))
