@@ -28,7 +28,7 @@ def workload(kind: str = "plain") -> Iterator[torch.Tensor]:
             other(hidden.detach()).square().mean().backward()
             with torch.no_grad():
                 for parameter in other.parameters():
-                    parameter -= 0.1 * parameter.grad
+                    parameter.sub_(0.1 * parameter.grad)
                     parameter.grad = None
         optimizer.step()
         optimizer.zero_grad()

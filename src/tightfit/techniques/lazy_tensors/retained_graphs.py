@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from tightfit.effects.random_states import AllRandom
 from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.deferred_gradients import REMEDY, Deferred, defer_gradient, deferred_gradient
+from tightfit.techniques.lazy_tensors.lazy_tensor import carry_attributes
 from tightfit.techniques.lazy_tensors.programs_code import ProgramsCode
 from tightfit.techniques.lazy_tensors.repeated_pass import as_before, drawing_as
 from tightfit.techniques.lazy_tensors.saved_and_shared import saved_and_shared
@@ -333,6 +334,8 @@ class KeptPass:
                 parameter.requires_grad_(False)
             for parameter in taken_off:
                 parameter.grad = standing[parameter]
+        for parameter in came:
+            carry_attributes(standing[parameter], parameter.grad)
         missing = [parameter for parameter in waiting if parameter not in came]
         for parameter in missing:
             parameter.grad = standing[parameter]

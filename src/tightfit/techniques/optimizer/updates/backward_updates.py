@@ -168,6 +168,12 @@ class _Steps:
         others = [kept for kept in self._passes.kept if kept.waiting and kept not in mine]
         if not mine:
             return {}
+        # The program has set the gradient of one parameter on another as well.
+        own = {id(deferred) for kept in mine for deferred in kept.on_parameters().values()}
+        known = {p: d for kept in mine for p, d in kept.on_parameters().items()}
+        if any(id(d) in own and known.get(p) is not d for p in groups if (d := deferred_gradient(p)) is not None):
+            self._passes.make_all()
+            return {}
         # Several losses with a pass each (a GAN's, a multi-task model's): updates in the second pass of one
         # would change the weights that another graph has saved.
         if len(mine) > 1 or others:
