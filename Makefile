@@ -9,7 +9,7 @@ BIN    := $(VENV)/bin
 export PYTHONHASHSEED := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-torch lint types layers sizes units format clean
+.PHONY: demo test test-torch checks lint types layers sizes units format clean
 
 demo: $(VENV)/.demo
 	@echo '$$ tightfit estimate examples/train_gpt2.py --device "RTX 4060" --save-tape $(VENV)/gpt2.npz'
@@ -21,7 +21,11 @@ demo: $(VENV)/.demo
 	@echo '$$ tightfit plan examples/train_gpt2.py --device "RTX 4060"'
 	@$(BIN)/tightfit plan examples/train_gpt2.py --device "RTX 4060"
 
-test: $(VENV)/.test lint types layers sizes units
+test: $(VENV)/.test
+	@$(MAKE) --jobs 2 checks
+	@$(MAKE) units
+
+checks: lint types layers sizes
 
 lint:
 	$(BIN)/ruff check .
@@ -58,19 +62,25 @@ format: $(VENV)/.test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# pip compiles one file after the other. What is for other versions of Python does not compile, and is not said.
+INSTALL := $(BIN)/pip install --quiet --no-compile -c constraints.txt
+COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+
 # torch is installed by itself first, in the version of the constraints. PyPI's torch for Linux brings gigabytes of CUDA libraries; the build
 # without them does for all of this: make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
 $(VENV)/.torch: constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet -c constraints.txt $(addprefix --extra-index-url ,$(TORCH_INDEX)) torch numpy
+	$(INSTALL) $(addprefix --extra-index-url ,$(TORCH_INDEX)) torch numpy
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/.torch pyproject.toml
-	$(BIN)/pip install --quiet -c constraints.txt -e ".[hf]"
+	$(INSTALL) -e ".[hf]"
+	@$(COMPILE)
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.torch pyproject.toml
-	$(BIN)/pip install --quiet -c constraints.txt -e ".[hf,watch,dev,examples]"
+	$(INSTALL) -e ".[hf,watch,dev,examples]"
+	@$(COMPILE)
 	@touch $@ $(VENV)/.demo
 
 clean:

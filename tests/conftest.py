@@ -20,6 +20,9 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH")])
 )
 
+# There is a process of tests for every core; and a process that has used threads of OpenMP cannot compute after a fork.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Where the compiler keeps what it has compiled: it makes the folder as soon as it is imported, in a process that is shared by tests.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), "tightfit-tests-inductor"))
 

@@ -46,16 +46,20 @@ def _of(family: str, model: str, data: int, batch_size: int, precision: str, *mo
 _AMP = _of("decoder", _DECODER, 1024, 16, "amp-bf16", "--clips")
 _BF16 = _of("decoder", _WIDE, 4096, 2, "bf16")
 _FP32 = _of("decoder", _DECODER, 512, 4, "fp32")
+_SMALL = _of("decoder", '{"depth": 6, "width": 1536}', 512, 2, "fp32", "--clips")
 _VIT = _of("vit", '{"depth": 12, "width": 768}', 224, 128, "amp-bf16")
 _CNN = _of("residual", '{"depths": [3, 4, 6, 3], "width": 64}', 224, 128, "amp-fp16")
 HOST = ("--host", "48GiB")
+# What sums in another order.
+BITWISE = tuple(word for name in ("optimizer_kernel", "chunked_loss", "tiled_tokens") for word in ("--without", name))
 CASES = (
     Case(name="decoder-amp-70", script=_AMP, share=0.7),
     Case(name="decoder-amp-45", script=_AMP, share=0.45),
     Case(name="decoder-amp-45-host", script=_AMP, share=0.45, limits=HOST),
     Case(name="wide-bf16-65-host", script=_BF16, share=0.65, limits=HOST),
     Case(name="wide-bf16-30-host", script=_BF16, share=0.30, limits=HOST),
-    Case(name="decoder-fp32-40-host", script=_FP32, share=0.40, limits=HOST),
+    Case(name="decoder-amp-45-bitwise", script=_AMP, share=0.45, limits=(*HOST, *BITWISE)),
+    Case(name="small-fp32-35-bitwise", script=_SMALL, share=0.35, limits=(*HOST, *BITWISE)),
     Case(name="decoder-fp32-60-lossy", script=_FP32, share=0.60, limits=("--allow", "low_bit_states")),
     Case(name="vit-amp-50", script=_VIT, share=0.5),
     Case(name="residual-amp-60", script=_CNN, share=0.6),
@@ -63,9 +67,12 @@ CASES = (
 
 
 def _run(
-    words: Sequence[str], folder: Path, *, on_card: bool, seconds: float = 300
+    words: Sequence[str], folder: Path, *, on_card: bool, seconds: float = 600
 ) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    }
     environment |= {} if on_card else {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     try:
         return subprocess.run(

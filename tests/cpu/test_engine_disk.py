@@ -6,6 +6,8 @@ import fcntl
 import gc
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent import futures
@@ -15,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 from tests.cpu.test_engine_saved_tensors import Blocks, Runtime, assert_same, batch, gradients, offload_to_disk, once
-from tests.forked_python import forked_python
 
 from tightfit.engine.descriptors import close_gone
 from tightfit.engine.disk import disk_copies, disk_file
@@ -307,6 +308,7 @@ once(Blocks(saved))
 
 
 def test_a_process_that_is_killed_in_the_middle_of_a_write_leaves_no_file(tmp_path: Path) -> None:
-    done = forked_python("-c", KILLED, env={"TMPDIR": str(tmp_path)})
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", KILLED], env=environment, check=False)
     assert done.returncode == -signal.SIGKILL
     assert list(tmp_path.iterdir()) == []

@@ -274,6 +274,7 @@ def test_a_workload_that_dies_is_answered_with_the_line_it_was_at(refused: Refus
     assert "Extension modules" not in line
 
 
+@pytest.mark.usefixtures("traces_import_libraries_themselves")
 @pytest.mark.parametrize(
     ("package", "arguments", "advice"),
     [
@@ -295,6 +296,7 @@ def test_a_missing_package_is_named_with_how_to_install_it(
     assert "not installed" in line
 
 
+@pytest.mark.usefixtures("traces_import_libraries_themselves")
 @pytest.mark.parametrize(
     "text",
     [

@@ -28,7 +28,7 @@ except tightfit.TightfitError as error:
 
 
 @pytest.fixture
-def without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, traces_import_libraries_themselves: None) -> Path:
     """A working folder with a script, and all processes that are started from now on lack the name of `FOR_A_TRACE` or `FOR_A_PLAN`."""
     (tmp_path / "script.py").write_text(SCRIPT)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}")

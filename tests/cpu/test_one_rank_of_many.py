@@ -1,12 +1,10 @@
 """One rank of a distributed script on the virtual GPU holds what the same rank of real processes holds."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.forked_python import forked_python
 
 from tightfit.capture.collectives.world import World
 from tightfit.capture.targets import Script
@@ -17,7 +15,26 @@ from tightfit.tape import Category, CollectiveKind, EventKind, Tape
 
 PROGRAM = Path(__file__).with_name("distributed_program.py")
 
+TWO_RANKS = """
+import multiprocessing, runpy, sys
+import torch.distributed as dist
+import torch.distributed.fsdp, torch.distributed.optim, torch.distributed.pipelining, torch.distributed.tensor
 
+store, *words = sys.argv[1:]
+join = dist.init_process_group
+
+def run(rank):
+    dist.init_process_group = lambda kind: join(kind, store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
+
+ranks = [multiprocessing.get_context("fork").Process(target=run, args=(rank,)) for rank in range(2)]
+for each in ranks:
+    each.start()
+for each in ranks:
+    each.join()
+sys.exit(any(each.exitcode for each in ranks))
+"""
 EXPECTED = {
     "ddp": {CollectiveKind.ALL_REDUCE},
     "fsdp1": {CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER},
@@ -32,10 +49,8 @@ EXPECTED = {
 def real_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, int]]]:
     """What each of two real processes holds after two steps, on the host, by the way to shard."""
     out = tmp_path_factory.mktemp("real") / "held"
-    addressed = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*launch, str(PROGRAM), ",".join(EXPECTED), str(out)]
-    subprocess.run(command, check=True, capture_output=True, timeout=180, env={**os.environ, **addressed})
+    words = (f"{out}.store", str(PROGRAM), ",".join(EXPECTED), str(out))
+    forked_python("-c", TWO_RANKS, *words, env={"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}, check=True)
     return {kind: [json.loads(Path(f"{out}.{kind}.{rank}").read_text()) for rank in range(2)] for kind in EXPECTED}
 
 

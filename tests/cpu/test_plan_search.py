@@ -7,7 +7,7 @@ from tests.cpu.run_arguments import run_arguments
 
 from tightfit.capture.targets import GeneratorFunction
 from tightfit.errors import ApplyError
-from tightfit.fit.searching.allowed import Allowed
+from tightfit.fit.searching.allowed import Allowed, Without
 from tightfit.fit.searching.bisection import Bisection
 from tightfit.fit.searching.search import Search
 from tightfit.fit.traced_runs import TracedRun, TracedRuns
@@ -137,14 +137,21 @@ def test_wherever_a_search_is_interrupted_the_best_so_far_is_there(runs: Failing
     assert all(each.best.high_bytes < plain.high_bytes for each in found)
 
 
-def test_what_cannot_be_reached_is_the_same_whatever_was_asked(runs: FailingRuns) -> None:
+# Each trace with micro-batches proves that examples do not mix, which is most of the time.
+@pytest.mark.parametrize(
+    "without",
+    [(Without(technique="micro_batches"),), pytest.param((), marks=pytest.mark.slow)],
+    ids=["without micro-batches", "all techniques"],
+)
+def test_what_cannot_be_reached_is_the_same_whatever_was_asked(without: tuple[Without, ...], runs: FailingRuns) -> None:
     """A budget is told the lowest peak that there is, by one search that does not know the budget; at that peak it fits."""
-    lowest = Search(runs, 0, Allowed()).run().best
+    allowed = Allowed(without=without)
+    lowest = Search(runs, 0, allowed).run().best
     assert lowest.high_bytes < runs.run_with(()).high_bytes
-    found = Search(runs, lowest.high_bytes - 1, Allowed()).run()
+    found = Search(runs, lowest.high_bytes - 1, allowed).run()
     assert not found.fits
     assert (found.best.high_bytes, found.best.options) == (lowest.high_bytes, lowest.options)
-    found = Search(runs, lowest.high_bytes, Allowed()).run()
+    found = Search(runs, lowest.high_bytes, allowed).run()
     assert found.fits and found.best.high_bytes <= lowest.high_bytes
 
 

@@ -9,10 +9,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from tightfit.effects import card_sums
 from tightfit.effects.graph_shapes import graph_shape
 from tightfit.errors import ApplyError
 from tightfit.planner.plan import Choice
 from tightfit.runtime.apply import apply_choices
+from tightfit.techniques.recomputation import saved_values
 from tightfit.techniques.session import Session
 
 
@@ -164,3 +166,76 @@ def test_memory_of_a_recurrent_layers_library_is_not_compared() -> None:
         return [p.detach().clone() for p in model.parameters()]
 
     assert all(map(torch.equal, trained(is_recomputed=True), trained(is_recomputed=False)))
+
+
+@pytest.fixture
+def as_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read at once at the host is summed instead, as on a card."""
+    monkeypatch.setattr(card_sums, "DEVICE_TYPES", ("cpu",))
+    monkeypatch.setattr(saved_values, "checksum_of", lambda _: None)
+
+
+@pytest.mark.usefixtures("as_on_a_card")
+@pytest.mark.parametrize(("name", "settings"), [("checkpointing", {}), ("selective_checkpointing", {"keep": [0]})])
+def test_on_a_card_a_difference_is_refused_before_the_step(path: Path, name: str, settings: dict[str, object]) -> None:
+    model = Net(path)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    choice = Choice(technique=name, where="Net.block", settings=settings, saves_bytes=0, adds_seconds=0.0, exact=True)
+    session = apply_choices([choice], model, [optimizer])
+    for _ in range(5):
+        step(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    loss = step(model)
+    path.write_text("2")
+    loss.backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(ApplyError, match=r"Net\.block saved other values for its backward pass"):
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    # And again, until the session is undone.
+    with pytest.raises(ApplyError, match="saved other values"):
+        step(model)
+    session.undo()
+    step(model)
+
+
+@pytest.mark.usefixtures("as_on_a_card")
+def test_on_a_card_a_program_that_updates_by_hand_is_told_at_the_end(path: Path) -> None:
+    model = Net(path)
+    session = applied(model)
+    for _ in range(5):
+        step(model).backward()
+    session.check()
+    loss = step(model)
+    path.write_text("2")
+    loss.backward()
+    with pytest.raises(ApplyError, match="saved other values"):
+        session.check()
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(24.0).view(2, 3, 4),
+        torch.arange(24.0).view(2, 3, 4).transpose(0, 2),
+        torch.arange(24.0)[1:],
+        torch.arange(24.0, dtype=torch.bfloat16)[1:22:2],
+        torch.ones(7, dtype=torch.complex64),
+        torch.tensor([True, False, True]),
+        torch.zeros(3, 4).expand(5, 3, 4),
+        torch.tensor(2.0),
+    ],
+)
+def test_every_bit_of_a_tensor_counts(monkeypatch: pytest.MonkeyPatch, tensor: torch.Tensor) -> None:
+    monkeypatch.setattr(card_sums, "DEVICE_TYPES", ("cpu",))
+    total = card_sums.sum_on_card(tensor)
+    assert total is not None
+    same = tensor.clone()
+    other = same.clone()
+    flat = other.view(-1) if other.is_contiguous() else other.as_strided((other.numel(),), (1,))
+    flat[0] = ~flat[0] if flat.dtype == torch.bool else flat[0] + 1
+    by_layout = card_sums.sum_on_card(tensor.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()))
+    assert card_sums.first_difference([total], [by_layout]) is None  # type: ignore[list-item]
+    one, two = card_sums.sum_on_card(same), card_sums.sum_on_card(other)
+    assert card_sums.first_difference([one, one], [one, two]) == 1  # type: ignore[list-item]

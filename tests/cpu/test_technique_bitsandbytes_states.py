@@ -18,6 +18,8 @@ from tightfit.techniques.optimizer.states.bitsandbytes_codec import Bitsandbytes
 from tightfit.techniques.optimizer.states.state_codecs import BlockCodec
 from tightfit.techniques.session import Session
 
+pytestmark = pytest.mark.usefixtures("traces_import_libraries_themselves")
+
 OURS = {"bits": 8}
 THEIRS = {"bits": 8, "library": "bitsandbytes"}
 IN_BACKWARD = {"in_backward": True, "clips": False}

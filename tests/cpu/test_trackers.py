@@ -30,6 +30,7 @@ def log(values):
 """
 
 
+@pytest.mark.usefixtures("traces_import_libraries_themselves")
 def test_code_of_an_installed_tracker_is_not_named_wherever_it_is_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ from typing import Any, Self
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from tightfit.effects.card_sums import first_difference
 from tightfit.errors import ApplyError
 from tightfit.techniques.wrappers.forwards import Around, OnlyHere, copied_wrappers, take_off_copied, wrap_forward
 from tightfit.techniques.wrappers.replaced_methods import MethodReplacement
@@ -32,6 +33,8 @@ class Verdict(OnlyHere):
     """The first refusal since a plan was applied, until its session is undone: `failure` is that error."""
 
     failure: ApplyError | None = None
+    sums: list["ComparedSums"] = dataclasses.field(default_factory=list)
+    """What a card has yet to compare: it is asked before the next step, and not waited for in the backward pass."""
 
     def refuse(self, message: str, *, technique: str = "", places: Sequence[str] = ()) -> ApplyError:
         """As `Session.refuse`, for wrappers on a model, which must not keep the model's session alive."""
@@ -50,12 +53,18 @@ class Verdict(OnlyHere):
         Raises:
             ApplyError: something was refused; the message is that of the first refusal.
         """
+        sums, self.sums = self.sums, []
+        if sums and self.failure is None:
+            different = first_difference([each.first for each in sums], [each.again for each in sums])
+            if different is not None:
+                sums[different].refuse()
         if self.failure is not None:
             raise self.error() from self.failure
 
     def forget(self) -> None:
         """Clears the refusal."""
         self.failure = None
+        self.sums.clear()
 
     def before_step(self, *_: object) -> None:
         """A hook before the step of an optimizer."""
@@ -63,13 +72,23 @@ class Verdict(OnlyHere):
 
     def before_forward(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """A wrapper around the forward of a model."""
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        # A program may call it many times before a step: sums are left to that, if there is no failure yet.
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and self.failure is not None:
             self.check()
         return forward(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Verdict":
         # A copy of the model or of its optimizer trains by itself.
         return Verdict()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ComparedSums:
+    """The sums (`effects.card_sums`) of what two runs of a region have saved, which are to be equal; `refuse` notes that they are not."""
+
+    first: torch.Tensor
+    again: torch.Tensor
+    refuse: Callable[[], object]
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, weakref_slot=True, eq=False)

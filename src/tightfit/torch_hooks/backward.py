@@ -104,7 +104,7 @@ def keeps_graph() -> bool:
     """Whether the backward pass that is running retains its graph, so that it may be run once more."""
     # -1 outside of the engine, as torch/utils/module_tracker.py (`is_bw`) relies on too. Code that is not in a
     # pass has no graph that is about to be freed.
-    return GRAPH_TASK_ID.value()() == -1 or bool(KEEPS_GRAPH.value()())
+    return GRAPH_TASK_ID.call() == -1 or bool(KEEPS_GRAPH.call())
 
 
 def leaves_with_hooked_accumulators() -> list[torch.Tensor]:
@@ -161,7 +161,7 @@ def _around(
         accumulates=bool(kwargs.get("accumulate_grad")),
         # Reentrant checkpointing runs a pass of its own inside a node of the outer one (torch/utils/checkpoint.py,
         # `CheckpointFunction.backward`): an owner must not take that for the program's pass.
-        is_nested=GRAPH_TASK_ID.value()() != -1,
+        is_nested=GRAPH_TASK_ID.call() != -1,
         is_of_part=bool(_parts),
         is_shared=is_shared,
         args=args,

@@ -161,6 +161,12 @@ IN_BOTH: tuple[Name, ...] = (
         "to run operators of our own that no mode sees",
         "effects techniques",
     ),
+    known("torch._C:DisableTorchFunction", "to run operators of our own that no mode sees", "effects"),
+    known(
+        "torch.utils._python_dispatch:_get_current_dispatch_mode_stack",
+        "to leave modes only where there are some",
+        "effects",
+    ),
     known(
         "torch.utils._python_dispatch:is_traceable_wrapper_subclass",
         "to tell sharded and quantised tensors",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tightfit.runtime.leaks.named_roots import Named
-from tightfit.runtime.leaks.object_edges import edges_of, is_atom, is_of
+from tightfit.runtime.leaks.object_edges import SlotNames, edges_of, is_atom, is_of
 
 # A bound on the objects that are looked at: a few seconds.
 _MAX_OBJECTS = 600_000
@@ -52,6 +52,7 @@ class Reachable:
     def add(self, roots: Iterable[Named]) -> None:
         """Walks on from these."""
         waiting: collections.deque[int] = collections.deque()
+        slots = SlotNames()
         # Roots are taken in order, but all of them before what they lead to: the shortest path is the one to name.
         for name, what, value in roots:
             place = self._visit(value, -1, name)
@@ -61,7 +62,7 @@ class Reachable:
         while waiting and len(self._visited) < _MAX_OBJECTS:
             place = waiting.popleft()
             value = self._visited[place].value
-            for label, each in edges_of(value):
+            for label, each in edges_of(value, slots):
                 found = self._visit(each, place, label)
                 if found is not None:
                     waiting.append(found)

@@ -47,6 +47,7 @@ _SKIPPED = (
     ),
 )
 _BUILT_IN = (dict, list, tuple, set, frozenset, collections.deque)
+_WITHOUT_OTHERS = (*_BUILT_IN, types.FunctionType, types.MethodType)
 # Tables of torch's modules, whose entries are attributes for whoever reads the path.
 _TABLES = ("_parameters", "_buffers", "_modules")
 _MAX_ELEMENTS = 50_000
@@ -63,8 +64,38 @@ def is_atom(value: Any) -> bool:
     return is_of(value, _ATOMS)
 
 
-def edges_of(value: Any) -> Iterator[Edge]:
-    """What `value` refers to; nothing for what is not a part of a program's data, such as modules, weak references and our own objects."""
+class SlotNames:
+    """The slots of classes, each class looked through once. It refers to the classes, so it is kept for one walk."""
+
+    def __init__(self) -> None:
+        # By identity: the class of a class may run code of its own for its hash.
+        self._members: dict[int, tuple[type, list[tuple[str, types.MemberDescriptorType]]]] = {}
+
+    def of(self, value: Any) -> dict[int, str]:
+        """The names of the slots of an object, by the identity of what is there."""
+        kind, found = type(value), dict[int, str]()
+        if id(kind) not in self._members:
+            self._members[id(kind)] = (kind, list(_members(kind)))
+        for name, member in self._members[id(kind)][1]:
+            try:
+                found.setdefault(id(member.__get__(value, kind)), name)
+            except AttributeError:  # not filled
+                continue
+        return found
+
+
+def _members(kind: type) -> Iterator[tuple[str, types.MemberDescriptorType]]:
+    for each in kind.__mro__:
+        for name, member in vars(each).items():
+            if is_of(member, types.MemberDescriptorType):
+                yield name, member
+
+
+def edges_of(value: Any, slots: SlotNames | None = None) -> Iterator[Edge]:
+    """What `value` refers to; nothing for what is not a part of a program's data, such as modules, weak references and our own objects.
+
+    `slots` are those of the classes that the same walk has met before.
+    """
     if is_of(value, _SKIPPED) or is_atom(value):
         return
     if is_of(value, dict):
@@ -94,7 +125,7 @@ def edges_of(value: Any) -> Iterator[Edge]:
     elif is_of(value, torch.nn.Module):
         yield from _of_module(value)
         return
-    yield from _of_instance(value)
+    yield from _of_instance(value, slots or SlotNames())
 
 
 def _of_dict(value: dict[Any, Any]) -> Iterator[Edge]:
@@ -160,16 +191,16 @@ def _of_module(module: torch.nn.Module) -> Iterator[Edge]:
             yield f".{name}", each
 
 
-def _of_instance(value: Any) -> Iterator[Edge]:
+def _of_instance(value: Any, of_classes: SlotNames) -> Iterator[Edge]:
     """Attributes, and whatever else an object of a C type refers to."""
     attributes = _attributes(value)
     seen = {id(attributes), id(type(value))}
     for name, each in list(attributes.items()):
         seen.add(id(each))
         yield f".{name}", each
-    if is_of(value, (*_BUILT_IN, types.FunctionType, types.MethodType)):
+    if is_of(value, _WITHOUT_OTHERS):
         return
-    slots, is_tensor = _slots(value), is_of(value, torch.Tensor)
+    slots, is_tensor = of_classes.of(value), is_of(value, torch.Tensor)
     for each in gc.get_referents(value):
         if id(each) not in seen and not is_atom(each):
             name = "grad_fn" if is_tensor and each is value.grad_fn else slots.get(id(each), "")
@@ -187,16 +218,3 @@ def _attributes(value: Any) -> dict[str, Any]:
     except AttributeError:
         return {}
     return found if is_of(found, dict) else {}
-
-
-def _slots(value: Any) -> dict[int, str]:
-    """The names of the slots of an object, by the identity of what is there."""
-    found: dict[int, str] = {}
-    for kind in type(value).__mro__:
-        for name, member in vars(kind).items():
-            if is_of(member, types.MemberDescriptorType):
-                try:
-                    found.setdefault(id(member.__get__(value, type(value))), name)
-                except AttributeError:  # not filled
-                    continue
-    return found

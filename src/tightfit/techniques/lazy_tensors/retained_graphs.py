@@ -368,7 +368,7 @@ def is_held_elsewhere(parameter: torch.Tensor) -> bool:
     if isinstance(parameter, FakeTensor):
         return False
     storage = parameter.untyped_storage()
-    return STORAGE_USES.value()(storage._cdata) > _USES_OF_ITS_OWN
+    return STORAGE_USES.call(storage._cdata) > _USES_OF_ITS_OWN
 
 
 def _bits_and_key(parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

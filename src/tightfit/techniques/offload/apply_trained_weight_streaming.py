@@ -14,6 +14,7 @@ from tightfit.engine.slab_notes import notes_on
 from tightfit.engine.weights.streamed_weights import StreamedWeights, Twin
 from tightfit.errors import ApplyError
 from tightfit.techniques.offload.apply_weight_streaming import stream_weights
+from tightfit.techniques.offload.shown_states import ShownStates
 from tightfit.techniques.offload.streamable import streamable
 from tightfit.techniques.offload.twin_updates import update_twins
 from tightfit.techniques.optimizer.at_host.host_codec import HostCodec, is_dense
@@ -79,11 +80,12 @@ def apply_trained_weight_streaming(session: Session, chosen: Sequence[Choice]) -
         for parameter in parameters:
             moved[parameter] = None
     codec = _states_on_disk(session, choice, streamed.device)
+    shown = ShownStates(streamed.device) if codec is None and streamed.twins() else None
     for optimizer in session.optimizers:
-        _states_to(optimizer, moved, torch.device("cpu"))
-        session.when_undone(functools.partial(_states_back, weakref.ref(optimizer), moved))
+        _states_to(optimizer, moved, torch.device("cpu"), shown)
+        session.when_undone(functools.partial(_states_back, weakref.ref(optimizer), moved, shown))
         is_fused = choice.settings.get("kernel") == "fused" and type(optimizer).__name__ in UPDATED_ON_HOST
-        updates = _Updates(optimizer, streamed, moved, is_fused=is_fused)
+        updates = _Updates(optimizer, streamed, moved, shown, is_fused=is_fused)
         if codec is not None:
             refuse = functools.partial(session.verdict.refuse, technique=_NAME)
             window = int(choice.settings["window_bytes"])
@@ -108,9 +110,12 @@ def _states_on_disk(session: Session, choice: Choice, card: torch.device) -> Hos
 
 
 def _states_to(
-    optimizer: torch.optim.Optimizer, moved: WeakTable[torch.Tensor, None], device: torch.device | None
+    optimizer: torch.optim.Optimizer,
+    moved: WeakTable[torch.Tensor, None],
+    device: torch.device | None,
+    shown: ShownStates | None,
 ) -> None:
-    """Moves the states of parameters to `device`, or to where the parameter is."""
+    """Moves the states of parameters to `device`, or to where the parameter is; at the host they may be `shown` as tensors of the card."""
     # Step counters of a fused optimizer are beside the parameters, those of others always at the host.
     moves_counters = any(group.get("fused") for group in optimizer.param_groups)
     for parameter, states in list(optimizer.state.items()):
@@ -118,12 +123,20 @@ def _states_to(
             for name, value in list(dict.items(states)):
                 if isinstance(value, torch.Tensor) and (value.shape == parameter.shape or moves_counters):
                     states[name] = value.to(parameter.device if device is None else device)
+            if shown is not None and device is not None:
+                shown.put(states, dict(dict.items(states)), parameter)
 
 
-def _states_back(optimizer_of: "weakref.ref[torch.optim.Optimizer]", moved: WeakTable[torch.Tensor, None]) -> None:
+def _states_back(
+    optimizer_of: "weakref.ref[torch.optim.Optimizer]", moved: WeakTable[torch.Tensor, None], shown: ShownStates | None
+) -> None:
     optimizer = optimizer_of()
-    if optimizer is not None:
-        _states_to(optimizer, moved, None)
+    if optimizer is None:
+        return
+    if shown is not None:
+        for parameter in [p for p in optimizer.state if isinstance(p, torch.Tensor) and p in moved]:
+            shown.take_back(optimizer.state[parameter])
+    _states_to(optimizer, moved, None, shown)
 
 
 class _Updates:
@@ -134,6 +147,7 @@ class _Updates:
         optimizer: torch.optim.Optimizer,
         streamed: StreamedWeights,
         moved: Collection[torch.Tensor] | WeakTable[torch.Tensor, None],
+        shown: ShownStates | None,
         *,
         is_fused: bool,
     ) -> None:
@@ -141,6 +155,7 @@ class _Updates:
         self._step = step_of(optimizer)
         self._streamed = streamed
         self._moved = moved
+        self._shown = shown
         self._is_fused = is_fused
         self.encoded: EncodedStates | None = None
         """Of states that are on disk between the steps: updates are made one by one, while the states of the next parameters come."""
@@ -156,7 +171,7 @@ class _Updates:
         if twins:
             own = groups_by_parameter(optimizer)
             taken = [p for p in own if p in self._moved and p in twins and p.grad is not None]
-            update_twins(optimizer, self._step, {p: twins[p] for p in taken}, self._flags_for)
+            update_twins(optimizer, self._step, {p: twins[p] for p in taken}, self._flags_for, self._shown)
             return taken
         groups = [
             self._fused(group, taken)
@@ -179,7 +194,7 @@ class _Updates:
         """Updates one parameter, whose states are at the host."""
         optimizer = self._live()
         if (twin := self._streamed.twins().get(parameter)) is not None:
-            update_twins(optimizer, self._step, {parameter: twin}, self._flags_for)
+            update_twins(optimizer, self._step, {parameter: twin}, self._flags_for, self._shown)
             return
         own = optimizer.param_groups[group]
         given = self._fused(own, [parameter]) if self._can_be_fused(parameter, own) else {**own, "params": [parameter]}

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tightfit.engine.weights.streamed_weights import Twin
+from tightfit.techniques.offload.shown_states import ShownStates
 from tightfit.techniques.optimizer.updates.optimizer_steps import beside, groups_by_parameter
 
 Flags = Callable[[torch.Tensor, Any, dict[str, Any]], dict[str, Any]]
@@ -21,11 +22,28 @@ def update_twins(
     step: Callable[[torch.optim.Optimizer], Any],
     twins: Mapping[torch.Tensor, Twin],
     flags: Flags,
+    shown: ShownStates | None,
 ) -> None:
     """Updates the parameters of `twins`, which have gradients, as `step` would; `flags` gives the group of a twin with its states and its parameter's group.
 
-    What the card still writes to them is to be over.
+    States are `shown` as tensors of the card, or are at the host as they are. What the card still writes is to be over.
     """
+    # States are made by the first update, and then moved to where they are shown: one parameter's at a time.
+    fresh = [parameter for parameter in twins if not optimizer.state.get(parameter)] if shown is not None else []
+    for parameter in fresh:
+        _update(optimizer, step, {parameter: twins[parameter]}, flags, shown)
+    known = {parameter: twin for parameter, twin in twins.items() if parameter not in set(fresh)}
+    if known:
+        _update(optimizer, step, known, flags, shown)
+
+
+def _update(
+    optimizer: torch.optim.Optimizer,
+    step: Callable[[torch.optim.Optimizer], Any],
+    twins: Mapping[torch.Tensor, Twin],
+    flags: Flags,
+    shown: ShownStates | None,
+) -> None:
     group_of = groups_by_parameter(optimizer)
     states: defaultdict[torch.Tensor, Any] = defaultdict(dict)
     # Implementations for many tensors take those of one group together.
@@ -38,20 +56,15 @@ def update_twins(
         twin.grad = gradient.to("cpu") if pair.gradient is None else pair.gradient
         known = optimizer.state.get(parameter)
         if known is not None:
-            _to_host(known, parameter)
-            states[twin] = known
+            states[twin] = known if shown is None else shown.at_host(known, parameter)
         own = optimizer.param_groups[index]
-        given = flags(twin, known or {}, own)
+        given = flags(twin, states[twin] if known is not None else {}, own)
         groups.setdefault((index, given is own), {**given, "params": []})["params"].append(twin)
     step(beside(optimizer, list(groups.values()), states))
     for parameter, pair in twins.items():
-        if states.get(pair.weight):
-            optimizer.state[parameter] = states[pair.weight]
+        updated = states.get(pair.weight)
+        if updated and shown is None:
+            optimizer.state[parameter] = updated
+        elif updated and shown is not None:
+            shown.put(optimizer.state[parameter], updated, parameter)
         torch.autograd.graph.increment_version(parameter)
-
-
-def _to_host(states: Any, parameter: torch.Tensor) -> None:
-    """States that were loaded are where the parameter is shown to be."""
-    for name, value in list(dict.items(states)) if isinstance(states, dict) else ():
-        if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.device.type != "cpu":
-            states[name] = value.to("cpu")

@@ -10,6 +10,7 @@ in the first calls, and again after a change of shape, mode or module, the resul
 import copy
 import functools
 import inspect
+import itertools
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,7 +51,7 @@ from tightfit.techniques.recomputation.recompute_checks import (
     StoredTensors,
 )
 from tightfit.techniques.recomputation.saved_values import SavedValues
-from tightfit.techniques.session import CHECK_STEPS, Verdict
+from tightfit.techniques.session import CHECK_STEPS, ComparedSums, Verdict
 from tightfit.torch_hooks.backward import keeps_graph
 from tightfit.torch_hooks.saved_tensor_hooks import is_of_torch_offload, mark_as_ours, programs_hooks
 
@@ -93,6 +94,8 @@ class Recomputed:
         self._inside = InnerModules()
         self._is_first = True
         self.num_second_runs = 0
+        self.num_saved = 0
+        """How many tensors the last call has saved for its backward pass."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Recomputed":
         module = copy.deepcopy(self.owner(), memo)
@@ -115,6 +118,12 @@ class Recomputed:
         """The error that this module cannot be recomputed, with the remedy."""
         message = f"{self._where} {why}; leave it out: tightfit plan --without {self._technique}@{self._where}"
         return self._verdict.refuse(message, technique=self._technique, places=(self._where,))
+
+    def expect(self, sums: Sequence[tuple[torch.Tensor, torch.Tensor, str]]) -> None:
+        """Has the two sums of each compared before the next step of an optimizer."""
+        for first, second, words in sums:
+            refuse = functools.partial(self.refusal, f"{words} when it was run a second time")
+            self._verdict.sums.append(ComparedSums(first=first, again=second, refuse=refuse))
 
     def is_of(self, module: torch.nn.Module) -> bool:
         """Whether this wraps `module`, and not a module that it is a copy of."""
@@ -248,7 +257,7 @@ class RecomputedCall:
         self._handed_over += self._held.in_graphs() if self._held is not None else []
         self._has_graphs = bool(in_graphs)
         self._first: list[Fingerprint] | None = None
-        self._saved = SavedValues(self._before.reach.weights) if owner.schedule.has_values else None
+        self._saved = SavedValues(self._before.reach.weights, owner.num_saved) if owner.schedule.has_values else None
         self._is_used_up = False
 
     @property
@@ -298,6 +307,8 @@ class RecomputedCall:
         Raises:
             ApplyError: it had a side effect that cannot be restored for a later run.
         """
+        if self._saved is not None:
+            self._owner.num_saved = len(self._saved)
         if self._saved is not None and self._saved.question:
             raise self._owner.refusal(told(self._saved.question))
         if self._of_all:
@@ -382,9 +393,11 @@ class RecomputedCall:
             try:
                 yield
             except _StopRecomputationError:
+                self._owner.expect(mismatch.sums)
                 if mismatch.words:
                     raise self._owner.refusal(f"{mismatch.words} when it was run a second time") from None
                 raise
+        self._owner.expect(mismatch.sums)
         if mismatch.words:
             raise self._owner.refusal(f"{mismatch.words} when it was run a second time")
 
@@ -470,13 +483,21 @@ def _kept_as_they_are(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return [arg for arg in args if not isinstance(arg, torch.Tensor)], dict(kwargs)
 
 
-def _versions(arguments: Any) -> list[int]:
-    tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
-    return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+def _versions(arguments: tuple[Sequence[Any], Mapping[str, Any]]) -> list[int]:
+    return [-1 if tensor.is_inference() else tensor._version for tensor in _tensors_in(arguments)]
 
 
-def _shapes(arguments: Any) -> tuple[Any, ...]:
-    return tuple((leaf.shape, leaf.dtype) for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
+def _shapes(arguments: tuple[Sequence[Any], Mapping[str, Any]]) -> tuple[Any, ...]:
+    return tuple((tensor.shape, tensor.dtype) for tensor in _tensors_in(arguments))
+
+
+def _tensors_in(arguments: tuple[Sequence[Any], Mapping[str, Any]]) -> Iterator[torch.Tensor]:
+    args, kwargs = arguments
+    for value in itertools.chain(args, kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif not isinstance(value, PLAIN):
+            yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
 def _is_replaceable(before: Snapshot, tensor: torch.Tensor) -> bool:

@@ -1,0 +1,46 @@
+"""Reads the contents of tensors on a card without waiting for it: a sum over the words of a tensor, which stays there until it is asked for.
+
+Integers are summed, so the order in which a kernel adds does not matter and every bit counts: two tensors with other contents have other sums,
+but for words that change places or whose changes cancel. At the host, where what is read is known at once, `effects.contents` does the same.
+"""
+
+from contextlib import nullcontext
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+
+DEVICE_TYPES = ("cuda",)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WORD_BYTES = 8
+
+
+def sum_on_card(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The sum as an int64 tensor of no dimension on the card; None for what is not there, or of a class or layout of its own, and while a graph is captured."""
+    if tensor.device.type not in DEVICE_TYPES or type(tensor) not in _PLAIN or tensor.layout != torch.strided:
+        return None
+    if not tensor.numel() or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return None
+    # A mode of the program's does not see it.
+    outside = _disable_current_modes() if _get_current_dispatch_mode_stack() else nullcontext()
+    with torch.no_grad(), outside, torch._C.DisableTorchFunction():
+        return _words(tensor.detach()).sum(dtype=torch.int64)
+
+
+def first_difference(ones: list[torch.Tensor], others: list[torch.Tensor]) -> int | None:
+    """The number of the first pair of sums that differ; waits for the card."""
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        differ = torch.stack(ones) != torch.stack(others)
+        # One wait where all are equal.
+        return int(differ.nonzero()[0]) if bool(differ.any()) else None
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    size = tensor.element_size()
+    if tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)):
+        flat = tensor.as_strided((tensor.numel(),), (1,))
+        is_aligned = not (tensor.storage_offset() * size) % _WORD_BYTES and not (tensor.numel() * size) % _WORD_BYTES
+        return flat.view(torch.int64 if is_aligned else _WORDS[size])
+    return tensor.view(_WORDS[size])
