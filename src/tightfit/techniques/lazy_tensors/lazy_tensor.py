@@ -179,15 +179,15 @@ class LazyTensor(torch.Tensor, metaclass=SeenAsTensor):
 
     # What reads memory past the dispatcher.
 
-    def apply_(self, function: Any) -> torch.Tensor:
+    def apply_(self, callable: Any) -> torch.Tensor:  # noqa: A002 - torch's own name
         """As `torch.Tensor.apply_`."""
-        self.copy_(self.whole().clone().apply_(function))
+        self.copy_(self.whole().clone().apply_(callable))
         return self
 
-    def map_(self, tensor: torch.Tensor, function: Any) -> torch.Tensor:
+    def map_(self, other: torch.Tensor, callable: Any) -> torch.Tensor:  # noqa: A002 - torch's own name
         """As `torch.Tensor.map_`."""
-        given = tensor.whole() if isinstance(tensor, LazyTensor) else tensor
-        self.copy_(self.whole().clone().map_(given, function))
+        given = other.whole() if isinstance(other, LazyTensor) else other
+        self.copy_(self.whole().clone().map_(given, callable))
         return self
 
     def numpy(self, *, force: bool = False) -> Any:
