@@ -17,6 +17,7 @@ import torch
 
 from tightfit.errors.faults import note
 from tightfit.torch_hooks.manifest import ACCUMULATE_GRAD, GRAPH_TASK_ID, KEEPS_GRAPH, RUN_BACKWARD
+from tightfit.torch_hooks.node_hooks import has_hooks
 from tightfit.torch_hooks.replaced import Leave, Replaced
 
 # The node that adds a gradient to a leaf. It alone has the leaf itself, as `variable`.
@@ -106,9 +107,9 @@ def keeps_graph() -> bool:
     return GRAPH_TASK_ID.call() == -1 or bool(KEEPS_GRAPH.call())
 
 
-def leaves_with_held_accumulators() -> list[torch.Tensor]:
-    """The leaves whose gradient accumulators something in Python refers to: hooks on these stay from step to step, and nothing lists them."""
-    return [each.variable for each in gc.get_objects() if type(each) is _AccumulateGrad]
+def leaves_with_hooked_accumulators() -> list[torch.Tensor]:
+    """The leaves whose gradient accumulators have hooks, put on before anybody watched: they stay from step to step while something refers to the accumulator."""
+    return [each.variable for each in gc.get_objects() if type(each) is _AccumulateGrad and has_hooks(each)]
 
 
 def on_backward(owner: BackwardOwner) -> Leave:
