@@ -69,7 +69,10 @@ CASES = (
 def _run(
     words: Sequence[str], folder: Path, *, on_card: bool, seconds: float = 600
 ) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    }
     environment |= {} if on_card else {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     try:
         return subprocess.run(

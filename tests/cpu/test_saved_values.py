@@ -171,7 +171,7 @@ def test_memory_of_a_recurrent_layers_library_is_not_compared() -> None:
 @pytest.fixture
 def as_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is read at once at the host is summed instead, as on a card."""
-    monkeypatch.setattr(card_sums, "_DEVICE_TYPES", ("cpu",))
+    monkeypatch.setattr(card_sums, "DEVICE_TYPES", ("cpu",))
     monkeypatch.setattr(saved_values, "checksum_of", lambda _: None)
 
 
@@ -228,7 +228,7 @@ def test_on_a_card_a_program_that_updates_by_hand_is_told_at_the_end(path: Path)
     ],
 )
 def test_every_bit_of_a_tensor_counts(monkeypatch: pytest.MonkeyPatch, tensor: torch.Tensor) -> None:
-    monkeypatch.setattr(card_sums, "_DEVICE_TYPES", ("cpu",))
+    monkeypatch.setattr(card_sums, "DEVICE_TYPES", ("cpu",))
     total = card_sums.sum_on_card(tensor)
     assert total is not None
     same = tensor.clone()

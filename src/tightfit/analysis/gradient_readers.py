@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from tightfit.analysis.intervals import runs_of
-from tightfit.analysis.optimizer import OptimizerProfile
+from tightfit.analysis.optimizer import OptimizerProfile, events_of
 from tightfit.analysis.optimizer_algorithm import LOW_PRECISION
-from tightfit.tape import Column, Phase
+from tightfit.tape import Category, Column, Phase
 
 # Clipping or logging gradient norms between backward and step reads about all gradients; printing a loss reads next to nothing.
 _FRACTION_THAT_IS_A_LOOK = 0.3
@@ -25,14 +25,27 @@ def updates_in_backward(run: OptimizerProfile) -> bool:
 
 
 def num_backwards_per_update(run: OptimizerProfile) -> int:
-    """The largest number of backward passes before one optimizer step."""
+    """The largest number of backward passes before one optimizer step, without those whose gradients are gone by then (a second model's, updated by hand)."""
     phases = run.tape.operators.phase
-    passes = [end for _, end in runs_of(_joined(phases) == Phase.BACKWARD)]
+    passes = runs_of(_joined(phases) == Phase.BACKWARD)
+    events = events_of(run, passes)
     most, before = 0, 0
     for step_range in run.step_ranges:
-        most = max(most, sum(before < end <= step_range.begin for end in passes))
+        between = [
+            within
+            for (_, end), within in zip(passes, events, strict=True)
+            if before < end <= step_range.begin and not _is_used_before(run, within, step_range.begin_event)
+        ]
+        most = max(most, len(between))
         before = step_range.end
     return most
+
+
+def _is_used_before(run: OptimizerProfile, within: tuple[int, int], event: int) -> bool:
+    """Whether a backward pass has allocated gradients, and all of them are freed when an optimizer's step begins."""
+    begin, end = within
+    made = (run.tape.storages.category == Category.GRADIENTS) & (run.allocated_at >= begin) & (run.allocated_at < end)
+    return bool(made.any() and (run.freed_at[made] < event).all())
 
 
 def readers_of_gradients(run: OptimizerProfile) -> frozenset[str]:

@@ -22,9 +22,14 @@ _MAX_DEPTH = 4
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
+def is_saved_by_function(caller: types.FrameType | None) -> bool:
+    """Whether the frame that has a tensor saved is a function written in Python, and not an operator."""
+    return caller is not None and caller.f_code is _APPLY
+
+
 def question_of(caller: types.FrameType | None) -> str:
     """For the frame that has a tensor saved: the line where the backward pass of its function asks what the tensor is, or nothing."""
-    if caller is None or caller.f_code is not _APPLY:
+    if caller is None or not is_saved_by_function(caller):
         return ""
     function = caller.f_locals.get("cls")
     backward = getattr(function, "backward", None)

@@ -7,9 +7,9 @@ but for words that change places or whose changes cancel. At the host, where wha
 from contextlib import nullcontext
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
-_DEVICE_TYPES = ("cuda",)
+DEVICE_TYPES = ("cuda",)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WORD_BYTES = 8
@@ -17,12 +17,12 @@ _WORD_BYTES = 8
 
 def sum_on_card(tensor: torch.Tensor) -> torch.Tensor | None:
     """The sum as an int64 tensor of no dimension on the card; None for what is not there, or of a class or layout of its own, and while a graph is captured."""
-    if tensor.device.type not in _DEVICE_TYPES or type(tensor) not in _PLAIN or tensor.layout != torch.strided:
+    if tensor.device.type not in DEVICE_TYPES or type(tensor) not in _PLAIN or tensor.layout != torch.strided:
         return None
     if not tensor.numel() or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
         return None
     # A mode of the program's does not see it.
-    outside = nullcontext() if _get_current_dispatch_mode() is None else _disable_current_modes()
+    outside = _disable_current_modes() if _get_current_dispatch_mode_stack() else nullcontext()
     with torch.no_grad(), outside, torch._C.DisableTorchFunction():
         return _words(tensor.detach()).sum(dtype=torch.int64)
 

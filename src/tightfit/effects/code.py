@@ -36,9 +36,10 @@ class Code:
 
     def is_same(self) -> bool:
         """Whether nothing was replaced."""
-        return all(
-            all(map(operator.is_, map(space.get, values), values.values())) for space, values in self._places.values()
-        ) and all(map(operator.is_, map(_CODE_OF, self._functions), self._functions.values()))
+        for space, values in self._places.values():
+            if not all(map(operator.is_, map(space.get, values), values.values())):
+                return False
+        return all(map(operator.is_, map(_CODE_OF, self._functions), self._functions.values()))
 
     def _keep(self, space: Mapping[str, Any], values: Mapping[str, Any]) -> None:
         self._places.setdefault(id(space), (space, {}))[1].update(values)

@@ -54,9 +54,9 @@ class Snapshot:
 
     def in_graphs(self) -> list[torch.Tensor]:
         """The tensors with a graph in the state. The returned list keeps them alive; the snapshot does not."""
-        if not (self.reach.has_graphs or self.reach.others):
-            return []
-        return [tensor for content in self.contents for tensor in in_graphs(content)]
+        if self.reach.has_graphs or self.contents is not self.reach.contents:
+            return [tensor for content in self.contents for tensor in in_graphs(content)]
+        return [tensor for number in self.reach.others for tensor in in_graphs(self.contents[number])]
 
 
 class RegionState:
@@ -217,6 +217,7 @@ def _different_drawn(before: Snapshot, after: Snapshot) -> Iterator[StateDiffere
 
 # Of the virtual GPU: they have storages of their own, without data.
 _FAKE = "torch._subclasses.fake_tensor"
+_PLAIN_TENSORS = (torch.nn.Parameter, torch.Tensor)
 # Weights that are on the card or at the host by turns: their data is another each time, and whoever moves them looks for writes.
 MOVED = WeakTensorKeyDictionary()
 
@@ -224,6 +225,8 @@ MOVED = WeakTensorKeyDictionary()
 def _version(tensor: torch.Tensor) -> Any:
     """The number of writes to a tensor that torch knows of; of a small one and of a weight at the host, which numpy and `.data` write to past torch, also the content."""
     number = _number_of_writes(tensor)
+    if tensor.is_cuda:
+        return number
     # Of what is large only weights are read: a forward may keep any number of other tensors.
     is_read = tensor.nbytes <= SMALL_BYTES or (tensor.is_leaf and tensor.requires_grad)
     return (number, content_of(tensor)) if number >= 0 and is_read else number
@@ -231,7 +234,7 @@ def _version(tensor: torch.Tensor) -> Any:
 
 def _number_of_writes(tensor: torch.Tensor) -> int:
     # What a lazy module has not made yet.
-    if is_lazy(tensor):
+    if type(tensor) not in _PLAIN_TENSORS and is_lazy(tensor):
         return -2
     return -1 if tensor.is_inference() or _is_moved(tensor) else tensor._version
 
@@ -245,6 +248,8 @@ def _storage(tensor: torch.Tensor) -> Any:
     if _is_moved(tensor):
         return None
     kind = type(tensor)
+    if kind in _PLAIN_TENSORS and tensor.layout == torch.strided:
+        return tensor.untyped_storage()
     is_wrapper = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and kind.__module__ != _FAKE
     return None if is_lazy(tensor) or is_wrapper or tensor.layout != torch.strided else tensor.untyped_storage()
 

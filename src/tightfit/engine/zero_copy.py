@@ -27,7 +27,7 @@ class _OfCard:
         }
 
 
-class _OfHost:
+class OfHost:
     """The same bytes in numpy's protocol."""
 
     def __init__(self, on_card: torch.Tensor) -> None:
@@ -57,5 +57,5 @@ def at_host(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach().view(-1).view(torch.uint8) if tensor.dim() != 1 or tensor.dtype != torch.uint8 else tensor
     if flat.device.type == "cpu" or is_simulated() or not flat.numel():
         return flat
-    given: Any = _OfHost(flat)
+    given: Any = OfHost(flat)
     return torch.from_numpy(np.asarray(given))

@@ -8,13 +8,14 @@ import dataclasses
 import importlib
 import inspect
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from tightfit.errors import ApplyError, UnsupportedTorch
 
 # docs/versions.md says what was run on which.
 FIRST_TORCH, LAST_TORCH = "2.10", "2.15"
+_FUNCTIONS: dict[str, Callable[..., Any]] = {}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +75,17 @@ class Name:
             ApplyError: there is no such name in the installed library.
         """
         return inspect.getattr_static(self.holder(), self.name)
+
+    def call(self, *arguments: Any) -> Any:
+        """Calls what the name stands for, which is looked up once: for functions of C, which nobody replaces, in every step.
+
+        Raises:
+            ApplyError: there is no such name in the installed library.
+        """
+        function = _FUNCTIONS.get(self.path)
+        if function is None:
+            function = _FUNCTIONS[self.path] = self.value()
+        return function(*arguments)
 
     def is_there(self) -> bool:
         """Whether the installed library has it."""

@@ -54,14 +54,14 @@ class UpdateRetries:
         """A step of the loop begins."""
         self.is_done = False
         self.half_done = ""
-        self._num_modes = NUM_DISPATCH_MODES.value()()
+        self._num_modes = NUM_DISPATCH_MODES.call()
         self._thread = threading.get_ident()
 
     def end(self) -> None:
         """It is over, or has failed."""
         if self._rest is not None:
             rest, self._rest = self._rest, None
-            if NUM_DISPATCH_MODES.value()() == self._num_modes + 1:
+            if NUM_DISPATCH_MODES.call() == self._num_modes + 1:
                 rest.__exit__(None, None, None)
         self._num_modes = -1
 
@@ -97,7 +97,7 @@ class UpdateRetries:
         """
         self.is_done = True
         is_here = self._thread == threading.get_ident()
-        if self._rest is None and is_here and NUM_DISPATCH_MODES.value()() == self._num_modes:
+        if self._rest is None and is_here and NUM_DISPATCH_MODES.call() == self._num_modes:
             rest = _Again(self)
             rest.__enter__()
             self._rest = rest

@@ -17,6 +17,7 @@ import torch
 
 from tightfit.errors.faults import note
 from tightfit.torch_hooks.manifest import ACCUMULATE_GRAD, GRAPH_TASK_ID, KEEPS_GRAPH, RUN_BACKWARD
+from tightfit.torch_hooks.node_hooks import has_hooks
 from tightfit.torch_hooks.replaced import Leave, Replaced
 
 # The node that adds a gradient to a leaf. It alone has the leaf itself, as `variable`.
@@ -103,12 +104,12 @@ def keeps_graph() -> bool:
     """Whether the backward pass that is running retains its graph, so that it may be run once more."""
     # -1 outside of the engine, as torch/utils/module_tracker.py (`is_bw`) relies on too. Code that is not in a
     # pass has no graph that is about to be freed.
-    return GRAPH_TASK_ID.value()() == -1 or bool(KEEPS_GRAPH.value()())
+    return GRAPH_TASK_ID.call() == -1 or bool(KEEPS_GRAPH.call())
 
 
-def leaves_with_held_accumulators() -> list[torch.Tensor]:
-    """The leaves whose gradient accumulators something in Python refers to: hooks on these stay from step to step, and nothing lists them."""
-    return [each.variable for each in gc.get_objects() if type(each) is _AccumulateGrad]
+def leaves_with_hooked_accumulators() -> list[torch.Tensor]:
+    """The leaves whose gradient accumulators have hooks, put on before anybody watched: they stay from step to step while something refers to the accumulator."""
+    return [each.variable for each in gc.get_objects() if type(each) is _AccumulateGrad and has_hooks(each)]
 
 
 def on_backward(owner: BackwardOwner) -> Leave:
@@ -160,7 +161,7 @@ def _around(
         accumulates=bool(kwargs.get("accumulate_grad")),
         # Reentrant checkpointing runs a pass of its own inside a node of the outer one (torch/utils/checkpoint.py,
         # `CheckpointFunction.backward`): an owner must not take that for the program's pass.
-        is_nested=GRAPH_TASK_ID.value()() != -1,
+        is_nested=GRAPH_TASK_ID.call() != -1,
         is_of_part=bool(_parts),
         is_shared=is_shared,
         args=args,

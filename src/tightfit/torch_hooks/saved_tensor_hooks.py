@@ -17,7 +17,7 @@ _OURS = "is_of_tightfit"
 
 def mark_as_ours() -> None:
     """Takes the innermost hooks for ours: called within a checkpoint that we have begun, whose hooks are torch's own."""
-    hooks = TOP_SAVED_HOOKS.value()(False)
+    hooks = TOP_SAVED_HOOKS.call(False)
     for hook in hooks or ():
         # They are functions, made anew for each checkpoint.
         vars(hook)[_OURS] = True
@@ -25,7 +25,7 @@ def mark_as_ours() -> None:
 
 def programs_hooks() -> Hooks | None:
     """The innermost hooks, if they are the program's; those of ours that pass on what they are given are looked through."""
-    hooks = TOP_SAVED_HOOKS.value()(False)
+    hooks = TOP_SAVED_HOOKS.call(False)
     while hooks is not None and (around := _around(hooks[0])) is not None:
         hooks = around
     return None if hooks is None or is_ours(hooks[0]) else hooks

@@ -163,7 +163,7 @@ IN_BOTH: tuple[Name, ...] = (
     ),
     known("torch._C:DisableTorchFunction", "to run operators of our own that no mode sees", "effects"),
     known(
-        "torch.utils._python_dispatch:_get_current_dispatch_mode",
+        "torch.utils._python_dispatch:_get_current_dispatch_mode_stack",
         "to leave modes only where there are some",
         "effects",
     ),

@@ -94,6 +94,8 @@ class Reach:
     """Whether there were more objects than a walk looks at."""
     names_outside: bool = False
     """Whether code of the region names something by which it may reach outside of the process's memory."""
+    has_graphs: bool = False
+    """Whether a dict held a tensor with a graph when last read, or may have."""
     _weights: frozenset[int] | None = None
 
     def _mappings(self) -> list[dict[Any, Any]]:
@@ -108,6 +110,7 @@ class Reach:
             for mapping in self._mappings()
             for value in mapping.values()
         ]
+        self.has_graphs = any(map(operator.is_, self.values, itertools.repeat(_IN_GRAPH)))
 
     @property
     def weights(self) -> frozenset[int]:
@@ -115,11 +118,6 @@ class Reach:
         if self._weights is None:
             self._weights = frozenset(id(tensor) for tensor in self.tensors if tensor.is_leaf and tensor.requires_grad)
         return self._weights
-
-    @property
-    def has_graphs(self) -> bool:
-        """Whether a dict held a tensor with a graph when last read."""
-        return any(value is _IN_GRAPH for value in self.values)
 
     def is_same(self) -> bool:
         """Whether the dicts have the contents that they had when last read, and no hook was added."""
@@ -159,6 +157,8 @@ def reach_of_arguments(
             walk.argument(name, argument)
     walk.finish()
     walk.found.is_cut = walk.collected.is_full()
+    # They are read once or twice: not looked through before they are asked for.
+    walk.found.has_graphs = True
     return walk.found
 
 

@@ -115,7 +115,7 @@ class SavedStorage:
         assert first is not None
         storage = first.untyped_storage()
         # What is not resizable is memory that came from elsewhere (numpy, DLPack), which may be written to there.
-        return storage.resizable() and STORAGE_USES.value()(storage._cdata) == len(living) + _USES_OF_A_NAME
+        return storage.resizable() and STORAGE_USES.call(storage._cdata) == len(living) + _USES_OF_A_NAME
 
     def bytes_on_card(self) -> torch.Tensor:
         """All of its bytes, uint8, of shape (num_bytes,); `is_ours_alone` has to be true."""

@@ -78,7 +78,7 @@ class StreamedGradient:
         if gradient is None or self._leaving is not None or self._is_away(gradient) or not _is_movable(gradient):
             return
         # What refers to one that returns refers to where it lay.
-        if self._homes.get(gradient) is None and TENSOR_USES.value()(gradient) != _HANDLES:
+        if self._homes.get(gradient) is None and TENSOR_USES.call(gradient) != _HANDLES:
             return
         at_host = self._memory_for(gradient)
         ticket = copies.begin(_bytes_of(gradient), bytes_there(_bytes_of(at_host)), to_host=True)
@@ -159,7 +159,7 @@ class StreamedGradient:
             return False
         storage = at_host.untyped_storage()
         ours = _USES_OF_OURS + (storage._cdata == self._memory.untyped_storage()._cdata)
-        return STORAGE_USES.value()(storage._cdata) > ours
+        return STORAGE_USES.call(storage._cdata) > ours
 
     def _memory_for(self, gradient: torch.Tensor) -> torch.Tensor:
         """Memory at the host that nobody refers to, as the gradient lies in its own."""
@@ -173,7 +173,7 @@ class StreamedGradient:
             return home.at_host
         memory = self._memory
         num_bytes = gradient.untyped_storage().nbytes()
-        is_free = is_simulated() or STORAGE_USES.value()(memory.untyped_storage()._cdata) == _USES_OF_OURS
+        is_free = is_simulated() or STORAGE_USES.call(memory.untyped_storage()._cdata) == _USES_OF_OURS
         if not is_free or num_bytes > self._num_bytes:
             is_pinned = self._device.type == "cuda" and not is_simulated()
             memory = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
@@ -204,4 +204,4 @@ def _is_movable(gradient: torch.Tensor) -> bool:
         return False
     storage = gradient.untyped_storage()
     is_whole = storage.nbytes() == gradient.numel() * gradient.element_size()
-    return is_whole and storage.resizable() and STORAGE_USES.value()(storage._cdata) == _USES
+    return is_whole and storage.resizable() and STORAGE_USES.call(storage._cdata) == _USES

@@ -150,7 +150,7 @@ class StreamedWeight:
         return self._uses_at_host() > self._uses_of_ours
 
     def _uses_at_host(self) -> int:
-        return int(STORAGE_USES.value()(self._at_host.untyped_storage()._cdata))
+        return int(STORAGE_USES.call(self._at_host.untyped_storage()._cdata))
 
     def return_to_host(self, copies: CopyEngine) -> None:
         """Stays in its memory at the host for good, where that is as good as the card's: what the program has of it lies there."""

@@ -5,13 +5,22 @@ Of a gradient its 2-norm is kept, and the factors it was multiplied by since: so
 possible; for a gradient that an update has consumed, it raises an error.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, final
 
 import torch
 
 from tightfit.errors import ApplyError
-from tightfit.techniques.lazy_tensors.lazy_tensor import NOT_ANSWERED, AbstractElementSource, ElementsNeeded, LazyTensor
+from tightfit.techniques.lazy_tensors.lazy_tensor import (
+    NOT_ANSWERED,
+    AbstractElementSource,
+    ElementsNeeded,
+    LazyTensor,
+    carry_attributes,
+)
+
+REMEDY = "leave updates in the backward pass out of the plan"
 
 State = Literal["deferred", "made", "zero", "used"]
 
@@ -45,6 +54,7 @@ class Deferred(AbstractElementSource):
         self._make_all = make_all
         self._refuse = refuse
         self._why_used = ""
+        self._aliases: list[weakref.ref[LazyTensor]] = []
 
     def whole(self) -> torch.Tensor:
         self.was_asked = True
@@ -63,6 +73,29 @@ class Deferred(AbstractElementSource):
     def held(self) -> Sequence[torch.Tensor]:
         return () if self._made is None else (self._made,)
 
+    def alias(self, tensor: LazyTensor) -> LazyTensor:
+        self._aliases = [each for each in self._aliases if each() is not None]
+        self._aliases.append(weakref.ref(tensor))
+        return tensor
+
+    def sets_data(self, tensor: LazyTensor, value: torch.Tensor) -> bool:
+        aliases = [alias for each in self._aliases if (alias := each()) is not None]
+        if self._made is None or any(alias is tensor for alias in aliases):
+            # Of the same memory as `value`, to which the program may write later.
+            tensor.source = self._other(value)
+            return True
+        # It stands for the gradient of its parameter, which is there by now; aliases go on with what that was.
+        before = self._other(self._made.detach())
+        for alias in aliases:
+            alias.source = before
+        self._made.data = value
+        return True
+
+    def _other(self, value: torch.Tensor) -> "Deferred":
+        other = Deferred(value, refuse=self._refuse)
+        other.is_made(value)
+        return other
+
     def form_is_read(self) -> None:
         # A step looks at whether a gradient is sparse before it changes anything. One that is not of this session must find it made by then.
         if self.state == "deferred":
@@ -71,7 +104,10 @@ class Deferred(AbstractElementSource):
     def make(self) -> None:
         self._make_all()
         if self._made is None:
-            raise self._refuse("a gradient is read whose backward pass is gone")
+            raise self._refuse(
+                "a gradient is read whose backward pass is gone, since it was cleared or replaced on its parameter, or its plan has ended; "
+                f"read it before that, take a clone of it, or {REMEDY}"
+            )
 
     def changed(self, gradient: torch.Tensor) -> torch.Tensor:
         """Applies the recorded in-place changes to `gradient`, the recomputed one."""
@@ -148,7 +184,8 @@ def settle(parameter: torch.Tensor) -> None:
     """Replaces a lazy gradient that was materialised by the tensor itself, which all aliases share."""
     deferred = deferred_gradient(parameter)
     if deferred is not None and deferred.state == "made":
-        parameter.grad = deferred.whole()
+        standing, parameter.grad = parameter.grad, deferred.whole()
+        carry_attributes(standing, parameter.grad)
 
 
 def _is_two_norm(order: Any = 2, dim: Any = None, keepdim: bool = False) -> bool:

@@ -13,9 +13,11 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from tightfit.effects.dispatched import dispatched
+from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.seen_as_tensor import SeenAsTensor
 
 NOT_ANSWERED = object()
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _IS_SPARSE = torch.Tensor.is_sparse.__get__  # type: ignore[attr-defined]
 
 
@@ -39,6 +41,14 @@ class AbstractElementSource(abc.ABC):
     def was_written(self, whole: torch.Tensor) -> None:  # noqa: B027 - most have nothing to make of it
         """Called after an operator has written to the result of `whole`."""
 
+    def sets_data(self, tensor: "LazyTensor", value: torch.Tensor) -> bool:
+        """Has `tensor`, of this source, show the memory of `value`, an ordinary tensor of its form, from now on; False where elements are to be written instead."""
+        return False
+
+    def alias(self, tensor: "LazyTensor") -> "LazyTensor":
+        """Called with a new alias (`detach()`, `.data`) of a lazy tensor of this source, which it returns."""
+        return tensor
+
     def held(self) -> Sequence[torch.Tensor]:
         """The tensors that hold its memory."""
         return ()
@@ -52,11 +62,14 @@ class AbstractElementSource(abc.ABC):
         return NOT_ANSWERED
 
 
-class ElementsNeeded(Exception):
+class ElementsNeeded(ApplyError):
     """An operator reads a lazy tensor whose elements need a backward pass, which cannot run inside of an operator."""
 
     def __init__(self, source: AbstractElementSource) -> None:
-        super().__init__("a gradient was read that was not kept; leave updates in the backward pass out of the plan")
+        super().__init__(
+            "a gradient that is not kept is read by code that takes tensors apart (torch.func, torch.tensor, a nested tensor); "
+            "read it first (p.grad.clone()), or leave updates in the backward pass out of the plan"
+        )
         self.source = source
 
 
@@ -88,6 +101,8 @@ class LazyTensor(torch.Tensor, metaclass=SeenAsTensor):
         # or write anything.
         if func == _IS_SPARSE:
             args[0].source.form_is_read()
+        if func == _SET_DATA and isinstance(args[0], LazyTensor):
+            return args[0]._set_data(args[1])
         # Here autograd still works, which it does not within an operator.
         while True:
             try:
@@ -101,7 +116,7 @@ class LazyTensor(torch.Tensor, metaclass=SeenAsTensor):
         kwargs = kwargs or {}
         # `.data` and `.detach()` are aliases of the same memory: one source for all of them.
         if func is torch.ops.aten.detach.default:
-            return LazyTensor(args[0].source, args[0])
+            return args[0].source.alias(LazyTensor(args[0].source, args[0]))
         if (apart := one_by_one(func, args, kwargs)) is not NOT_ANSWERED:
             return apart
         if isinstance(args[0], LazyTensor):
@@ -109,6 +124,17 @@ class LazyTensor(torch.Tensor, metaclass=SeenAsTensor):
             if answer is not NOT_ANSWERED:
                 return answer
         return _on_elements(func, args, kwargs)
+
+    def _set_data(self, value: torch.Tensor) -> None:
+        given = value.whole() if isinstance(value, LazyTensor) else value
+        mine, other = ((t.shape, t.dtype, t.device, t.layout) for t in (self, given))
+        if mine != other:
+            raise ApplyError(
+                f"the data of a tensor that is not computed is set to one of another form ({tuple(given.shape)}, {given.dtype}, {given.device}); "
+                "read it first (p.grad.clone()), or leave the technique out of the plan"
+            )
+        if not self.source.sets_data(self, given.detach()):
+            self.detach().copy_(given)
 
     def whole(self) -> torch.Tensor:
         """The elements, as a tensor of torch's own."""
@@ -148,7 +174,21 @@ class LazyTensor(torch.Tensor, metaclass=SeenAsTensor):
         """The second of the tensors that hold its memory."""
         return self.source.held()[1]
 
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return self.whole().__repr__(tensor_contents=tensor_contents)
+
     # What reads memory past the dispatcher.
+
+    def apply_(self, callable: Any) -> torch.Tensor:  # noqa: A002 - torch's own name
+        """As `torch.Tensor.apply_`."""
+        self.copy_(self.whole().clone().apply_(callable))
+        return self
+
+    def map_(self, other: torch.Tensor, callable: Any) -> torch.Tensor:  # noqa: A002 - torch's own name
+        """As `torch.Tensor.map_`."""
+        given = other.whole() if isinstance(other, LazyTensor) else other
+        self.copy_(self.whole().clone().map_(given, callable))
+        return self
 
     def numpy(self, *, force: bool = False) -> Any:
         """As `torch.Tensor.numpy`."""
@@ -171,6 +211,14 @@ class LazyTensor(torch.Tensor, metaclass=SeenAsTensor):
 
     def __dlpack__(self, **kwargs: Any) -> Any:
         return self.whole().__dlpack__(**kwargs)
+
+
+def carry_attributes(tensor: torch.Tensor | None, to: torch.Tensor | None) -> None:
+    """Sets on `to` what the program has set on a lazy tensor that it replaces."""
+    if isinstance(tensor, LazyTensor) and to is not None and to is not tensor and len(vars(tensor)) > 1:
+        for name, value in vars(tensor).items():
+            if name != "source":
+                setattr(to, name, value)
 
 
 # The foreach operators that are answered for each tensor alone, with the operator that does the same to one.

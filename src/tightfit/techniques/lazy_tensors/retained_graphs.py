@@ -7,6 +7,7 @@ A parameter may be updated once its gradient is complete and nothing else refers
 gradient are freed by then, so a remaining view may be read later in the pass. Then its gradient is kept for the optimizer step.
 """
 
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -16,15 +17,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from tightfit.effects.random_states import AllRandom
 from tightfit.errors import ApplyError
-from tightfit.techniques.lazy_tensors.deferred_gradients import Deferred, defer_gradient, deferred_gradient
+from tightfit.techniques.lazy_tensors.deferred_gradients import REMEDY, Deferred, defer_gradient, deferred_gradient
+from tightfit.techniques.lazy_tensors.lazy_tensor import carry_attributes
 from tightfit.techniques.lazy_tensors.programs_code import ProgramsCode
 from tightfit.techniques.lazy_tensors.repeated_pass import as_before, drawing_as
 from tightfit.techniques.lazy_tensors.saved_and_shared import saved_and_shared
 from tightfit.techniques.lazy_tensors.unchanged import INTEGERS, Contents
 from tightfit.torch_hooks.backward import BackwardPass
 from tightfit.torch_hooks.manifest import SET_VERSIONS, STORAGE_USES
-
-REMEDY = "leave updates in the backward pass out of the plan"
 
 # The parameter and the object that stands for its memory in Python.
 _USES_OF_ITS_OWN = 2
@@ -102,7 +102,8 @@ class KeptPass:
         self._code = code
         self._others = others
         self._contents: Contents | None = None
-        self.gradients: dict[torch.Tensor, Deferred] = {}
+        # Weakly: what neither a parameter nor the program has any more is not made.
+        self._gradients: dict[torch.Tensor, weakref.ref[Deferred]] = {}
         self._buffers = buffers
         self._refuse = refuse
         self._versions: list[tuple[torch.Tensor, int]] = []
@@ -128,7 +129,7 @@ class KeptPass:
             if parameter in zeroed:
                 # As an addition to zeros would: negative zeros become positive ones.
                 deferred.changes.append((torch.ops.aten.add_.Scalar, 0.0))
-            self.gradients[parameter] = deferred
+            self._gradients[parameter] = weakref.ref(deferred)
             defer_gradient(parameter, deferred)
 
         before = AllRandom.now()
@@ -136,9 +137,9 @@ class KeptPass:
             with told_of_gradients(parameters, keep):
                 result = self.backward.run(keeps_graph=True)
         except BaseException:
-            for deferred in self.gradients.values():
+            for deferred in self.waiting.values():
                 deferred.is_used(f"of a backward pass that ended with an error; {REMEDY}")
-            self.gradients.clear()
+            self._gradients.clear()
             raise
         if self._code is not None:
             self._code.has_run()
@@ -152,12 +153,17 @@ class KeptPass:
 
     @property
     def waiting(self) -> dict[torch.Tensor, Deferred]:
-        """The gradients that are still wanted: not cleared, materialised, consumed or filled with zeros."""
-        return {
-            parameter: deferred
-            for parameter, deferred in self.gradients.items()
-            if deferred.state == "deferred" and deferred_gradient(parameter) is deferred
-        }
+        """The gradients that are still wanted: not cleared and dropped, materialised, consumed or filled with zeros."""
+        living = {parameter: deferred() for parameter, deferred in self._gradients.items()}
+        return {p: deferred for p, deferred in living.items() if deferred is not None and deferred.state == "deferred"}
+
+    def on_parameters(self) -> dict[torch.Tensor, Deferred]:
+        """Those of `waiting` that are the gradients of their parameters. Others the program has taken off, and keeps."""
+        return {p: deferred for p, deferred in self.waiting.items() if deferred_gradient(p) is deferred}
+
+    def has_taken_off(self) -> bool:
+        """Whether there are such that the program has taken off."""
+        return len(self.waiting) > len(self.on_parameters())
 
     def make_all(self) -> None:
         """Materialises the waiting gradients on their parameters."""
@@ -171,6 +177,11 @@ class KeptPass:
 
         self._run_again(waiting, made, is_last=True)
         self.check_same()
+
+    def shares_graph_with(self, backward: BackwardPass) -> bool:
+        """Whether another pass goes through nodes of this graph."""
+        mine = set(self.backward.nodes())
+        return any(node in mine for node in backward.nodes())
 
     def give_up(self, why: str) -> None:
         """Marks the waiting gradients as lost."""
@@ -286,6 +297,7 @@ class KeptPass:
         self.check_unchanged()
         keeps_graph = None if is_last else True
         standing = {parameter: parameter.grad for parameter in waiting}
+        taken_off = [p for p, deferred in waiting.items() if deferred_gradient(p) is not deferred]
         came: set[torch.Tensor] = set()
 
         def tell(parameter: torch.Tensor) -> None:
@@ -320,6 +332,10 @@ class KeptPass:
         finally:
             for parameter in frozen:
                 parameter.requires_grad_(False)
+            for parameter in taken_off:
+                parameter.grad = standing[parameter]
+        for parameter in came:
+            carry_attributes(standing[parameter], parameter.grad)
         missing = [parameter for parameter in waiting if parameter not in came]
         for parameter in missing:
             parameter.grad = standing[parameter]
@@ -352,7 +368,7 @@ def is_held_elsewhere(parameter: torch.Tensor) -> bool:
     if isinstance(parameter, FakeTensor):
         return False
     storage = parameter.untyped_storage()
-    return STORAGE_USES.value()(storage._cdata) > _USES_OF_ITS_OWN
+    return STORAGE_USES.call(storage._cdata) > _USES_OF_ITS_OWN
 
 
 def _bits_and_key(parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -35,7 +35,7 @@ def saved_and_shared(nodes: Iterable[Any], known: Iterable[torch.Tensor]) -> lis
 def _is_shared(storage: int, tensors: Collection[torch.Tensor]) -> bool:
     # Memory of numpy's or dlpack's, which torch only borrows, cannot be resized.
     is_borrowed = not next(iter(tensors)).untyped_storage().resizable()
-    return is_borrowed or STORAGE_USES.value()(storage) > len(tensors)
+    return is_borrowed or STORAGE_USES.call(storage) > len(tensors)
 
 
 def _saved(nodes: Iterable[Any]) -> Iterator[torch.Tensor]:

@@ -114,8 +114,8 @@ def _is_shared(gradient: torch.Tensor) -> bool:
     if gradient.layout != torch.strided or isinstance(gradient, LazyTensor):
         return True
     storage = gradient.untyped_storage()
-    uses = STORAGE_USES.value()(storage._cdata)
-    is_held = uses > _OWN_USES or TENSOR_USES.value()(gradient) > _OWN_HANDLES
+    uses = STORAGE_USES.call(storage._cdata)
+    is_held = uses > _OWN_USES or TENSOR_USES.call(gradient) > _OWN_HANDLES
     return gradient._is_view() or is_held or sys.getrefcount(gradient) > _OWN_REFERENCES
 
 

@@ -11,7 +11,7 @@ from tightfit.techniques.micro_batches.split_forward import WRAPPERS, SplitForwa
 from tightfit.techniques.micro_batches.split_step import split_step
 from tightfit.techniques.session import Session
 from tightfit.techniques.technique import Choice, parse_bool
-from tightfit.torch_hooks.backward import leaves_with_held_accumulators
+from tightfit.torch_hooks.backward import leaves_with_hooked_accumulators
 
 _NAME = "micro_batches"
 
@@ -35,11 +35,11 @@ def apply_micro_batches(session: Session, chosen: Sequence[Choice]) -> None:
                 f"{name} is a batch norm in training: its statistics are those of the whole batch; leave micro_batches out"
             )
 
-    held = set(map(id, leaves_with_held_accumulators()))
+    hooked = set(map(id, leaves_with_hooked_accumulators()))
     for name, parameter in model.named_parameters():
-        if id(parameter) in held:
+        if id(parameter) in hooked:
             raise ApplyError(
-                f"the program holds the gradient accumulator of {name}, on which hooks would see each part's gradient instead of the batch's; "
+                f"the program has put hooks on the gradient accumulator of {name}, which would see each part's gradient instead of the batch's; "
                 "leave micro_batches out"
             )
 

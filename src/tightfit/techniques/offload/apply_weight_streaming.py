@@ -270,7 +270,7 @@ class _Around(OnlyHere):
 
 
 def _pass_now() -> Pass:
-    if GRAPH_TASK_ID.value()() != -1:
+    if GRAPH_TASK_ID.call() != -1:
         return Pass.AGAIN
     return Pass.FORWARD if torch.is_grad_enabled() else Pass.ALONE
 
@@ -281,7 +281,7 @@ class _Hooks:
     def __init__(self, streamed: StreamedWeights, block: StreamedBlock) -> None:
         self._streamed = streamed
         self._block = block
-        self.around = TOP_SAVED_HOOKS.value()(False)
+        self.around = TOP_SAVED_HOOKS.call(False)
         # The program's own hooks may be about weights too (they round, they count).
         self._takes_weights = self.around is None or _room_of(self.around[0]) in (
             "torch.utils.checkpoint",

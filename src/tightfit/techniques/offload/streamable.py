@@ -40,7 +40,7 @@ def _is_alone(parameter: torch.Tensor, smallest_bytes: int) -> bool:
     # Memory of numpy or of another process is not ours to move; that of a file is, if what is written to it stays in this process.
     is_shared = parameter.device.type == "cpu" and storage.is_shared()
     is_ours = storage.resizable() or file_range_of(parameter) is not None
-    return is_ours and not is_shared and STORAGE_USES.value()(storage._cdata) == _USES
+    return is_ours and not is_shared and STORAGE_USES.call(storage._cdata) == _USES
 
 
 def seen_by_others(parameters: Iterable[torch.Tensor]) -> torch.Tensor | None:

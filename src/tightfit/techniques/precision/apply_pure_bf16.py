@@ -137,7 +137,7 @@ def _held_elsewhere(named: Sequence[tuple[str, torch.Tensor]]) -> str:
     for name, tensor in named:
         if address := _address(tensor):
             storage = tensor.untyped_storage()
-            if STORAGE_USES.value()(storage._cdata) > of_storage[address] + _USES_OF_A_NAME:
+            if STORAGE_USES.call(storage._cdata) > of_storage[address] + _USES_OF_A_NAME:
                 return name
     return ""
 

@@ -10,6 +10,7 @@ in the first calls, and again after a change of shape, mode or module, the resul
 import copy
 import functools
 import inspect
+import itertools
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -93,6 +94,8 @@ class Recomputed:
         self._inside = InnerModules()
         self._is_first = True
         self.num_second_runs = 0
+        self.num_saved = 0
+        """How many tensors the last call has saved for its backward pass."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Recomputed":
         module = copy.deepcopy(self.owner(), memo)
@@ -166,6 +169,7 @@ class Recomputed:
             result = checkpoint(
                 call.running(forward), kwargs, *args, use_reentrant=False, context_fn=contexts, early_stop=stops_early
             )
+            call.raise_failure()
         call.end_first()
         return result
 
@@ -254,8 +258,9 @@ class RecomputedCall:
         self._handed_over += self._held.in_graphs() if self._held is not None else []
         self._has_graphs = bool(in_graphs)
         self._first: list[Fingerprint] | None = None
-        self._saved = SavedValues(self._before.reach.weights) if owner.schedule.has_values else None
+        self._saved = SavedValues(self._before.reach.weights, owner.num_saved) if owner.schedule.has_values else None
         self._is_used_up = False
+        self._failure: BaseException | None = None
 
     @property
     def before(self) -> Snapshot:
@@ -283,20 +288,32 @@ class RecomputedCall:
                     raise self._owner.refusal("is given a tensor that is written to after it was handed in")
                 with self._same_saved(), self._compared(), _told_of_mismatches(self._owner.refusal):
                     return forward(*args, **kwargs)
-            with (
-                _told_of_transforms(self._owner.refusal),
-                self._saved.of_first_run() if self._saved is not None else nullcontext(),
-                Fingerprints()
-                if self.is_checked and self._owner.schedule.has_values
-                else nullcontext() as fingerprints,
-            ):
-                result = forward(*args, **kwargs)
-            self._first = fingerprints.taken if fingerprints is not None else None
-            if _versions((args, kwargs)) != self._versions:
-                raise self._owner.refusal("writes over its own input, which a second run would find changed")
-            return result
+            try:
+                return self._run_first(forward, args, kwargs)
+            except BaseException as error:  # noqa: BLE001 - raised by `raise_failure`
+                # Before torch 2.13 a checkpoint whose function raises leaves its hooks in effect as long as somebody has the error.
+                self._failure = error
+                return None
 
         return run
+
+    def _run_first(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with (
+            _told_of_transforms(self._owner.refusal),
+            self._saved.of_first_run() if self._saved is not None else nullcontext(),
+            Fingerprints() if self.is_checked and self._owner.schedule.has_values else nullcontext() as fingerprints,
+        ):
+            result = forward(*args, **kwargs)
+        self._first = fingerprints.taken if fingerprints is not None else None
+        if _versions((args, kwargs)) != self._versions:
+            raise self._owner.refusal("writes over its own input, which a second run would find changed")
+        return result
+
+    def raise_failure(self) -> None:
+        """Raises what the first run has raised, outside of its checkpoint."""
+        error, self._failure = self._failure, None
+        if error is not None:
+            raise error
 
     def end_first(self) -> None:
         """To be called after the first run.
@@ -304,6 +321,8 @@ class RecomputedCall:
         Raises:
             ApplyError: it had a side effect that cannot be restored for a later run.
         """
+        if self._saved is not None:
+            self._owner.num_saved = len(self._saved)
         if self._saved is not None and self._saved.question:
             raise self._owner.refusal(told(self._saved.question))
         if self._of_all:
@@ -478,13 +497,21 @@ def _kept_as_they_are(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return [arg for arg in args if not isinstance(arg, torch.Tensor)], dict(kwargs)
 
 
-def _versions(arguments: Any) -> list[int]:
-    tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
-    return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+def _versions(arguments: tuple[Sequence[Any], Mapping[str, Any]]) -> list[int]:
+    return [-1 if tensor.is_inference() else tensor._version for tensor in _tensors_in(arguments)]
 
 
-def _shapes(arguments: Any) -> tuple[Any, ...]:
-    return tuple((leaf.shape, leaf.dtype) for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
+def _shapes(arguments: tuple[Sequence[Any], Mapping[str, Any]]) -> tuple[Any, ...]:
+    return tuple((tensor.shape, tensor.dtype) for tensor in _tensors_in(arguments))
+
+
+def _tensors_in(arguments: tuple[Sequence[Any], Mapping[str, Any]]) -> Iterator[torch.Tensor]:
+    args, kwargs = arguments
+    for value in itertools.chain(args, kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif not isinstance(value, PLAIN):
+            yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
 def _is_replaceable(before: Snapshot, tensor: torch.Tensor) -> bool:

@@ -2,8 +2,8 @@
 
 A backward pass goes through the graph of the first run, with its scalars, hooks and `ctx` objects; all that the second run contributes are the saved
 tensors. So where each of these has the bits that it had, the gradients are those of the plain run, whatever the region's code has read in between: a
-file, a queue, the clock, a library's state. At the host each tensor is read whole, at the speed of memory (`effects.contents`); on a card its words
-are summed there, and the sums compared before the optimizer's step (`effects.card_sums`).
+file, a queue, the clock, a library's state. At the host each tensor is read whole, at the speed of memory (`effects.contents`). On a card the words
+of the last ones, which are made of those before, are summed there, and the sums compared before the optimizer's step (`effects.card_sums`).
 
 What the program itself still holds of them when the second run begins (an activation that a module keeps) may have been written to past torch: the
 plain run would use what is there now, and the second run makes it anew. Their memory is read once more then.
@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from tightfit.effects.asked_of_saved import question_of
-from tightfit.effects.card_sums import sum_on_card
+from tightfit.effects import card_sums
+from tightfit.effects.asked_of_saved import is_saved_by_function, question_of
 from tightfit.effects.contents import StoredAt, checksum_of
 from tightfit.effects.reads import line_of_code
 from tightfit.torch_hooks.manifest import TOP_SAVED_HOOKS
@@ -28,6 +28,12 @@ from tightfit.torch_hooks.manifest import TOP_SAVED_HOOKS
 _WORKSPACES_BEHIND = frozenset({"MkldnnRnnLayerBackward0", "CudnnRnnBackward0"})
 # Only what torch's own layers save there: bytes that a program saves behind such a result (a mask for its backward pass) are its own.
 _RECURRENT_LAYERS = torch.nn.modules.rnn.__file__
+# Attention saves the seed and the offset of its random numbers, which its kernels do not write where there is no dropout
+# (aten/src/ATen/native/transformers/cuda/attention.cu).
+_NUM_SEEDS = 2
+_OF_SEEDS = (torch.int64, torch.uint64)
+# On a card, where each look is a kernel of its own: what comes last is made of what comes before it.
+_NUM_SUMMED = 4
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
@@ -52,18 +58,23 @@ class _Saved:
 
 
 class SavedValues:
-    """What the first run of one call has saved, in order. `weights` are the tensors, by `id`, whose contents are compared elsewhere."""
+    """What the first run of one call has saved, in order. `weights` are the tensors, by `id`, whose contents are compared elsewhere; `num_expected` tensors were
+    saved by the last call, the last of which are summed on a card."""
 
-    def __init__(self, weights: Container[int] = ()) -> None:
+    def __init__(self, weights: Container[int] = (), num_expected: int = 0) -> None:
         self._weights = weights
-        self._saved: list[_Saved] = []
+        self._num_expected = num_expected
+        self._saved: list[_Saved | None] = []
         self.question = ""
         """Where the backward pass of a function asks what a saved tensor is, besides its values (`effects.asked_of_saved`)."""
+
+    def __len__(self) -> int:
+        return len(self._saved)
 
     @contextmanager
     def of_first_run(self) -> Iterator[None]:
         """Notes what is saved inside; the hooks of the checkpoint around it see it as before."""
-        hooks: Hooks | None = TOP_SAVED_HOOKS.value()(False)
+        hooks: Hooks | None = TOP_SAVED_HOOKS.call(False)
         if hooks is None:
             yield
             return
@@ -73,16 +84,27 @@ class SavedValues:
         def noted(tensor: torch.Tensor) -> Any:
             nonlocal last
             caller = sys._getframe().f_back
-            self.question = self.question or question_of(caller)
-            is_workspace = (
-                last in _WORKSPACES_BEHIND
-                and tensor.dtype == torch.uint8
+            is_of_function = is_saved_by_function(caller)
+            if is_of_function:
+                self.question = self.question or question_of(caller)
+            is_on_card = tensor.device.type in card_sums.DEVICE_TYPES
+            num_before = self._num_expected - _NUM_SUMMED - len(self._saved)
+            # The name of what is not summed counts only for the tensor right behind it.
+            if is_on_card and num_before > 1:
+                self._saved.append(None)
+                return pack(tensor)
+            behind, last = last, "" if tensor.grad_fn is None else tensor.grad_fn.name()
+            if is_on_card and num_before > 0:
+                self._saved.append(None)
+                return pack(tensor)
+            is_unwritten = (
+                tensor.dtype == torch.uint8
+                and behind in _WORKSPACES_BEHIND
                 and caller is not None
                 and caller.f_code.co_filename == _RECURRENT_LAYERS
-            )
-            checksum = None if is_workspace else self._checksum(tensor)
-            total = sum_on_card(tensor) if checksum is None and not is_workspace else None
-            last = "" if tensor.grad_fn is None else tensor.grad_fn.name()
+            ) or (is_on_card and not is_of_function and tensor.numel() <= _NUM_SEEDS and tensor.dtype in _OF_SEEDS)
+            checksum = None if is_unwritten else self._checksum(tensor)
+            total = card_sums.sum_on_card(tensor) if is_on_card and checksum is None and not is_unwritten else None
             whole = tensor if tensor._base is None else tensor._base
             place = None if checksum is None or whole.grad_fn is None else StoredAt(tensor)
             packed = pack(tensor)
@@ -96,7 +118,7 @@ class SavedValues:
     def of_later_run(self) -> Iterator["SavedValueMismatch"]:
         """Compares what is saved inside with the first run's; the first difference is in what is yielded."""
         found = SavedValueMismatch()
-        hooks: Hooks | None = TOP_SAVED_HOOKS.value()(False)
+        hooks: Hooks | None = TOP_SAVED_HOOKS.call(False)
         if hooks is None:
             yield found
             return
@@ -125,7 +147,7 @@ class SavedValues:
     def is_any_written(self) -> bool:
         """Whether a result that the first run has saved, and that the program still holds, has other values now."""
         for saved in self._saved:
-            if saved.place is not None and saved.is_needed:
+            if saved is not None and saved.place is not None and saved.is_needed:
                 now = saved.place.checksum()
                 if now is not None and now != saved.checksum:
                     return True
@@ -142,7 +164,7 @@ class SavedValueMismatch:
 
     def compare(self, first: torch.Tensor, tensor: torch.Tensor) -> None:
         """`tensor` is to have the sum `first`."""
-        again = sum_on_card(tensor)
+        again = card_sums.sum_on_card(tensor)
         if again is not None and again.device == first.device:
             self.sums.append((first, again, _other_values(tensor)))
 

@@ -178,11 +178,11 @@ class _Around(OnlyHere):
             or may_saved_tensors_be_written()
             or not takes_saved_tensor_hooks()
             # What is computed again in a backward pass is needed at once.
-            or GRAPH_TASK_ID.value()() != -1
+            or GRAPH_TASK_ID.call() != -1
         ):
             return True
         # A checkpoint around the block, or offload of the program's own.
-        hooks = TOP_SAVED_HOOKS.value()(False)
+        hooks = TOP_SAVED_HOOKS.call(False)
         return hooks is not None and not self._saved.is_only_border(hooks)
 
 

@@ -85,7 +85,7 @@ def is_shared(states: dict[str, Any], name: str) -> bool:
         return True
     tensor = dict.__getitem__(states, name)
     storage = tensor.untyped_storage()
-    return tensor._is_view() or STORAGE_USES.value()(storage._cdata) > _OWN_USES
+    return tensor._is_view() or STORAGE_USES.call(storage._cdata) > _OWN_USES
 
 
 def _references(mapping: Mapping[Any, Any], key: Any) -> int:

@@ -24,10 +24,9 @@ from tightfit.effects.class_questions import ClassQuestion
 from tightfit.effects.state import RegionState
 from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.code_in_graphs import CodeInGraph, runs_own_code
-from tightfit.techniques.lazy_tensors.deferred_gradients import deferred_gradient, settle
+from tightfit.techniques.lazy_tensors.deferred_gradients import REMEDY, deferred_gradient, settle
 from tightfit.techniques.lazy_tensors.programs_code import ProgramsCode
 from tightfit.techniques.lazy_tensors.retained_graphs import (
-    REMEDY,
     KeptPass,
     told_of_gradients,
 )
@@ -35,7 +34,7 @@ from tightfit.techniques.optimizer.updates.optimizer_steps import UpdateOne, gro
 from tightfit.techniques.session import Session
 from tightfit.techniques.wrappers.first_order import are_transforms_active
 from tightfit.techniques.wrappers.forwards import OnlyHere
-from tightfit.torch_hooks.backward import BackwardPass, leaves_with_held_accumulators, on_backward
+from tightfit.torch_hooks.backward import BackwardPass, leaves_with_hooked_accumulators, on_backward
 from tightfit.torch_hooks.node_hooks import is_any_node_hooked, on_node_hooks
 from tightfit.torch_hooks.tensor_hooks import is_hooked, on_tensor_hooks
 
@@ -92,6 +91,20 @@ class _KeptPasses:
         """Drops the passes of which no gradient waits."""
         self.kept = [kept for kept in self.kept if kept.waiting]
 
+    def of_graphs_that_may_go(self) -> list[KeptPass]:
+        """Those whose graph the program itself retains, so that it may run it once more, and free it."""
+        return [kept for kept in self.kept if kept.backward.keeps_graph and kept.waiting]
+
+    def make_before(self, backward: BackwardPass) -> None:
+        """Materialises gradients that the program has taken off their parameters, and those whose graph this pass is about to free."""
+        may_go = [] if backward.keeps_graph else self.of_graphs_that_may_go()
+        kept = [each for each in self.kept if each.has_taken_off()]
+        kept += [each for each in may_go if each not in kept and each.shares_graph_with(backward)]
+        for each in kept:
+            each.make_all()
+        self.forget_done()
+        self._count_read(kept)
+
     def used(self, kept: KeptPass) -> None:
         """A pass has run a second time within a step."""
         self.kept.remove(kept)
@@ -103,8 +116,10 @@ class _KeptPasses:
         for each in kept:
             each.make_all()
         self.kept.clear()
-        if kept:
-            self._num_read += 1
+        self._count_read(kept)
+
+    def _count_read(self, kept: Collection[KeptPass]) -> None:
+        self._num_read += bool(kept)
         # A program that reads gradients in every step would pay two passes each time and save nothing.
         if self._num_read >= _MAX_READ_IN_A_ROW:
             self.why_kept = "gradients are read or added to before the optimizer steps"
@@ -149,9 +164,15 @@ class _Steps:
     def _second_pass(
         self, optimizer: torch.optim.Optimizer, groups: Mapping[torch.Tensor, int]
     ) -> dict[torch.Tensor, None]:
-        mine = [kept for kept in self._passes.kept if any(parameter in groups for parameter in kept.waiting)]
+        mine = [kept for kept in self._passes.kept if any(parameter in groups for parameter in kept.on_parameters())]
         others = [kept for kept in self._passes.kept if kept.waiting and kept not in mine]
         if not mine:
+            return {}
+        # The program has set the gradient of one parameter on another as well.
+        own = {id(deferred) for kept in mine for deferred in kept.on_parameters().values()}
+        known = {p: d for kept in mine for p, d in kept.on_parameters().items()}
+        if any(id(d) in own and known.get(p) is not d for p in groups if (d := deferred_gradient(p)) is not None):
+            self._passes.make_all()
             return {}
         # Several losses with a pass each (a GAN's, a multi-task model's): updates in the second pass of one
         # would change the weights that another graph has saved.
@@ -160,7 +181,7 @@ class _Steps:
             self._passes.make_all()
             return {}
         (kept,) = mine
-        parameters = {parameter: None for parameter in kept.waiting if parameter in groups}
+        parameters = {parameter: None for parameter in kept.on_parameters() if parameter in groups}
         through_host = not self._can_update_in(kept)
         num_updated = 0
 
@@ -257,12 +278,12 @@ class Updates:
         """Registers hooks on optimizers and backward passes, until the session is undone.
 
         Raises:
-            ApplyError: the program holds the accumulator of a gradient, whose hooks a second backward pass would call again.
+            ApplyError: the program has put hooks on the accumulator of a gradient, which a second backward pass would call again.
         """
         owned = _owned(self._steppers)
-        if any(leaf in owned for leaf in leaves_with_held_accumulators()):
+        if any(leaf in owned for leaf in leaves_with_hooked_accumulators()):
             raise ApplyError(
-                f"the program holds the gradient accumulator of a parameter, whose hooks a second backward pass would call once more; {REMEDY}"
+                f"the program has put hooks on the gradient accumulator of a parameter, which a second backward pass would call once more; {REMEDY}"
             )
         for optimizer in self._steppers:
             update_within_step(self.session, optimizer, functools.partial(self._steps.step, optimizer))
@@ -297,9 +318,9 @@ class Updates:
 
     # Backward passes
 
-    def concerned_parameters(self) -> Container[torch.Tensor]:
-        """As `tightfit.torch_hooks.backward.BackwardOwner`."""
-        return _owned(self._steppers)
+    def concerned_parameters(self) -> Container[torch.Tensor] | None:
+        """As `tightfit.torch_hooks.backward.BackwardOwner`: all passes, while one may free a graph that is to be run again."""
+        return None if self._passes.of_graphs_that_may_go() else _owned(self._steppers)
 
     def before_node_hook(self, hook: object) -> None:
         """Does nothing: `is_any_node_hooked` is asked when a backward pass begins."""
@@ -308,7 +329,10 @@ class Updates:
         """As `tightfit.torch_hooks.backward.BackwardOwner`."""
         # A reentrant checkpoint's own pass is part of the outer one, micro-batches collect gradients
         # themselves, and `torch.autograd.grad` returns them: none of these ends in `p.grad` of this step.
-        if backward.is_nested or backward.is_of_part or not backward.accumulates:
+        if backward.is_nested or backward.is_of_part:
+            return backward.run()
+        self._passes.make_before(backward)
+        if not backward.accumulates:
             return backward.run()
         self.session.check()
         owned = _owned(self._steppers)

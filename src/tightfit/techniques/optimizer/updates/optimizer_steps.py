@@ -127,8 +127,17 @@ class _Innermost:
     def after(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         while self._hidden:
             parameter, gradient = self._hidden.pop()
-            parameter.grad = gradient
+            _put_gradient(parameter, gradient)
         _in_order(optimizer, self._num_states)
+
+
+def _put_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    if gradient.dtype == parameter.dtype:
+        parameter.grad = gradient
+        return
+    # A program can set the data of a gradient to another dtype, which torch takes from nobody as a gradient.
+    parameter.grad = torch.empty_like(parameter)
+    parameter.grad.data = gradient.detach()
 
 
 def _in_order(optimizer: torch.optim.Optimizer, num_before: int) -> None:
