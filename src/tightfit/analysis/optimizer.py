@@ -44,6 +44,7 @@ class OptimizerProfile:
         self.freed_at = profile.modules.freed_at
         # Taken from the profile rather than computed again: each is a pass over all operators or events of the tape.
         self.step_ranges = self._find_stretches()
+        self._names: dict[OptimizerRange, tuple[str, ...]] = {}
 
     def _find_stretches(self) -> tuple[OptimizerRange, ...]:
         runs = runs_of(self.tape.operators.phase == Phase.OPTIMIZER)
@@ -79,10 +80,14 @@ class OptimizerProfile:
         """Seconds of the optimizers per step of the user's loop."""
         return sum(s.seconds for s in self.steady)
 
-    def names(self, step_range: OptimizerRange) -> list[str]:
+    def names(self, step_range: OptimizerRange) -> tuple[str, ...]:
         """The operators of an optimizer step that launch kernels, without namespace and overload: `_foreach_add_`."""
-        at = np.flatnonzero(self.is_kernel[step_range.begin : step_range.end]) + step_range.begin
-        return [self.tape.strings[n].split(".")[1] for n in self.tape.operators.name[at].tolist()]
+        if step_range not in self._names:
+            at = np.flatnonzero(self.is_kernel[step_range.begin : step_range.end]) + step_range.begin
+            found = self.tape.operators.name[at].tolist()
+            short = {n: self.tape.strings[n].split(".")[1] for n in set(found)}
+            self._names[step_range] = tuple(short[n] for n in found)
+        return self._names[step_range]
 
     def gradients(self, step_range: OptimizerRange) -> Column:
         """The gradients, as indices of storages, that are allocated when an optimizer step begins."""

@@ -30,19 +30,19 @@ def family_of(run: OptimizerProfile) -> Family:
     The operator sequences are those of `torch/optim/{adam,sgd,adagrad}.py`.
     """
     kinds = {
-        name.removeprefix("_foreach_").removeprefix("_fused_").rstrip("_"): None
+        name.removeprefix("_foreach_").removeprefix("_fused_").rstrip("_")
         for step_range in run.step_ranges
-        for name in run.names(step_range)
+        for name in set(run.names(step_range))
     }
     for family in ("adam", "sgd", "adagrad"):
         if any(kind.startswith(family) for kind in kinds):
             return family
     # torch updates the first moment of Adam and NAdam by lerp. RMSprop (mul, addcmul, sqrt, addcdiv) is none of the three.
-    if {"lerp", "addcmul", "sqrt", "addcdiv"} <= set(kinds) and _updates_once(run):
+    if {"lerp", "addcmul", "sqrt", "addcdiv"} <= kinds and _updates_once(run):
         return "adam"
-    if {"addcmul", "sqrt", "addcdiv"} <= set(kinds) and not {"lerp", "mul", "sub"} & set(kinds):
+    if {"addcmul", "sqrt", "addcdiv"} <= kinds and not {"lerp", "mul", "sub"} & kinds:
         return "adagrad"
-    if set(kinds) <= {"add", "mul", "clone", "zeros_like", "neg", "copy", "_to_copy"} and "add" in kinds:
+    if kinds <= {"add", "mul", "clone", "zeros_like", "neg", "copy", "_to_copy"} and "add" in kinds:
         return "sgd"
     return "other"
 

@@ -9,10 +9,10 @@ from contextlib import nullcontext
 import torch
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
+from tightfit.effects.word_sums import sum_of_words
+
 DEVICE_TYPES = ("cuda",)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_WORD_BYTES = 8
 
 
 def sum_on_card(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -24,7 +24,7 @@ def sum_on_card(tensor: torch.Tensor) -> torch.Tensor | None:
     # A mode of the program's does not see it.
     outside = _disable_current_modes() if _get_current_dispatch_mode_stack() else nullcontext()
     with torch.no_grad(), outside, torch._C.DisableTorchFunction():
-        return _words(tensor.detach()).sum(dtype=torch.int64)
+        return sum_of_words(tensor)
 
 
 def first_difference(ones: list[torch.Tensor], others: list[torch.Tensor]) -> int | None:
@@ -33,14 +33,3 @@ def first_difference(ones: list[torch.Tensor], others: list[torch.Tensor]) -> in
         differ = torch.stack(ones) != torch.stack(others)
         # One wait where all are equal.
         return int(differ.nonzero()[0]) if bool(differ.any()) else None
-
-
-def _words(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    size = tensor.element_size()
-    if tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)):
-        flat = tensor.as_strided((tensor.numel(),), (1,))
-        is_aligned = not (tensor.storage_offset() * size) % _WORD_BYTES and not (tensor.numel() * size) % _WORD_BYTES
-        return flat.view(torch.int64 if is_aligned else _WORDS[size])
-    return tensor.view(_WORDS[size])

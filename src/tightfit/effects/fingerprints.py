@@ -15,6 +15,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from tightfit.effects.word_sums import is_of_whole_words, wide_sum
+
 # Casts: autocast keeps those of weights for as long as its context lasts, and the second run may find them or not.
 _CASTS = ("_to_copy", "clone", "detach", "alias", "lift_fresh", "copy_", "record_stream")
 _UNFILLED = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_")
@@ -35,6 +37,7 @@ _ADDS_IN_ANY_ORDER = (
     "kthvalue",
     "median",
 )
+_PIECE = 1 << 20
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -192,7 +195,7 @@ def _fingerprint(func: Any, name: str, leaves: Sequence[torch.Tensor]) -> Finger
     )
     sums = None
     if floating and floating[0].is_cuda:
-        sums = torch.stack([leaf.sum(dtype=torch.float64) for leaf in floating[:1]] + [_size(floating[0])])
+        sums = torch.stack([wide_sum(floating[0].detach(), torch.float64), _size(floating[0])])
     bits = [_bits(leaf) for leaf in plain if leaf.numel()]
     return Fingerprint(
         operator=str(func),
@@ -218,9 +221,12 @@ def _bits(value: torch.Tensor) -> torch.Tensor:
         value = torch.view_as_real(value)
     if not value.is_contiguous():
         value = value.contiguous()
-    rows = value.view(_INTEGERS[value.element_size()]) if value.dtype != torch.bool else value.view(torch.uint8)
+    rows = value.view(torch.int64 if is_of_whole_words(value) else _INTEGERS[value.element_size()])
     rows = rows.reshape(-1, rows.shape[-1]) if rows.dim() else rows.reshape(1, 1)
-    down, along = rows.sum(0, dtype=torch.int64), rows.sum(1, dtype=torch.int64)
+    # In pieces: each is converted to 64 bits by itself.
+    pieces = rows.split(max(1, _PIECE // rows.shape[1])) if rows.dtype != torch.int64 else [rows]
+    down = torch.stack([piece.sum(0, dtype=torch.int64) for piece in pieces]).sum(0)
+    along = torch.cat([piece.sum(1, dtype=torch.int64) for piece in pieces])
     return torch.stack([down.sum(), _weighted(down), _weighted(along), down.square().sum()])
 
 

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import grad  # torch's own, whatever the program puts in its place later
 
 from tightfit.effects.ambient import saved_apart
+from tightfit.effects.word_sums import wide_sum
 
 # Well above what another order of summation makes in each dtype; a part that sees other rows is off by far
 # more.
@@ -55,7 +56,7 @@ def checksum(tensors: Iterable[torch.Tensor]) -> list[float]:
         part
         for tensor in tensors
         if tensor.is_floating_point()
-        for part in (tensor.sum(dtype=torch.float64), torch.linalg.vector_norm(tensor, dtype=_wide(tensor)).double())
+        for part in (wide_sum(tensor, torch.float64), torch.linalg.vector_norm(tensor, dtype=_wide(tensor)).double())
     ]
     return torch.stack([part.to(sums[0].device) for part in sums]).nan_to_num().tolist() if sums else []
 

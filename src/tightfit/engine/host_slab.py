@@ -109,7 +109,9 @@ class HostSlab:
     def _register(self, near: torch.device) -> None:
         runtime: Any = torch.cuda.cudart()
         address = self._memory.data_ptr()
-        self.is_registered = int(runtime.cudaHostRegister(address, self.num_bytes, 0)) == 0
+        # Of the card that is to see it (`engine.zero_copy`).
+        with contextlib.nullcontext() if near.index is None else torch.cuda.device(near):
+            self.is_registered = int(runtime.cudaHostRegister(address, self.num_bytes, 0)) == 0
         if self.is_registered:
             note_death = _GONE.append
             _REGISTERED[weakref.ref(self, note_death)] = (runtime, address, self._memory)

@@ -3,9 +3,11 @@
 What is at the host is so still a tensor of the card for the program: its device is the same, random numbers for it come from the card's generator, it
 mixes with other tensors there, and its gradient accumulator stays (torch makes a new one when the data of a parameter changes its device: `set_data`,
 torch/csrc/autograd/variable.cpp). The pointer is the host's own, which unified addressing makes valid on the card (CUDA C++ Programming Guide, "Mapped
-Memory"). Memory that is not registered with the driver cannot be seen so.
+Memory"), on Linux at least (`cudaDevAttrCanUseHostPointerForRegisteredMem`). Memory that is not registered with the driver cannot be seen so, and
+neither is what torch would give to another card than the one that is asked for.
 """
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -44,9 +46,13 @@ def seen_from(device: torch.device, at_host: torch.Tensor) -> torch.Tensor:
     """The bytes (uint8, contiguous, of one dimension) as a tensor on `device`, in a storage of its own; the tensor itself where that is not possible."""
     if device.type != "cuda" or is_simulated() or not at_host.numel() or not at_host.is_pinned():
         return at_host
+    if torch.version.cuda is None or sys.platform != "linux":
+        return at_host
     given: Any = _OfCard(at_host)
     with torch.inference_mode(False):
-        return torch.as_tensor(given, device=device)
+        seen = torch.as_tensor(given, device=device)
+    # Torch takes the card on which the memory was registered, and copies to another one.
+    return seen if seen.data_ptr() == at_host.data_ptr() else at_host
 
 
 def at_host(tensor: torch.Tensor) -> torch.Tensor:

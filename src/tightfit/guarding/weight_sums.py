@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-# By bytes of an element. Sums of integers are the same in any order.
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+from tightfit.effects.word_sums import sum_of_words
 
 
 class WeightSums:
@@ -21,9 +20,7 @@ class WeightSums:
 
 
 def _sum(parameter: torch.nn.Parameter) -> torch.Tensor:
-    value = parameter.detach()
-    words = _WORDS.get(value.element_size())
-    if words is None or value.layout != torch.strided or not value.numel():
+    if parameter.layout != torch.strided or not parameter.numel():
         return torch.zeros((), dtype=torch.int64)
     with torch.no_grad():
-        return (value if value.is_contiguous() else value.contiguous()).view(words).sum(dtype=torch.int64)
+        return sum_of_words(parameter)

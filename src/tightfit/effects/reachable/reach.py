@@ -95,7 +95,7 @@ class Reach:
     names_outside: bool = False
     """Whether code of the region names something by which it may reach outside of the process's memory."""
     has_graphs: bool = False
-    """Whether a dict held a tensor with a graph when last read."""
+    """Whether a dict held a tensor with a graph when last read, or may have."""
     _weights: frozenset[int] | None = None
 
     def _mappings(self) -> list[dict[Any, Any]]:
@@ -157,6 +157,8 @@ def reach_of_arguments(
             walk.argument(name, argument)
     walk.finish()
     walk.found.is_cut = walk.collected.is_full()
+    # They are read once or twice: not looked through before they are asked for.
+    walk.found.has_graphs = True
     return walk.found
 
 

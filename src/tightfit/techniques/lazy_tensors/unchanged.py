@@ -6,6 +6,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from tightfit.effects.word_sums import sum_of_words
+
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """A type of as many bytes as an element has."""
 
@@ -43,10 +45,5 @@ def _sums(tensors: Sequence[torch.Tensor]) -> dict[torch.device, torch.Tensor]:
     with _disable_current_modes(), torch.no_grad(), torch.inference_mode(mode=False):
         for tensor in tensors:
             if not isinstance(tensor, FakeTensor) and tensor.device.type != "meta" and not tensor.is_nested:
-                found.setdefault(tensor.device, []).append(_sum_of_bits(tensor))
+                found.setdefault(tensor.device, []).append(sum_of_words(tensor))
         return {device: torch.stack(sums) for device, sums in found.items()}
-
-
-def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    whole = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-    return whole.view(INTEGERS[whole.element_size()]).sum(dtype=torch.int64)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tightfit.effects.word_sums import sum_of_words
 from tightfit.techniques.optimizer.updates.optimizer_steps import beside, groups_by_parameter, step_of, update_alone
 from tightfit.techniques.precision.lower_precision import Rounding
 
@@ -59,7 +60,7 @@ class _Rest:
 
 def sum_of_bits(value: torch.Tensor) -> torch.Tensor:
     """A sum over the elements of a tensor in bfloat16 as integers."""
-    return value.detach().view(torch.int16).sum(dtype=torch.int64)
+    return sum_of_words(value)
 
 
 class LowPrecisionUpdate:

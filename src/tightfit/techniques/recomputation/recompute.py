@@ -96,6 +96,8 @@ class Recomputed:
         self.num_second_runs = 0
         self.num_saved = 0
         """How many tensors the last call has saved for its backward pass."""
+        self.adds_in_any_order = False
+        """Whether an operator inside adds up in an order that may be another the second time, as atomic additions of a card do."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Recomputed":
         module = copy.deepcopy(self.owner(), memo)
@@ -169,6 +171,7 @@ class Recomputed:
             result = checkpoint(
                 call.running(forward), kwargs, *args, use_reentrant=False, context_fn=contexts, early_stop=stops_early
             )
+            call.raise_failure()
         call.end_first()
         return result
 
@@ -257,8 +260,11 @@ class RecomputedCall:
         self._handed_over += self._held.in_graphs() if self._held is not None else []
         self._has_graphs = bool(in_graphs)
         self._first: list[Fingerprint] | None = None
-        self._saved = SavedValues(self._before.reach.weights, owner.num_saved) if owner.schedule.has_values else None
+        # Where both runs are compared operator by operator, and where operators add up in any order, sums tell nothing.
+        num_summed = 0 if self.is_checked or owner.adds_in_any_order else owner.num_saved
+        self._saved = SavedValues(self._before.reach.weights, num_summed) if owner.schedule.has_values else None
         self._is_used_up = False
+        self._failure: BaseException | None = None
 
     @property
     def before(self) -> Snapshot:
@@ -286,20 +292,33 @@ class RecomputedCall:
                     raise self._owner.refusal("is given a tensor that is written to after it was handed in")
                 with self._same_saved(), self._compared(), _told_of_mismatches(self._owner.refusal):
                     return forward(*args, **kwargs)
-            with (
-                _told_of_transforms(self._owner.refusal),
-                self._saved.of_first_run() if self._saved is not None else nullcontext(),
-                Fingerprints()
-                if self.is_checked and self._owner.schedule.has_values
-                else nullcontext() as fingerprints,
-            ):
-                result = forward(*args, **kwargs)
-            self._first = fingerprints.taken if fingerprints is not None else None
-            if _versions((args, kwargs)) != self._versions:
-                raise self._owner.refusal("writes over its own input, which a second run would find changed")
-            return result
+            try:
+                return self._run_first(forward, args, kwargs)
+            except BaseException as error:  # noqa: BLE001 - raised by `raise_failure`
+                # Before torch 2.13 a checkpoint whose function raises leaves its hooks in effect as long as somebody has the error.
+                self._failure = error
+                return None
 
         return run
+
+    def _run_first(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with (
+            _told_of_transforms(self._owner.refusal),
+            self._saved.of_first_run() if self._saved is not None else nullcontext(),
+            Fingerprints() if self.is_checked and self._owner.schedule.has_values else nullcontext() as fingerprints,
+        ):
+            result = forward(*args, **kwargs)
+        self._first = fingerprints.taken if fingerprints is not None else None
+        self._owner.adds_in_any_order |= any(each.bound for each in self._first or ())
+        if _versions((args, kwargs)) != self._versions:
+            raise self._owner.refusal("writes over its own input, which a second run would find changed")
+        return result
+
+    def raise_failure(self) -> None:
+        """Raises what the first run has raised, outside of its checkpoint."""
+        error, self._failure = self._failure, None
+        if error is not None:
+            raise error
 
     def end_first(self) -> None:
         """To be called after the first run.

@@ -34,6 +34,7 @@ _NUM_SEEDS = 2
 _OF_SEEDS = (torch.int64, torch.uint64)
 # On a card, where each look is a kernel of its own: what comes last is made of what comes before it.
 _NUM_SUMMED = 4
+_UNKNOWN = 1 << 40
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
@@ -58,8 +59,8 @@ class _Saved:
 
 
 class SavedValues:
-    """What the first run of one call has saved, in order. `weights` are the tensors, by `id`, whose contents are compared elsewhere; `num_expected` tensors were
-    saved by the last call, the last of which are summed on a card."""
+    """What the first run of one call has saved, in order. `weights` are the tensors, by `id`, whose contents are compared elsewhere; of the `num_expected` tensors
+    that the last call has saved the last ones are summed on a card; none with 0."""
 
     def __init__(self, weights: Container[int] = (), num_expected: int = 0) -> None:
         self._weights = weights
@@ -88,7 +89,7 @@ class SavedValues:
             if is_of_function:
                 self.question = self.question or question_of(caller)
             is_on_card = tensor.device.type in card_sums.DEVICE_TYPES
-            num_before = self._num_expected - _NUM_SUMMED - len(self._saved)
+            num_before = self._num_expected - _NUM_SUMMED - len(self._saved) if self._num_expected else _UNKNOWN
             # The name of what is not summed counts only for the tensor right behind it.
             if is_on_card and num_before > 1:
                 self._saved.append(None)

@@ -123,12 +123,13 @@ def _with_costs(
         traffic = float(run.operator_seconds[here].sum()) - int(run.is_kernel[here].sum()) * efficiency.launch_seconds
     launch = efficiency.launch_seconds * num_kernels / max(1, num_tensors)
     is_large = numbers >= MIN_NUMBERS
+    results = num_results(run, step_range, is_fused=is_fused)
     updates = [
         StreamedUpdate(
             state_bytes=round(num_states * size * count) if large else 0,
             num_copies=num_states if large else 0,
             seconds=launch + max(0.0, traffic) * count / max(1.0, all_numbers),
-            result_bytes=round(num_results(run, step_range, is_fused=is_fused) * size * count),
+            result_bytes=round(results * size * count),
         )
         for count, large in zip(numbers.tolist(), is_large.tolist(), strict=True)
     ]

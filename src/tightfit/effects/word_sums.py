@@ -1,0 +1,41 @@
+"""Sums over all bits of tensors that need no memory to speak of, wherever the tensors are.
+
+torch converts a tensor as a whole before it sums it in a wider type (aten/src/ATen/native/ReduceOpsUtils.h, `make_reduction`): a check that sums
+integers of 16 bits in 64 would hold four times what it looks at, which no plan has promised. So words of 64 bits are summed where the memory allows
+that, and pieces where it does not.
+"""
+
+import torch
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WORD_BYTES = 8
+# Of which a piece in 64 bits has 8 MiB.
+_PIECE = 1 << 20
+
+
+def sum_of_words(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of the words of a strided tensor, which wraps around, as an int64 tensor of no dimension beside it. Integers add up to the same in any order."""
+    value = tensor.detach().resolve_conj().resolve_neg()
+    if value.is_complex():
+        value = torch.view_as_real(value)
+    size = value.element_size()
+    if value.is_contiguous() or (value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last)):
+        flat = value.as_strided((value.numel(),), (1,))
+        return wide_sum(flat.view(torch.int64 if is_of_whole_words(flat) else _WORDS[size]), torch.int64)
+    return wide_sum(value.view(_WORDS[size]), torch.int64)
+
+
+def is_of_whole_words(value: torch.Tensor) -> bool:
+    """Whether a contiguous tensor, and each of its rows, can be seen as words of 64 bits."""
+    size = value.element_size()
+    last = value.shape[-1] if value.dim() else 1
+    return bool(last) and not (last * size) % _WORD_BYTES and not (value.storage_offset() * size) % _WORD_BYTES
+
+
+def wide_sum(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The sum in a wider type, in pieces: each is converted by itself."""
+    if value.dtype == dtype or value.numel() <= _PIECE:
+        return value.sum(dtype=dtype)
+    longest = max(range(value.dim()), key=value.shape.__getitem__)
+    rows = max(1, _PIECE // (value.numel() // value.shape[longest]))
+    return torch.stack([piece.sum(dtype=dtype) for piece in value.split(rows, longest)]).sum()
