@@ -31,6 +31,7 @@ class CodeInGraph:
     def __init__(self) -> None:
         # By hook, which every tensor that the checkpoint has saved shares.
         self._checkpoints: dict[int, Any] = {}
+        self._ours: dict[int, Any] = {}
         self._writes: dict[Any, bool] = {}
 
     def reason_of(self, node: Any) -> str:
@@ -40,8 +41,13 @@ class CodeInGraph:
                 return "the backward pass of a function of the program's may write something"
             if _holds_code(vars(node)):
                 return "the backward pass of a function of the program's has code at hand that may write something"
-        for hook in map(innermost, unpack_hooks(node)):
+        for given in unpack_hooks(node):
+            # A checkpoint has one hook for all that it saves.
+            if id(given) in self._ours:
+                continue
+            hook = innermost(given)
             if is_ours(hook):
+                self._ours[id(given)] = given
                 continue
             if is_of_checkpoint(hook):
                 self._checkpoints[id(hook)] = hook
