@@ -78,7 +78,7 @@ class BackwardPass:
 
     def nodes(self) -> Iterator[Any]:
         """The nodes of the graph, each once."""
-        return _nodes(self.roots)
+        return nodes_behind(self.roots)
 
     def _args(self, keeps_graph: bool | None) -> tuple[Any, ...]:
         if keeps_graph is None or keeps_graph == self.keeps_graph:
@@ -203,10 +203,11 @@ def _leaves(roots: Collection[Any], inputs: Collection[Any]) -> Iterator[torch.T
         return
     # In `weight.backward(gradient)` the root is a leaf itself, and there is no node to find it by.
     yield from (root for root in roots if isinstance(root, torch.Tensor) and root.grad_fn is None)
-    yield from (node.variable for node in _nodes(roots) if isinstance(node, _AccumulateGrad))
+    yield from (node.variable for node in nodes_behind(roots) if isinstance(node, _AccumulateGrad))
 
 
-def _nodes(roots: Collection[Any]) -> Iterator[Any]:
+def nodes_behind(roots: Collection[Any]) -> Iterator[Any]:
+    """The nodes of the graph behind `roots`, tensors or nodes, each once."""
     # An explicit stack, as recurrent models have graphs deeper than Python's recursion limit.
     waiting = [node for node in map(_node, roots) if node is not None]
     seen = set(waiting)

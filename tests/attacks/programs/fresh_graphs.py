@@ -66,6 +66,23 @@ def own_saved_tensor_hooks(t: Trial) -> None:
         t.end_step()
 
 
+@attack("parts", "a block's own hooks for saved tensors count what they unpack, and the next forward is scaled by that")
+def unpacking_scales_the_next(t: Trial) -> None:
+    class Counted(Block):
+        unpacked = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            def unpack(held: torch.Tensor) -> torch.Tensor:
+                self.unpacked += 1
+                return held
+
+            with torch.autograd.graph.saved_tensors_hooks(lambda held: held, unpack):
+                made = self.inner(x)
+            return x + made * (1 + 0.01 * self.unpacked)
+
+    train(t, Net([Counted(), Counted()]))
+
+
 @attack("recomputation", "saved tensors kept at half precision by hooks (a lossy user's own)", only=EXACT)
 def own_lossy_saved_tensors(t: Trial) -> None:
     model = Net()

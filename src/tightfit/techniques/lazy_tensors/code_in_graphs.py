@@ -41,6 +41,10 @@ class CodeInGraph:
                 return "the backward pass of a function of the program's may write something"
             if _holds_code(vars(node)):
                 return "the backward pass of a function of the program's has code at hand that may write something"
+        return self.reason_of_hooks(node)
+
+    def reason_of_hooks(self, node: Any) -> str:
+        """The same of what the program has put around saved tensors alone."""
         for given in unpack_hooks(node):
             # A checkpoint has one hook for all that it saves.
             if id(given) in self._ours:

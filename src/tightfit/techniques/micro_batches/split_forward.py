@@ -20,12 +20,13 @@ from tightfit.effects.outside_calls import without_outside_calls
 from tightfit.effects.reads import Reads
 from tightfit.effects.value_checks import has_values, nothing_hidden
 from tightfit.errors import ApplyError, TightfitError
+from tightfit.techniques.lazy_tensors.code_in_graphs import CodeInGraph
 from tightfit.techniques.micro_batches.batches import AbstractBatch, Batch
 from tightfit.techniques.micro_batches.example_wise_check import BatchProofs
 from tightfit.techniques.micro_batches.loss_means import LossWatch
 from tightfit.techniques.micro_batches.split_outputs import Outputs, Sums, Unchanged, find_loss
 from tightfit.techniques.wrappers.first_order import Refuse, are_transforms_active
-from tightfit.torch_hooks.backward import of_a_part
+from tightfit.torch_hooks.backward import nodes_behind, of_a_part
 from tightfit.torch_hooks.node_hooks import is_any_node_hooked, moment, on_node_hooks
 from tightfit.torch_hooks.saved_tensor_hooks import packs_by_itself
 
@@ -162,6 +163,8 @@ class SplitForward:
             _refuse_hooks(self.model, self._refuse, since=self._begins)
             aside.take()
             loss_key, loss = find_loss(output)
+            if is_new:
+                _refuse_unpack_hooks(loss, self._refuse)
             values = None if reads is None else reads.values
             shape = end - begin, graph_shape(loss.grad_fn)
             # Another way through the code, for which nothing may be proved: a switch in a file, say.
@@ -305,6 +308,13 @@ def _refuse_hooks(model: torch.nn.Module, refuse: Refuse, *, since: int) -> None
         raise refuse(
             "a node of a graph has a hook, which would see each part's gradients instead of the batch's; leave micro_batches out"
         )
+
+
+def _refuse_unpack_hooks(loss: torch.Tensor, refuse: Refuse) -> None:
+    within = CodeInGraph()
+    for node in nodes_behind([loss]):
+        if reason := within.reason_of_hooks(node):
+            raise refuse(f"{reason}, and would do so for each part; leave micro_batches out")
 
 
 def _refuse_float16(device: torch.device) -> None:

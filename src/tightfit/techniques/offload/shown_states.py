@@ -25,6 +25,13 @@ class ShownStates:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._slab: HostSlab | None = None
+        self._updated = WeakTable[torch.Tensor, None]()
+
+    def awaits_states(self, parameter: torch.Tensor, states: Any) -> bool:
+        """Whether the next update of a parameter is its first and may make its states; some optimizers have none."""
+        is_first = not states and parameter not in self._updated
+        self._updated[parameter] = None
+        return is_first
 
     def at_host(self, states: Any, parameter: torch.Tensor) -> dict[str, Any]:
         """The states of a parameter for an update at the host: twins of what is shown, copies of what has been put there since (`load_state_dict`)."""

@@ -14,6 +14,8 @@ from tightfit.engine.weights.streamed_weights import Twin
 from tightfit.techniques.offload.shown_states import ShownStates
 from tightfit.techniques.optimizer.updates.optimizer_steps import beside, groups_by_parameter
 
+# What a `GradScaler` leaves on an optimizer that unscales by itself (torch/amp/grad_scaler.py, `step`).
+_OF_SCALERS = ("grad_scale", "found_inf")
 Flags = Callable[[torch.Tensor, Any, dict[str, Any]], dict[str, Any]]
 
 
@@ -29,10 +31,12 @@ def update_twins(
     States are `shown` as tensors of the card, or are at the host as they are. What the card still writes is to be over.
     """
     # States are made by the first update, and then moved to where they are shown: one parameter's at a time.
-    fresh = [parameter for parameter in twins if not optimizer.state.get(parameter)] if shown is not None else []
-    for parameter in fresh:
-        _update(optimizer, step, {parameter: twins[parameter]}, flags, shown)
-    known = {parameter: twin for parameter, twin in twins.items() if parameter not in set(fresh)}
+    fresh = {
+        p: twin for p, twin in twins.items() if shown is not None and shown.awaits_states(p, optimizer.state.get(p))
+    }
+    for parameter, twin in fresh.items():
+        _update(optimizer, step, {parameter: twin}, flags, shown)
+    known = {parameter: twin for parameter, twin in twins.items() if parameter not in fresh}
     if known:
         _update(optimizer, step, known, flags, shown)
 
@@ -59,8 +63,10 @@ def _update(
             states[twin] = known if shown is None else shown.at_host(known, parameter)
         own = optimizer.param_groups[index]
         given = flags(twin, states[twin] if known is not None else {}, own)
-        groups.setdefault((index, given is own), {**given, "params": []})["params"].append(twin)
-    step(beside(optimizer, list(groups.values()), states))
+        groups.setdefault((index, given is own), {**_at_host(given), "params": []})["params"].append(twin)
+    made = beside(optimizer, list(groups.values()), states)
+    vars(made).update(_at_host(vars(made), *_OF_SCALERS))
+    step(made)
     for parameter, pair in twins.items():
         updated = states.get(pair.weight)
         if updated and shown is None:
@@ -68,3 +74,9 @@ def _update(
         elif updated and shown is not None:
             shown.put(optimizer.state[parameter], updated, parameter)
         torch.autograd.graph.increment_version(parameter)
+
+
+def _at_host(values: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """Those of `names`, or all, with tensors at the host: fused implementations copy a rate or a scale there and do not wait for it."""
+    found = {name: values[name] for name in names or values if name in values}
+    return {name: value.to("cpu") if isinstance(value, torch.Tensor) else value for name, value in found.items()}
