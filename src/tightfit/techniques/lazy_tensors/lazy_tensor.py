@@ -126,6 +126,12 @@ class LazyTensor(torch.Tensor, metaclass=SeenAsTensor):
         return _on_elements(func, args, kwargs)
 
     def _set_data(self, value: torch.Tensor) -> None:
+        if isinstance(value, LazyTensor) and value.source is self.source:
+            # A module that is moved or cast takes along what stands on its parameters (torch/nn/modules/module.py, `_apply`): the same elements in
+            # another form, for which nothing is read.
+            with torch._C.DisableTorchFunctionSubclass():
+                _SET_DATA(self, value)
+            return
         given = value.whole() if isinstance(value, LazyTensor) else value
         mine, other = ((t.shape, t.dtype, t.device, t.layout) for t in (self, given))
         if mine != other:
