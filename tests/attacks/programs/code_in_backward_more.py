@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -144,6 +145,33 @@ def own_checkpoint_writes_to_file(t: Trial) -> None:
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 with open(path, "a") as file:
                     file.write("called\n")
+                return super().forward(x)
+
+        train(t, _checkpointed(Writing))
+        t.note("lines", len(path.read_text().splitlines()))
+
+
+def _keep_line(path: Path) -> None:
+    number = os.open(path, os.O_APPEND | os.O_CREAT | os.O_WRONLY)
+    try:
+        os.write(number, b"called\n")
+    finally:
+        os.close(number)
+
+
+# Code that is not found by reading the block's.
+_WRITERS: dict[str, Any] = {"line": [_keep_line]}
+
+
+@attack("recomputation", "the program checkpoints blocks that call a writer of lines, found by name in a table")
+def own_checkpoint_calls_a_writer(t: Trial) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "log"
+
+        class Writing(Block):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                for each in _WRITERS["line"]:
+                    each(path)
                 return super().forward(x)
 
         train(t, _checkpointed(Writing))

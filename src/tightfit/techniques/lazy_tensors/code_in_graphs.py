@@ -31,6 +31,7 @@ class CodeInGraph:
     def __init__(self) -> None:
         # By hook, which every tensor that the checkpoint has saved shares.
         self._checkpoints: dict[int, Any] = {}
+        self._ours: dict[int, Any] = {}
         self._writes: dict[Any, bool] = {}
 
     def reason_of(self, node: Any) -> str:
@@ -44,8 +45,13 @@ class CodeInGraph:
 
     def reason_of_hooks(self, node: Any) -> str:
         """The same of what the program has put around saved tensors alone."""
-        for hook in map(innermost, unpack_hooks(node)):
+        for given in unpack_hooks(node):
+            # A checkpoint has one hook for all that it saves.
+            if id(given) in self._ours:
+                continue
+            hook = innermost(given)
             if is_ours(hook):
+                self._ours[id(given)] = given
                 continue
             if is_of_checkpoint(hook):
                 self._checkpoints[id(hook)] = hook

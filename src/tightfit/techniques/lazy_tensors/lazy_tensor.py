@@ -102,7 +102,7 @@ class LazyTensor(torch.Tensor, metaclass=SeenAsTensor):
         if func == _IS_SPARSE:
             args[0].source.form_is_read()
         if func == _SET_DATA and isinstance(args[0], LazyTensor):
-            return args[0]._set_data(args[1])
+            return args[0]._set_data(func, args[1])
         # Here autograd still works, which it does not within an operator.
         while True:
             try:
@@ -125,12 +125,12 @@ class LazyTensor(torch.Tensor, metaclass=SeenAsTensor):
                 return answer
         return _on_elements(func, args, kwargs)
 
-    def _set_data(self, value: torch.Tensor) -> None:
-        if isinstance(value, LazyTensor) and value.source is self.source:
-            # A module that is moved or cast takes along what stands on its parameters (torch/nn/modules/module.py, `_apply`): the same elements in
-            # another form, for which nothing is read.
+    def _set_data(self, func: Any, value: torch.Tensor) -> None:
+        if isinstance(value, LazyTensor) and not self.source.held():
+            # Also of another form: a model that is cast or moved takes its gradients along.
             with torch._C.DisableTorchFunctionSubclass():
-                _SET_DATA(self, value)
+                func(self, value)
+            self.source = value.source
             return
         given = value.whole() if isinstance(value, LazyTensor) else value
         mine, other = ((t.shape, t.dtype, t.device, t.layout) for t in (self, given))

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tightfit.effects.outside_calls import OutsideCalls
 from tightfit.effects.reachable.cells import contents
 from tightfit.effects.state import RegionState, Snapshot, again, differences, restore, snapshot_of_arguments
 from tightfit.errors import ApplyError
@@ -51,11 +52,15 @@ class ProgramsCode:
         """Whether code of it names something by which it may reach outside of the process's memory, or holds more than is looked at."""
         return any(snapshot.reach.names_outside or snapshot.reach.is_cut for snapshot in self._before)
 
-    def has_run(self) -> None:
-        """To be called after the first run."""
+    @contextmanager
+    def first_run(self) -> Iterator[None]:
+        """Around the first run: finds what it writes, and calls that reach outside, as far as the pass runs in this thread (at the host)."""
+        with OutsideCalls() as calls:
+            yield
         changed = [d for pair in zip(self._before, self._now(), strict=True) for d in differences(*pair)]
-        lost = [d for d in changed if d.is_in_place and d.tensor not in self._copies]
-        self._lost = str(lost[0]) if lost else ""
+        lost = [str(d) for d in changed if d.is_in_place and d.tensor not in self._copies]
+        lost += [f"{calls.found} was called"] if calls.found else []
+        self._lost = lost[0] if lost else ""
         # Of what was not written to, nothing is to be put back.
         written = {d.tensor for d in changed}
         self._copies = {tensor: first for tensor, first in self._copies.items() if tensor in written}

@@ -134,15 +134,16 @@ class KeptPass:
 
         before = AllRandom.now()
         try:
-            with told_of_gradients(parameters, keep):
+            with (
+                self._code.first_run() if self._code is not None else nullcontext(),
+                told_of_gradients(parameters, keep),
+            ):
                 result = self.backward.run(keeps_graph=True)
         except BaseException:
             for deferred in self.waiting.values():
                 deferred.is_used(f"of a backward pass that ended with an error; {REMEDY}")
             self._gradients.clear()
             raise
-        if self._code is not None:
-            self._code.has_run()
         if not before.is_same(AllRandom.now()):
             self._drawn_from = before
         given = [t for t in self.backward.args[1] if isinstance(t, torch.Tensor)]

@@ -4,6 +4,7 @@ A write through `.data`, numpy or dlpack changes no version, so a second run of 
 only the graph refers to cannot be written to, and is not looked at.
 """
 
+import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
@@ -39,7 +40,7 @@ def _is_shared(storage: int, tensors: Collection[torch.Tensor]) -> bool:
 
 
 def _saved(nodes: Iterable[Any]) -> Iterator[torch.Tensor]:
-    hook_of, data_of = SAVED_HOOK.value().fget, SAVED_DATA.value().fget
+    hook_of, data_of = _hook_of(), SAVED_DATA.value().fget
     for node in nodes:
         for name in saved_variables_of(node):
             saved = getattr(node, name)
@@ -56,12 +57,18 @@ def _saved(nodes: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 def unpack_hooks(node: Any) -> Iterator[Any]:
     """The hooks by which a node has its saved tensors back."""
-    hook_of = SAVED_HOOK.value().fget
+    hook_of = _hook_of()
     for name in saved_variables_of(node):
         saved = getattr(node, name)
         for each in saved if isinstance(saved, tuple) else (saved,):
             if (hook := hook_of(each)) is not None:
                 yield hook
+
+
+@functools.cache
+def _hook_of() -> Any:
+    # Looked up once: it is asked for each node of a graph.
+    return SAVED_HOOK.value().fget
 
 
 def _storage_id(tensor: torch.Tensor) -> int | None:

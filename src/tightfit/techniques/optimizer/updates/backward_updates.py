@@ -164,13 +164,14 @@ class _Steps:
     def _second_pass(
         self, optimizer: torch.optim.Optimizer, groups: Mapping[torch.Tensor, int]
     ) -> dict[torch.Tensor, None]:
-        mine = [kept for kept in self._passes.kept if any(parameter in groups for parameter in kept.on_parameters())]
+        on_parameters = [(kept, kept.on_parameters()) for kept in self._passes.kept]
+        mine = [kept for kept, known in on_parameters if any(parameter in groups for parameter in known)]
         others = [kept for kept in self._passes.kept if kept.waiting and kept not in mine]
         if not mine:
             return {}
+        known = {parameter: deferred for _, found in on_parameters for parameter, deferred in found.items()}
+        own = set(map(id, known.values()))
         # The program has set the gradient of one parameter on another as well.
-        own = {id(deferred) for kept in mine for deferred in kept.on_parameters().values()}
-        known = {p: d for kept in mine for p, d in kept.on_parameters().items()}
         if any(id(d) in own and known.get(p) is not d for p in groups if (d := deferred_gradient(p)) is not None):
             self._passes.make_all()
             return {}
@@ -181,7 +182,7 @@ class _Steps:
             self._passes.make_all()
             return {}
         (kept,) = mine
-        parameters = {parameter: None for parameter in kept.on_parameters() if parameter in groups}
+        parameters = {parameter: None for parameter in known if parameter in groups}
         through_host = not self._can_update_in(kept)
         num_updated = 0
 
