@@ -435,3 +435,14 @@ def test_a_number_that_the_graph_has_saved_is_seen_through_a_dispatch_mode():
         (2.5 * model(torch.ones(2, 3)).tanh()).sum().backward()
         optimizer.step()
     assert session.statistics["parameters updated in backward"] == 2
+
+
+def test_a_gradient_that_is_not_computed_and_is_given_to_compiled_code_is_an_error_with_advice():
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hooked(model, optimizer)
+    model(torch.ones(2, 3)).sum().backward()
+    compiled = torch.compile(lambda gradient: gradient.abs().max(), backend="eager")
+    with pytest.raises(Exception, match=r"give it a copy \(p\.grad\.clone\(\)\)"):
+        compiled(model.weight.grad)
+    assert compiled(model.weight.grad.clone()) > 0

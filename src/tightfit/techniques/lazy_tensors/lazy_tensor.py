@@ -6,6 +6,8 @@ another form, or not at all, is never silently read as something else.
 
 import abc
 import copy
+import sys
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +19,8 @@ from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.seen_as_tensor import SeenAsTensor
 
 NOT_ANSWERED = object()
+# From where the compiler asks what a tensor is made of (torch/_dynamo/variables/builder.py) over torch's own functions.
+_FRAMES_TO_COMPILER = 4
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _IS_SPARSE = torch.Tensor.is_sparse.__get__  # type: ignore[attr-defined]
 
@@ -163,7 +167,12 @@ class LazyTensor(torch.Tensor, metaclass=SeenAsTensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         # Tools that measure memory (torch.distributed's memory trackers, and our own recorder) look inside of
-        # wrapper subclasses by these names.
+        # wrapper subclasses by these names. So does the compiler, to trace through them.
+        if _is_asked_by_compiler(sys._getframe(1)):
+            raise ApplyError(
+                "a tensor that is not computed is given to code that torch.compile takes apart; give it a copy (p.grad.clone()), "
+                "or leave the technique out of the plan"
+            )
         return ["first_held", "second_held"][: len(self.source.held())], None
 
     @staticmethod
@@ -217,6 +226,16 @@ class LazyTensor(torch.Tensor, metaclass=SeenAsTensor):
 
     def __dlpack__(self, **kwargs: Any) -> Any:
         return self.whole().__dlpack__(**kwargs)
+
+
+def _is_asked_by_compiler(frame: types.FrameType | None) -> bool:
+    for _ in range(_FRAMES_TO_COMPILER):
+        if frame is None:
+            return False
+        if (frame.f_globals.get("__name__") or "").startswith("torch._dynamo."):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def carry_attributes(tensor: torch.Tensor | None, to: torch.Tensor | None) -> None:
