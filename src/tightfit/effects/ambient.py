@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 # Another attention kernel or the lack of cuDNN saves other tensors, and torch's checkpointing then ends the
 # backward pass with an error about their number or shapes.
@@ -84,17 +85,32 @@ def _entered_apart(mode: Any) -> Iterator[None]:
         mode.prev_mode = before
 
 
+def dispatch_modes_of_program() -> list[Any]:
+    """The modes of the program's, or of a library's, that see each operator now; those of torch are there for tools and for torch itself."""
+    return [
+        mode
+        for mode in _get_current_dispatch_mode_stack()
+        if type(mode).__module__.partition(".")[0] not in ("torch", "tightfit")
+    ]
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Ambient:
-    """The settings at one time; `modes` are the function modes that were entered, such as a `torch.device` used as a context."""
+    """The settings at one time; `modes` are the function modes that were entered, such as a `torch.device` used as a context, `dispatch_modes` the program's
+    that see operators."""
 
     values: tuple[Any, ...]
     modes: tuple[Any, ...]
+    dispatch_modes: tuple[Any, ...]
 
     @classmethod
     def now(cls) -> "Ambient":
         """The current settings."""
-        return cls(values=tuple(get() for get, _ in _SETTINGS), modes=tuple(_get_current_function_mode_stack()))
+        return cls(
+            values=tuple(get() for get, _ in _SETTINGS),
+            modes=tuple(_get_current_function_mode_stack()),
+            dispatch_modes=tuple(dispatch_modes_of_program()),
+        )
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
@@ -121,6 +137,13 @@ class Ambient:
         """The modes that were active then and are not now, except a default device and our own, which only observe: their effect is unknown."""
         left = [type(mode) for mode in self._left(Ambient.now())]
         return [m.__name__ for m in left if m is not DeviceContext and m.__module__.partition(".")[0] != "tightfit"]
+
+    def other_dispatch_modes(self) -> list[str]:
+        """The modes of the program's that see operators now and did not then, or the other way round."""
+        now = dispatch_modes_of_program()
+        others = [mode for mode in now if not any(mode is each for each in self.dispatch_modes)]
+        others += [mode for mode in self.dispatch_modes if not any(mode is each for each in now)]
+        return [type(mode).__name__ for mode in others]
 
     def _put(self, instead_of: "Ambient") -> None:
         for (_, put), value, other in zip(_SETTINGS, self.values, instead_of.values, strict=True):

@@ -90,6 +90,14 @@ def given_to_checkpoint(unpack: Any) -> dict[str, Any] | None:
     return {"function": function, "args": list(saved), "kwargs": _variable(again, "kwargs")}
 
 
+def has_own_context(unpack: Any) -> bool:
+    """Whether the checkpoint that an unpack hook is of runs again inside of a context that the program has given; torch's selective ones are not meant."""
+    again = getattr(_variable(unpack, "frame"), "recompute_fn", None)
+    context = _variable(again, "recompute_context")
+    is_plain = context is None or isinstance(context, contextlib.nullcontext)
+    return not is_plain and not f"{type(context).__module__}.".startswith("torch.")
+
+
 def _variable(function: Any, name: str) -> Any:
     """What a function made by another one has of a variable of that one, None if it has none of this name."""
     code = getattr(function, "__code__", None)

@@ -10,6 +10,7 @@ from tightfit.effects.written_by_functions import may_write
 from tightfit.techniques.lazy_tensors.saved_and_shared import unpack_hooks
 from tightfit.torch_hooks.saved_tensor_hooks import (
     given_to_checkpoint,
+    has_own_context,
     innermost,
     is_of_checkpoint,
     is_ours,
@@ -64,6 +65,10 @@ class CodeInGraph:
         if function not in self._writes:
             self._writes[function] = may_write(function)
         return self._writes[function]
+
+    def has_own_contexts(self) -> bool:
+        """Whether a checkpoint runs its function inside of contexts of the program's, other than torch's selective ones."""
+        return any(has_own_context(hook) for hook in self._checkpoints.values())
 
     def checkpoints(self) -> list[Mapping[str, Any] | None]:
         """What each checkpoint of the program's was given; None for one that does not show it."""

@@ -175,7 +175,8 @@ class SplitForward:
             if proved is None or is_new:
                 # After the first part has run for real, so that lazy modules and caches are made; what that run
                 # has left behind is part of the proof.
-                proved = self._proofs.prove(forward, batch, parts, decisions, values, shape, may_leave=not begin)
+                with self._looking():
+                    proved = self._proofs.prove(forward, batch, parts, decisions, values, shape, may_leave=not begin)
                 self._checks_left = self._check_steps
             outputs.add(output, end - begin, loss_key, proved.joined)
             weight = sums.weight_of(proved.means, watch.terms, end - begin, loss)
@@ -189,7 +190,7 @@ class SplitForward:
             self._counted()
             if self._checks_left and batch.num_examples > 1 and not begin and has_values(*aside.parameters):
                 self._checks_left -= 1
-                with self._unseen(), paused(), nothing_hidden(self.model):
+                with self._looking(), self._unseen(), paused(), nothing_hidden(self.model):
                     self._check(forward, batch, proved.means)
             self._is_checked = True
         if not sums.are_shares_equal():
@@ -218,6 +219,19 @@ class SplitForward:
             yield
         finally:
             handle.remove()
+
+    @contextlib.contextmanager
+    def _looking(self) -> Iterator[None]:
+        """Around runs that are ours alone. What they raise is not the program's to catch: one that skips a batch for it would skip each next one too."""
+        try:
+            yield
+        except TightfitError:
+            raise
+        except Exception as error:
+            told = " ".join(str(error).split())
+            raise self._refuse(
+                f"a look at whether parts of the batch give what the whole gives ended with {type(error).__name__} ({told}); leave micro_batches out"
+            ) from error
 
     @torch.no_grad()
     def _refuse_parts_that_raise(self, forward: Forward, batch: AbstractBatch, error: Exception) -> None:
@@ -315,6 +329,10 @@ def _refuse_unpack_hooks(loss: torch.Tensor, refuse: Refuse) -> None:
     for node in nodes_behind([loss]):
         if reason := within.reason_of_hooks(node):
             raise refuse(f"{reason}, and would do so for each part; leave micro_batches out")
+    if within.has_own_contexts():
+        raise refuse(
+            "a checkpoint of the program's has contexts of its own (context_fn), which each part would enter; leave micro_batches out"
+        )
 
 
 def _refuse_float16(device: torch.device) -> None:

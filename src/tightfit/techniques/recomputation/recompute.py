@@ -363,6 +363,10 @@ class RecomputedCall:
         # A mode of the user's may change what operators compute, and the backward pass runs outside of it.
         if modes := self._ambient.unknown_modes():
             raise owner.refusal(f"ran inside of {modes[0]}, which the backward pass is not in")
+        if modes := self._ambient.other_dispatch_modes():
+            raise owner.refusal(
+                f"is run a second time inside of {modes[0]}, or was the first time, which sees each operator"
+            )
         # Most blocks write nothing: for these a second run costs one snapshot and no restoring.
         needs_restoring = bool(changed or self._copies)
         if needs_restoring:

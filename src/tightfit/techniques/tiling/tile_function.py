@@ -5,7 +5,8 @@ gradient of the inputs in place, and sums those of the parameters: in float32 if
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from tightfit.effects.ambient import Ambient
 from tightfit.effects.contents import checksum_of, contents_of, is_any_written
 from tightfit.effects.graph_shapes import graph_shape
 from tightfit.effects.value_checks import checksum, sums_differ
-from tightfit.errors import ApplyError
+from tightfit.errors import ApplyError, TightfitError
 from tightfit.techniques.wrappers.first_order import Refuse, check_transforms, first_order
 
 _OTHER_RESULT = "gave another result when a tile was run again in the backward pass"
@@ -165,7 +166,12 @@ class _Tiled(torch.autograd.Function):
         for number, tile in enumerate(tiling.tiles):
             # A leaf for each tile, so that its gradient ends here.
             part = tile.of(value.detach(), tiling.dim).requires_grad_(whole is not None)
-            with torch.enable_grad(), ctx.ambient.put_back(), torch.autocast(**ctx.autocast):
+            with (
+                torch.enable_grad(),
+                ctx.ambient.put_back(),
+                torch.autocast(**ctx.autocast),
+                _told_of_errors(tiling.refuse),
+            ):
                 result = tiling.run(tile, part)
             told = tiling.runs.check(
                 number, part, tiling.parameters, ctx.results[number], result, is_checked=tiling.is_checked
@@ -182,6 +188,18 @@ class _Tiled(torch.autograd.Function):
                 _put(whole.narrow(tiling.dim, tile.begin, tile.end - tile.begin), found.pop(0), adds=tiling.overlap)
             _add(sums, found)
         return (None, None, whole, *(_cast(s, p) for s, p in zip(sums, trained, strict=True)))
+
+
+@contextmanager
+def _told_of_errors(refuse: Refuse) -> Iterator[None]:
+    """What only the second run of a tile raises is not the program's to catch: it has the results of the first."""
+    try:
+        yield
+    except (TightfitError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        told = " ".join(str(error).split())
+        raise refuse(f"raised {type(error).__name__} when its tiles were run a second time ({told})") from error
 
 
 def _put(place: torch.Tensor, found: torch.Tensor | None, *, adds: bool) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tightfit.effects.ambient import dispatch_modes_of_program
 from tightfit.errors import ApplyError
 
 Refuse = Callable[[str], ApplyError]
@@ -20,7 +21,7 @@ def first_order(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     """Decorates the `backward(ctx, *gradients)` of an autograd function of the technique `what`, whose `ctx.refuse` is a `Refuse`.
 
     Raises:
-        ApplyError: (the result) it is run with `create_graph`, or for many gradients at once.
+        ApplyError: (the result) it is run with `create_graph`, for many gradients at once, or inside of a dispatch mode of the program's.
     """
 
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,6 +35,10 @@ def first_order(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
             if any(map(_are_many, gradients)):
                 raise ctx.refuse(
                     f"the program runs one backward pass for many gradients at once (is_grads_batched, vmap), which {what} cannot"
+                )
+            if modes := dispatch_modes_of_program():
+                raise ctx.refuse(
+                    f"the backward pass is run inside of {type(modes[0]).__name__}, which sees each operator, and {what} has others there; leave it out"
                 )
             return backward(ctx, *gradients)
 

@@ -1,0 +1,116 @@
+"""What a program has around its backward pass alone, or does only where code is run again; and errors that it swallows there."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from tests.attacks.models import Block, Net, sgd, tokens, train
+from tests.attacks.registry import attack
+from tests.attacks.trial import Trial
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+
+
+@attack(
+    "gradients",
+    "a dispatch mode around the backward pass alone counts its matrix products, and the rate falls with the count",
+)
+def rate_by_products_of_backward(t: Trial) -> None:
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            counts["now"] += func in _PRODUCTS
+            return func(*args, **(kwargs or {}))
+
+    counts = {"now": 0}
+    model = Net()
+    optimizer = sgd(model)
+    t.apply(model, optimizer)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = model(*tokens(step))
+        counts["now"] = 0
+        with Counting():
+            loss.backward()
+        optimizer.param_groups[0]["lr"] = 0.1 / (1 + 0.01 * counts["now"])
+        optimizer.step()
+        t.note("loss", loss)
+        t.end_step()
+
+
+@attack(
+    "parts",
+    "a block's own checkpoint is run again in a context of the program's (context_fn), which counts, and the count scales the next forward",
+)
+def context_of_own_checkpoint_counts(t: Trial) -> None:
+    class Counted(Block):
+        count = 0
+
+        def contexts(self) -> tuple[Any, Any]:
+            @contextlib.contextmanager
+            def again() -> Iterator[None]:
+                self.count += 1
+                yield
+
+            return contextlib.nullcontext(), again()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            made = checkpoint(self.inner, x, use_reentrant=False, context_fn=self.contexts)
+            return x + made * (1 + 0.05 * self.count)
+
+    train(t, Net([Counted(), Counted()]))
+
+
+@attack(
+    "exceptions",
+    "each seventh call of a block is out of memory, by a counter of its class, and the loop skips such batches",
+)
+def batches_skipped_by_counter(t: Trial) -> None:
+    class Counter:
+        calls = 0
+
+    class Failing(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            Counter.calls += 1
+            if Counter.calls % 7 == 0:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return x + self.inner(x)
+
+    model = Net([Failing(), Failing()])
+    optimizer = sgd(model)
+    t.apply(model, optimizer)
+    for step in range(8):
+        try:
+            optimizer.zero_grad()
+            loss = model(*tokens(step))
+            loss.backward()
+            optimizer.step()
+            t.note("loss", loss)
+        except torch.OutOfMemoryError:
+            t.note("skipped", step)
+        t.end_step()
+
+
+@attack("exceptions", "a block raises where it is called within a backward pass, and the loop swallows that")
+def raises_within_backward(t: Trial) -> None:
+    class Wary(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if torch._C._current_graph_task_id() != -1:
+                raise ValueError("called in a backward pass")
+            return x + self.inner(x)
+
+    model = Net([Wary(), Wary()])
+    optimizer = sgd(model)
+    t.apply(model, optimizer)
+    for step in range(5):
+        try:
+            optimizer.zero_grad()
+            loss = model(*tokens(step))
+            loss.backward()
+            optimizer.step()
+            t.note("loss", loss)
+        except Exception as error:  # noqa: BLE001 - as such programs do
+            t.caught(error)
+        t.end_step()
