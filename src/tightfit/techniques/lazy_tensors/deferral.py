@@ -18,7 +18,13 @@ def fact(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def name_of(func: Callable[..., Any]) -> str:
     """The name of the function, or of the property."""
     name = func.__name__
-    return func.__self__.__name__ if name == "__get__" else name  # pyrefly: ignore
+    if name != "__get__":
+        return name
+    descriptor: Any = func.__self__  # pyrefly: ignore
+    if isinstance(descriptor, property):
+        # What a trace has put in the place of torch's own.
+        return next(name for name, value in vars(torch.Tensor).items() if value is descriptor)
+    return descriptor.__name__
 
 
 def changes(name: str, kwargs: Mapping[str, Any]) -> bool:
