@@ -408,3 +408,28 @@ def several_heads(t: Trial) -> None:
             return sum(losses)
 
     train(t, Model())
+
+
+@attack("parts", "logits are given other memory under no_grad (set_) before their loss")
+def logits_set(t: Trial) -> None:
+    class Model(Net):
+        def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+            logits = self.head(self.features(x))
+            with torch.no_grad():
+                logits.set_(0.1 * torch.ones(logits.shape))
+            return logits if y is None else self.loss(logits, y)
+
+    train(t, Model())
+
+
+@attack("parts", "the data of logits is set before their loss, to a buffer that is scaled afterwards")
+def logits_data_set(t: Trial) -> None:
+    class Model(Net):
+        def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+            logits = self.head(self.features(x))
+            kept = 0.5 * logits.detach()
+            logits.data = kept
+            kept.mul_(0.5)
+            return logits if y is None else self.loss(logits, y)
+
+    train(t, Model())

@@ -21,6 +21,7 @@ from tightfit.techniques.attention.attention_masks import Fill, Masks, is_low
 from tightfit.techniques.attention.score_products import apply_weights, scores_of
 from tightfit.techniques.lazy_tensors.asked_gradients import DeferredTensor, is_read_of_node, refuse_lost_gradients
 from tightfit.techniques.lazy_tensors.deferral import FACTS, fact, name_of
+from tightfit.techniques.lazy_tensors.lazy_tensor import written_by
 from tightfit.techniques.wrappers.first_order import Refuse, first_order
 
 _Call: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
@@ -233,6 +234,13 @@ class DeferredScores(DeferredTensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        # What comes here past `__torch_function__` (`set_`) would write to values that nobody keeps.
+        for member in written_by(func, args, kwargs or {}):
+            if isinstance(member, DeferredScores):
+                raise member._attention.refuse(
+                    f"attention scores that are not computed are written to by {func}; clone them before, or go on without it: tightfit plan --without attention"
+                )
+
         # Below autograd only values are needed: `_Defer` is the node of the graph.
         def values(member: DeferredScores) -> torch.Tensor:
             with torch.no_grad():

@@ -8,7 +8,7 @@ import abc
 import copy
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -282,13 +282,14 @@ def _on_elements(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     known: dict[int, torch.Tensor] = {}
     given = tree_map_only(LazyTensor, lambda t: known.setdefault(id(t.source), whole(t)), (tuple(args), kwargs))
     result = func(*given[0], **given[1])
-    for tensor in _written(func, given[0], given[1]):
+    for tensor in written_by(func, given[0], given[1]):
         if id(tensor) in lazy:
             lazy[id(tensor)].source.was_written(tensor)
     return tree_map_only(torch.Tensor, lambda t: lazy.get(id(t), t), result)
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors among the arguments that an operator writes to, by its schema."""
     found: list[torch.Tensor] = []
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:

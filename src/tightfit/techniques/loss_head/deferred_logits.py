@@ -20,6 +20,7 @@ from tightfit.effects.dispatched import dispatched
 from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.asked_gradients import DeferredTensor, is_read_of_node, refuse_lost_gradients
 from tightfit.techniques.lazy_tensors.deferral import FACTS, changes, fact, name_of
+from tightfit.techniques.lazy_tensors.lazy_tensor import written_by
 from tightfit.techniques.loss_head.chunked_cross_entropy import (
     Cast,
     ChunkedCrossEntropy,
@@ -280,6 +281,12 @@ class DeferredLogits(DeferredTensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        # What comes here past `__torch_function__` (`set_`) would write to values that nobody keeps.
+        for member in written_by(func, args, kwargs or {}):
+            if isinstance(member, DeferredLogits):
+                raise member._origin.refuse(
+                    f"logits that are not computed are written to by {func}; clone them before, or go on without it: tightfit plan --without chunked_loss"
+                )
         # Below autograd only values are needed: `_Defer` is the node of the graph.
         args, kwargs = tree_map_only(DeferredLogits, lambda member: member.values(), (tuple(args), dict(kwargs or {})))
         return func(*args, **kwargs)
