@@ -87,11 +87,16 @@ def _entered_apart(mode: Any) -> Iterator[None]:
 
 def dispatch_modes_of_program() -> list[Any]:
     """The modes of the program's, or of a library's, that see each operator now; those of torch are there for tools and for torch itself."""
-    return [
-        mode
-        for mode in _get_current_dispatch_mode_stack()
-        if type(mode).__module__.partition(".")[0] not in ("torch", "tightfit")
-    ]
+    return [mode for mode in _get_current_dispatch_mode_stack() if _is_of_program(mode)]
+
+
+def modes_of_program() -> list[Any]:
+    """The same, and those that see each function of torch: what is computed at another time, or otherwise, they would not see, or see twice."""
+    return [mode for mode in _get_current_function_mode_stack() if _is_of_program(mode)] + dispatch_modes_of_program()
+
+
+def _is_of_program(mode: Any) -> bool:
+    return type(mode).__module__.partition(".")[0] not in ("torch", "tightfit")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,11 @@ from typing import Any
 
 import torch
 from tests.attacks.models import Block, Net, sgd, tokens, train
+from tests.attacks.places import EXACT
 from tests.attacks.registry import attack
 from tests.attacks.trial import Trial
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -113,4 +116,108 @@ def raises_within_backward(t: Trial) -> None:
             t.note("loss", loss)
         except Exception as error:  # noqa: BLE001 - as such programs do
             t.caught(error)
+        t.end_step()
+
+
+def _around(t: Trial, *, forward: Any = contextlib.nullcontext, backward: Any = contextlib.nullcontext) -> None:
+    model = Net()
+    optimizer = sgd(model)
+    t.apply(model, optimizer)
+    for step in range(5):
+        optimizer.zero_grad()
+        with forward():
+            loss = model(*tokens(step))
+        with backward():
+            loss.backward()
+        optimizer.step()
+        t.note("loss", loss)
+        t.end_step()
+
+
+class _Rounding(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        return (made * 64).round() / 64 if func in _PRODUCTS else made
+
+
+class _Scaling(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        return made * 1.1 if func is functional.linear else made
+
+
+@contextlib.contextmanager
+def _other_linear() -> Iterator[None]:
+    before = functional.linear
+    functional.linear = lambda *args: before(*args) * 1.1
+    try:
+        yield
+    finally:
+        functional.linear = before
+
+
+@attack(
+    "gradients", "a dispatch mode around the forward alone rounds its matrix products (a quantised forward)", only=EXACT
+)
+def products_rounded_in_forward(t: Trial) -> None:
+    _around(t, forward=_Rounding)
+
+
+@attack(
+    "gradients",
+    "a dispatch mode around the backward pass alone rounds its matrix products (quantised gradients)",
+    only=EXACT,
+)
+def products_rounded_in_backward(t: Trial) -> None:
+    _around(t, backward=_Rounding)
+
+
+@attack("gradients", "a function mode around the forward alone scales what linear layers give")
+def linear_scaled_in_forward(t: Trial) -> None:
+    _around(t, forward=_Scaling)
+
+
+@attack("gradients", "functional.linear is another function around the backward pass alone")
+def linear_replaced_in_backward(t: Trial) -> None:
+    _around(t, backward=_other_linear)
+
+
+@attack("gradients", "hooks for saved tensors around the backward pass alone double what is saved there")
+def saved_doubled_in_backward(t: Trial) -> None:
+    _around(t, backward=lambda: torch.autograd.graph.saved_tensors_hooks(lambda held: held * 2, lambda held: held))
+
+
+@attack("changes", "the model is frozen as a whole for a look at other data, with gradients on, and thawed again")
+def frozen_for_a_look(t: Trial) -> None:
+    model = Net()
+
+    def look(step: int) -> None:
+        model.requires_grad_(False)
+        t.note("look", model(*tokens(step + 9)))
+        model.requires_grad_(True)
+
+    train(t, model, after=look)
+
+
+@attack("gradients", "only the bias of the head is trained")
+def bias_of_head_alone(t: Trial) -> None:
+    model = Net()
+    model.requires_grad_(False)
+    model.head.bias.requires_grad_(True)
+    train(t, model, torch.optim.SGD([model.head.bias], lr=0.1))
+
+
+@attack("changes", "a weight is frozen between the forward and the backward pass of one step")
+def frozen_before_backward(t: Trial) -> None:
+    model = Net()
+    optimizer = sgd(model)
+    t.apply(model, optimizer)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = model(*tokens(step))
+        if step == 2:
+            model.blocks[1].wide.weight.requires_grad_(False)
+        loss.backward()
+        optimizer.step()
+        t.note("loss", loss)
         t.end_step()

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from tightfit.effects.ambient import modes_of_program
 from tightfit.effects.class_questions import ClassQuestion
 from tightfit.effects.dispatched import dispatched
 from tightfit.errors import ApplyError
@@ -69,7 +70,7 @@ class _Deferring:
 
     def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         # A function mode and a tensor subclass would end up in the compiled graph, or inside of the transform.
-        if torch.compiler.is_compiling() or are_transforms_active() or packs_by_itself():
+        if torch.compiler.is_compiling() or are_transforms_active() or packs_by_itself() or modes_of_program():
             return forward(*args, **kwargs)
         if line := self._question.line():
             raise self._refusal(

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from tightfit.effects.ambient import modes_of_program
 from tightfit.effects.class_questions import ClassQuestion
 from tightfit.effects.users_code import is_users_function
 from tightfit.effects.value_checks import has_values
@@ -84,7 +85,9 @@ class _Deferral:
 
     def __call__(self, forward: Callable[..., torch.Tensor], /, *args: Any, **kwargs: Any) -> torch.Tensor:
         linear = _linear_of(forward)
-        if are_transforms_active() or linear is None or kwargs or len(args) != 1 or packs_by_itself():
+        if are_transforms_active() or linear is None or kwargs or len(args) != 1:
+            return forward(*args, **kwargs)
+        if packs_by_itself() or modes_of_program():
             return forward(*args, **kwargs)
         # A linear function that the program has put in the place of torch's is to be called.
         if not has_plain_weight(linear) or not _can_wait(linear, args[0]) or is_users_function(functional.linear):

@@ -13,12 +13,14 @@ import torch
 from torch.nn import functional
 
 from tightfit.effects.contents import contents_of, is_any_written
+from tightfit.effects.users_code import is_users_function
 from tightfit.effects.value_checks import has_values
 from tightfit.errors import ApplyError
 from tightfit.techniques.loss_head.loss_options import NUM_WEIGHT_BLOCKS, GradientsIn
 from tightfit.techniques.wrappers.first_order import Refuse, first_order
 from tightfit.torch_hooks.backward import keeps_graph
 
+_HALVES = (torch.float16, torch.bfloat16)
 _SLICE_MULTIPLE = 128  # of rows of the weight in a slice: what matrix kernels read in one go
 
 
@@ -108,6 +110,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         loss: Loss,
     ) -> torch.Tensor:
         """The loss; if `loss.gradients_in` is "forward", the gradients are stored on `ctx` too."""
+        ctx.is_cast = torch.is_autocast_enabled(hidden.device.type)
         with torch.autocast(hidden.device.type, enabled=False):
             # Autocast is off: the casts are part of `loss`, taken when the head was called, and in the backward
             # pass autocast may not be on any more.
@@ -132,6 +135,12 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         """The gradients from the forward pass, or recomputed ones; a retained graph recomputes them in every pass."""
         hidden, weight, bias, target, log_sums = ctx.saved_tensors
         (gradient,) = grad_outputs
+        if torch.is_autocast_enabled(hidden.device.type) and not (ctx.is_cast or hidden.dtype in _HALVES):
+            raise ctx.refuse("the backward pass is run under autocast and the loss was not; leave chunked_loss out")
+        if is_users_function(functional.linear):
+            raise ctx.refuse(
+                "torch.nn.functional.linear was replaced between the forward and the backward pass, in which the head is run again; leave chunked_loss out"
+            )
         if is_any_written(ctx.contents, [hidden, weight, bias, target]):
             raise ctx.refuse(
                 "the head's weight, its input or the targets were written to past autograd (through .data) between forward and backward pass; "

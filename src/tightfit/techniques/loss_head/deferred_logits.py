@@ -326,7 +326,8 @@ def _loss(
     origin.check()
     origin.has_loss = True
     hidden = form.hidden.movedim(1, -1).reshape(-1, form.hidden.shape[1])
-    wants_gradients = torch.is_grad_enabled() and (hidden.requires_grad or origin.weight.requires_grad)
+    trained = [t for t in (hidden, origin.weight, origin.bias) if t is not None and t.requires_grad]
+    wants_gradients = torch.is_grad_enabled() and bool(trained)
     pointwise = form.pointwise
     # cross_entropy is on autocast's list of operators that run in float32.
     if torch.is_autocast_enabled(hidden.device.type) and form.meta.dtype in (torch.float16, torch.bfloat16):

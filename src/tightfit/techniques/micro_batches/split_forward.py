@@ -14,6 +14,7 @@ import torch
 from torch.autograd import backward  # torch's own, whatever the program puts in its place later
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from tightfit.effects.ambient import modes_of_program
 from tightfit.effects.fingerprints import paused
 from tightfit.effects.graph_shapes import graph_shape
 from tightfit.effects.outside_calls import without_outside_calls
@@ -97,7 +98,9 @@ class SplitForward:
         """Does nothing: `is_any_node_hooked` is asked before the backward pass of each part."""
 
     def __call__(self, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or are_transforms_active() or packs_by_itself():
+        if not torch.is_grad_enabled() or are_transforms_active() or packs_by_itself() or modes_of_program():
+            return forward(*args, **kwargs)
+        if not any(parameter.requires_grad for parameter in self.model.parameters()):
             return forward(*args, **kwargs)
         try:
             return self._in_parts(forward, args, kwargs)
@@ -164,7 +167,7 @@ class SplitForward:
             aside.take()
             loss_key, loss = find_loss(output)
             if is_new:
-                _refuse_unpack_hooks(loss, self._refuse)
+                _refuse_own_code(loss, self._refuse)
             values = None if reads is None else reads.values
             shape = end - begin, graph_shape(loss.grad_fn)
             # Another way through the code, for which nothing may be proved: a switch in a file, say.
@@ -324,7 +327,10 @@ def _refuse_hooks(model: torch.nn.Module, refuse: Refuse, *, since: int) -> None
         )
 
 
-def _refuse_unpack_hooks(loss: torch.Tensor, refuse: Refuse) -> None:
+def _refuse_own_code(loss: torch.Tensor, refuse: Refuse) -> None:
+    """Refuses what the program runs in a backward pass, which parts have several of, and a loss that has none."""
+    if not loss.requires_grad:
+        raise refuse("the loss has no gradient although weights are trained; leave micro_batches out")
     within = CodeInGraph()
     for node in nodes_behind([loss]):
         if reason := within.reason_of_hooks(node):

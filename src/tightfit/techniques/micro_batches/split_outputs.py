@@ -226,6 +226,7 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, sums: Sums, *parameters: torch.Tensor) -> Any:
         ctx.sums, ctx.refuse = sums, sums.refuse
+        ctx.casts = [torch.is_autocast_enabled(p.device.type) for p in parameters[:1]]
         ctx.set_materialize_grads(False)
         return sums.loss()
 
@@ -234,6 +235,12 @@ class _Joined(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> Any:  # pyrefly: ignore[bad-override]
         (gradient,) = grad_outputs
         # The gradients are returned once: a second pass would scale them again.
+        if ctx.casts == [False] and any(
+            g is not None and torch.is_autocast_enabled(g.device.type) for g in grad_outputs
+        ):
+            raise ctx.refuse(
+                "the backward pass is run under autocast and the forward was not, in which micro_batches has run both; leave it out"
+            )
         sums, ctx.sums = ctx.sums, None
         if sums is None:
             raise ctx.refuse("the program runs one loss backwards twice, which micro_batches cannot; leave it out")

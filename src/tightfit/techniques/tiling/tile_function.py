@@ -151,6 +151,8 @@ class _Tiled(torch.autograd.Function):
         changed = tiling.changed()
         if not changed and ctx.addresses != [parameter.data_ptr() for parameter in tiling.parameters]:
             changed = "a weight was given other data"
+        if not changed and not all(parameter.requires_grad for parameter in trained):
+            changed = "a weight was frozen"
         read = [value, *tiling.parameters]
         if not changed and (
             is_any_written(ctx.contents, read) or (ctx.checksum is not None and ctx.checksum != checksum(read))

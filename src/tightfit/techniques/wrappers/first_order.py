@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from tightfit.effects.ambient import dispatch_modes_of_program
+from tightfit.effects.ambient import modes_of_program
 from tightfit.errors import ApplyError
+from tightfit.torch_hooks.saved_tensor_hooks import packs_by_itself
 
 Refuse = Callable[[str], ApplyError]
 """Makes the error to raise from what is wrong: `Session.refuse` with what it is about, or `ApplyError` itself."""
@@ -36,9 +37,13 @@ def first_order(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
                 raise ctx.refuse(
                     f"the program runs one backward pass for many gradients at once (is_grads_batched, vmap), which {what} cannot"
                 )
-            if modes := dispatch_modes_of_program():
+            if modes := modes_of_program():
                 raise ctx.refuse(
-                    f"the backward pass is run inside of {type(modes[0]).__name__}, which sees each operator, and {what} has others there; leave it out"
+                    f"the backward pass is run inside of {type(modes[0]).__name__}, which sees each operator, and {what} has others there"
+                )
+            if packs_by_itself():
+                raise ctx.refuse(
+                    f"the backward pass is run inside of hooks for saved tensors, and {what} saves others there"
                 )
             return backward(ctx, *gradients)
 

@@ -20,6 +20,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
+from tightfit.effects.ambient import dispatch_modes_of_program
 from tightfit.effects.class_questions import ClassQuestion
 from tightfit.effects.state import RegionState
 from tightfit.errors import ApplyError
@@ -463,6 +464,8 @@ def _tell(session: Session, reason: str) -> None:
 def _reason_of_mode() -> str:
     if torch.autograd.graph._allow_mutation_on_saved_tensors_enabled:
         return "what a graph has saved may be written to"
+    if dispatch_modes_of_program():
+        return "a mode of the program's sees each operator of the backward pass"
     return "a node of a graph has a hook" if is_any_node_hooked() else ""
 
 
