@@ -95,6 +95,11 @@ def modes_of_program() -> list[Any]:
     return [mode for mode in _get_current_function_mode_stack() if _is_of_program(mode)] + dispatch_modes_of_program()
 
 
+def names_of_modes() -> list[str]:
+    """The names of their classes."""
+    return [type(mode).__name__ for mode in modes_of_program()]
+
+
 def _is_of_program(mode: Any) -> bool:
     return type(mode).__module__.partition(".")[0] not in ("torch", "tightfit")
 

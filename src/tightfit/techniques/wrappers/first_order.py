@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tightfit.effects.ambient import modes_of_program
+from tightfit.effects.ambient import names_of_modes
 from tightfit.errors import ApplyError
 from tightfit.torch_hooks.saved_tensor_hooks import packs_by_itself
 
@@ -37,9 +37,9 @@ def first_order(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
                 raise ctx.refuse(
                     f"the program runs one backward pass for many gradients at once (is_grads_batched, vmap), which {what} cannot"
                 )
-            if modes := modes_of_program():
+            if modes := names_of_modes():
                 raise ctx.refuse(
-                    f"the backward pass is run inside of {type(modes[0]).__name__}, which sees each operator, and {what} has others there"
+                    f"the backward pass is run inside of {modes[0]}, which sees each operator, and {what} has others there"
                 )
             if packs_by_itself():
                 raise ctx.refuse(
