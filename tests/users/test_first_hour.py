@@ -172,5 +172,10 @@ class TestMakesMistakes:
         _shows(shown, 3, r"tightfit: wrong\.py raised RuntimeError at wrong\.py:2: .*\(--debug shows the traceback\)")
 
     def test_and_changes_his_mind(self, folder: Path) -> None:
-        shown = typed(folder, "estimate", *UNET, interrupt_at=lambda written: "tracing" in written)
+        # However fast it is traced, it is not over before the key is pressed.
+        (folder / "out").mkdir()
+        script = "import threading\nimport torch\ntorch.ones(2).cuda()\nthreading.Event().wait()\n"
+        (folder / "out" / "waits.py").write_text(script)
+        command = ("estimate", "waits.py", "--device", "3060")
+        shown = typed(folder / "out", *command, interrupt_at=lambda written: "tracing" in written)
         assert (shown.exit_code, shown.lines[-1]) == (130, "tightfit: interrupted")
