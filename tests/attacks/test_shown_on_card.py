@@ -16,7 +16,7 @@ PROGRAMS = (
     *("adamw_with_scheduler", "adversarial_weights", "autocast_around", "backward_to_head_first", "best_state_kept_by_reference"),
     *("cast_and_back", "clipped_by_last_norm", "copied_and_trained", "elastic_weights", "five_optimizers", "grad_scaler"),
     *("gradient_penalty", "hill_climbing", "hooks_on_held_accumulators", "lookahead", "low_rank_restarted", "maml"),
-    *("moments_by_reference", "moments_logged", "moments_reset_between", "optimizer_flags", "own_accumulators", "population"),
+    *("moments_by_reference", "moments_given_other_data", "moments_logged", "moments_reset_between", "optimizer_flags", "own_accumulators", "population"),
     *("saved_whole_and_trained", "scaler_skips", "schedule_free", "sharpness_aware", "tasks_projected"),
     *("two_optimizers_one_after_the_other", "undone_in_the_middle", "vectors_of_parameters", "weight_average"),
     *("weight_used_by_loop", "weights_noised_for_forward"),

@@ -29,3 +29,16 @@ def half_at_the_end(t: Trial) -> None:
     model.half()
     t.note("saved", dict(model.state_dict()))
     t.end_step()
+
+
+@attack("changes", "moments are given other data in every second step (state['exp_avg'].data = ...)")
+def moments_given_other_data(t: Trial) -> None:
+    model = Net()
+    optimizer = adamw(model)
+
+    def reset(step: int) -> None:
+        if step % 2:
+            for states in optimizer.state.values():
+                states["exp_avg"].data = 0.5 * states["exp_avg"].clone()
+
+    train(t, model, optimizer, after=reset, num_steps=5)

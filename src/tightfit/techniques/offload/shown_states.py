@@ -38,7 +38,7 @@ class ShownStates:
         found = dict(dict.items(states))
         for name, value in found.items():
             if isinstance(value, torch.Tensor):
-                there = _TWINS.get(value)
+                there = _twin_of(value)
                 # Counters that a fused optimizer has loaded.
                 moves = value.shape == parameter.shape or value.numel() == 1
                 found[name] = there if there is not None else value.to("cpu") if moves else value
@@ -80,3 +80,11 @@ class ShownStates:
         if self._slab is None or self._slab.free_bytes < num_bytes:
             self._slab = HostSlab(max(num_bytes, _BLOCK_BYTES if num_bytes < _BLOCK_BYTES else 0), self._device)
         return self._slab.take(num_bytes).with_storage()
+
+
+def _twin_of(shown: torch.Tensor) -> torch.Tensor | None:
+    """Its twin, if it still is what it was made as: a program may have given it other data since."""
+    twin = _TWINS.get(shown)
+    if twin is None or (twin.data_ptr(), twin.shape, twin.stride()) != (shown.data_ptr(), shown.shape, shown.stride()):
+        return None
+    return twin
