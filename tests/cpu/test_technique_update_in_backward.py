@@ -422,9 +422,11 @@ def test_nothing_is_offered_where_gradients_are_read_before_the_step():
 
 
 def test_a_number_that_the_graph_has_saved_is_seen_through_a_dispatch_mode():
-    """Autograd saves `2.5` as a tensor, which reaches a mode (a FLOP counter, the virtual GPU) as the number."""
+    """Autograd saves `2.5` as a tensor, which reaches a mode of torch's or ours (the virtual GPU) as the number."""
 
     class Passes(TorchDispatchMode):
+        __module__ = "torch.utils.passing"
+
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             return func(*args, **(kwargs or {}))
 
@@ -435,6 +437,22 @@ def test_a_number_that_the_graph_has_saved_is_seen_through_a_dispatch_mode():
         (2.5 * model(torch.ones(2, 3)).tanh()).sum().backward()
         optimizer.step()
     assert session.statistics["parameters updated in backward"] == 2
+
+
+def test_gradients_are_kept_where_a_mode_of_the_programs_sees_the_backward_pass():
+    class Passes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = hooked(model, optimizer)
+    loss = model(torch.ones(2, 3)).tanh().sum()
+    with Passes():
+        loss.backward()
+    optimizer.step()
+    assert session.statistics["parameters updated in backward"] == 0
+    assert any("a mode of the program's sees each operator" in note for note in session.notes)
 
 
 def test_a_gradient_that_is_not_computed_and_is_given_to_compiled_code_is_an_error_with_advice():
