@@ -3,11 +3,13 @@
 import gc
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tightfit.effects import card_sums
 from tightfit.effects.graph_shapes import graph_shape
@@ -239,3 +241,21 @@ def test_every_bit_of_a_tensor_counts(monkeypatch: pytest.MonkeyPatch, tensor: t
     assert card_sums.first_difference([total], [by_layout]) is None  # type: ignore[list-item]
     one, two = card_sums.sum_on_card(same), card_sums.sum_on_card(other)
     assert card_sums.first_difference([one, one], [one, two]) == 1  # type: ignore[list-item]
+
+
+@pytest.mark.usefixtures("as_on_a_card")
+def test_on_a_card_no_mode_of_the_programs_sees_the_comparison() -> None:
+    seen: list[str] = []
+
+    class Noting(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Noting():
+        tensor = torch.ones(3)
+        seen.clear()
+        total = card_sums.sum_on_card(tensor)
+        assert total is not None
+        assert card_sums.first_difference([total], [total]) is None
+    assert seen == []

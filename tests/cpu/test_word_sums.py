@@ -45,7 +45,7 @@ class Largest(TorchDispatchMode):
 def test_the_sum_is_that_of_all_words_and_every_bit_counts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = TENSORS[name]
     whole = sum_of_words(tensor)
-    monkeypatch.setattr(word_sums, "_PIECE", 16)
+    monkeypatch.setattr(word_sums, "PIECE", 16)
     assert torch.equal(sum_of_words(tensor), whole)
     other = tensor.clone(memory_format=torch.preserve_format)
     flat = other.view(-1) if other.is_contiguous() else other.as_strided((other.numel(),), (1,))

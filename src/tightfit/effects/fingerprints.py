@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from tightfit.effects.word_sums import is_of_whole_words, wide_sum
+from tightfit.effects.word_sums import PIECE, WORDS, is_of_whole_words, wide_sum
 
 # Casts: autocast keeps those of weights for as long as its context lasts, and the second run may find them or not.
 _CASTS = ("_to_copy", "clone", "detach", "alias", "lift_fresh", "copy_", "record_stream")
@@ -37,8 +37,6 @@ _ADDS_IN_ANY_ORDER = (
     "kthvalue",
     "median",
 )
-_PIECE = 1 << 20
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,10 +219,10 @@ def _bits(value: torch.Tensor) -> torch.Tensor:
         value = torch.view_as_real(value)
     if not value.is_contiguous():
         value = value.contiguous()
-    rows = value.view(torch.int64 if is_of_whole_words(value) else _INTEGERS[value.element_size()])
+    rows = value.view(torch.int64 if is_of_whole_words(value) else WORDS[value.element_size()])
     rows = rows.reshape(-1, rows.shape[-1]) if rows.dim() else rows.reshape(1, 1)
     # In pieces: each is converted to 64 bits by itself.
-    pieces = rows.split(max(1, _PIECE // rows.shape[1])) if rows.dtype != torch.int64 else [rows]
+    pieces = rows.split(max(1, PIECE // rows.shape[1])) if rows.dtype != torch.int64 else [rows]
     down = torch.stack([piece.sum(0, dtype=torch.int64) for piece in pieces]).sum(0)
     along = torch.cat([piece.sum(1, dtype=torch.int64) for piece in pieces])
     return torch.stack([down.sum(), _weighted(down), _weighted(along), down.square().sum()])

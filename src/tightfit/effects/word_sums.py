@@ -7,10 +7,10 @@ that, and pieces where it does not.
 
 import torch
 
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WORD_BYTES = 8
 # Of which a piece in 64 bits has 8 MiB.
-_PIECE = 1 << 20
+PIECE = 1 << 20
 
 
 def sum_of_words(tensor: torch.Tensor) -> torch.Tensor:
@@ -21,8 +21,8 @@ def sum_of_words(tensor: torch.Tensor) -> torch.Tensor:
     size = value.element_size()
     if value.is_contiguous() or (value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last)):
         flat = value.as_strided((value.numel(),), (1,))
-        return wide_sum(flat.view(torch.int64 if is_of_whole_words(flat) else _WORDS[size]), torch.int64)
-    return wide_sum(value.view(_WORDS[size]), torch.int64)
+        return wide_sum(flat.view(torch.int64 if is_of_whole_words(flat) else WORDS[size]), torch.int64)
+    return wide_sum(value.view(WORDS[size]), torch.int64)
 
 
 def is_of_whole_words(value: torch.Tensor) -> bool:
@@ -34,8 +34,8 @@ def is_of_whole_words(value: torch.Tensor) -> bool:
 
 def wide_sum(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The sum in a wider type, in pieces: each is converted by itself."""
-    if value.dtype == dtype or value.numel() <= _PIECE:
+    if value.dtype == dtype or value.numel() <= PIECE:
         return value.sum(dtype=dtype)
     longest = max(range(value.dim()), key=value.shape.__getitem__)
-    rows = max(1, _PIECE // (value.numel() // value.shape[longest]))
+    rows = max(1, PIECE // (value.numel() // value.shape[longest]))
     return torch.stack([piece.sum(dtype=dtype) for piece in value.split(rows, longest)]).sum()
