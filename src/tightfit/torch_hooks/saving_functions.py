@@ -43,7 +43,7 @@ def saving_function() -> Any:
             return None
         num_saved = num_named if context is None else _num_saved(context)
         if num_saved is not None and num_saved < num_named:
-            return type(context)._forward_cls
+            return type(context)._forward_cls  # pyrefly: ignore[missing-attribute]
         _thread.named.pop()
     return None
 
