@@ -164,6 +164,8 @@ def _trace(request: Request, path: str, closed_in: ClosedIn) -> Any:
     with _steps_in_time(session.watch, request.timeout_seconds, f"{path}.stack", status):
         session.run(target_of(request.target))
     raise_what_was_swallowed()
+    if session.gpu.fake.used_in_a_thread is not None:
+        raise session.gpu.fake.used_in_a_thread
     session.tape(target=request.label, versions=_versions()).save(request.tape)
     return report()
 

@@ -110,6 +110,7 @@ class ThreadsFollowed:
         del thread.__dict__["run"]
         self.turns.enter(member)
         entered.release()
+        self._gpu.fake.threads.add(_thread.get_ident())
         member.begin()
         try:
             with self._gpu:
