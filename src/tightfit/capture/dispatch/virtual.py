@@ -137,7 +137,7 @@ class VirtualGpu(TorchDispatchMode):
             OpOverload, Handler
         ] = {}  # the operators of process groups, of tensors on the host too
         self._handlers = dict(handlers)
-        self._kernels = kernels
+        self.kernels = kernels
         self._composites = composites
         self._names: dict[OpOverload, int] = {}
         self._dtypes = _DtypeNames(recorder)
@@ -303,7 +303,7 @@ class VirtualGpu(TorchDispatchMode):
         if isinstance(out, torch.Tensor) and out.dtype == torch.bool:
             self.conditions.follow(func, args, out)
         # After the outputs: most kernels ask for their scratch memory then (docs/how-it-works/cuda-rules.md).
-        self._kernels.add(func, args, kwargs, out, None if call is None else call.scratch)
+        self.kernels.add(func, args, kwargs, out, None if call is None else call.scratch)
         if call is None or call.has_small_outputs or known.is_mutable:
             self.known_values.follow(func, known, args, kwargs, outputs)
         if known.is_mutable:

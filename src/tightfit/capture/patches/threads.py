@@ -126,6 +126,7 @@ class ThreadsFollowed:
                 self._failed = error
                 self.turns.must_ask = True
         finally:
+            self._gpu.kernels.thread_ends()
             self.turns.leave(member)
 
     @faults.hands_over
