@@ -54,6 +54,7 @@ from tightfit.techniques.recomputation.saved_values import SavedValues
 from tightfit.techniques.session import CHECK_STEPS, ComparedSums, Verdict
 from tightfit.torch_hooks.backward import keeps_graph
 from tightfit.torch_hooks.saved_tensor_hooks import is_of_torch_offload, mark_as_ours, programs_hooks
+from tightfit.torch_hooks.saving_functions import on_saving_functions
 
 Refusal = Callable[[str], ApplyError]
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
@@ -81,6 +82,7 @@ class Recomputed:
         contexts: Contexts | None = None,
     ) -> None:
         self._module = weakref.ref(module)
+        on_saving_functions(self)
         # Not the session, which keeps the model.
         self._verdict = verdict
         self._where = where

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 
 from tightfit.effects import card_sums
-from tightfit.effects.asked_of_saved import is_saved_by_function, question_of
+from tightfit.effects.asked_of_saved import question_of
 from tightfit.effects.contents import StoredAt, checksum_of
 from tightfit.effects.reads import line_of_code
 from tightfit.torch_hooks.manifest import TOP_SAVED_HOOKS
+from tightfit.torch_hooks.saving_functions import saving_function
 
 # Libraries of recurrent layers save memory of their own behind their results (tools/autograd/derivatives.yaml: `mkldnn_rnn_layer`, `_cudnn_rnn`), of which they do not
 # write all: its bytes differ between two runs whose results are the same.
@@ -85,9 +86,8 @@ class SavedValues:
         def noted(tensor: torch.Tensor) -> Any:
             nonlocal last
             caller = sys._getframe().f_back
-            is_of_function = is_saved_by_function(caller)
-            if is_of_function:
-                self.question = self.question or question_of(caller)
+            function = saving_function()
+            self.question = self.question or question_of(function)
             is_on_card = tensor.device.type in card_sums.DEVICE_TYPES
             num_before = self._num_expected - _NUM_SUMMED - len(self._saved) if self._num_expected else _UNKNOWN
             # The name of what is not summed counts only for the tensor right behind it.
@@ -103,7 +103,7 @@ class SavedValues:
                 and behind in _WORKSPACES_BEHIND
                 and caller is not None
                 and caller.f_code.co_filename == _RECURRENT_LAYERS
-            ) or (is_on_card and not is_of_function and tensor.numel() <= _NUM_SEEDS and tensor.dtype in _OF_SEEDS)
+            ) or (is_on_card and function is None and tensor.numel() <= _NUM_SEEDS and tensor.dtype in _OF_SEEDS)
             checksum = None if is_unwritten else self._checksum(tensor)
             total = card_sums.sum_on_card(tensor) if is_on_card and checksum is None and not is_unwritten else None
             whole = tensor if tensor._base is None else tensor._base
