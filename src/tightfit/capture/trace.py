@@ -24,7 +24,7 @@ from tightfit.capture.processes.trace_progress import StatusReader, TraceProgres
 from tightfit.capture.targets import Target, words_of
 from tightfit.capture.trace_settings import DEFAULT_NUM_STEPS, DEFAULT_TIMEOUT_SECONDS
 from tightfit.errors.faults import answering, kept_file
-from tightfit.errors.program_errors import IN_A_THREAD
+from tightfit.errors.program_errors import says_of_a_thread
 from tightfit.tape import Assumption, Coverage, Tape
 from tightfit.tape.verify import verify_tape
 
@@ -145,7 +145,7 @@ def _with_threads(
         try:
             return _attempt(fields, words_of(target), policy, on_progress, meanwhile)
         except errors.ProgramError as error:
-            if IN_A_THREAD not in str(error):
+            if not says_of_a_thread(str(error)):
                 raise
         # Threads that take turns are not quite what the program has, so only one that needs it is traced so.
         _programs_with_threads.add(program)

@@ -61,6 +61,11 @@ Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManage
 
 # Batch norm's operator writes to these although its schema does not say so: the tensors' versions stay as they were.
 _CHANGED_UNSEEN = frozenset({"running_mean", "running_var"})
+# torch 2.14 asks whether what a selective checkpoint keeps goes to the hooks for saved tensors around it, as it will by default one day: as ever it does not.
+_RESPECTS_HOOKS = "respect_saved_tensors_hooks"
+_AROUND_SELECTION: dict[str, Any] = (
+    {_RESPECTS_HOOKS: False} if _RESPECTS_HOOKS in inspect.signature(checkpoint).parameters else {}
+)
 _OF_CHECKPOINTS = frozenset((*inspect.signature(checkpoint).parameters, "preserve_rng_state"))
 
 
@@ -152,7 +157,9 @@ class Recomputed:
         if kwargs.get("use_cache") is True:
             kwargs["use_cache"] = False
         if torch.compiler.is_compiling():
-            extra: dict[str, Any] = {} if self._contexts is None else {"context_fn": self._contexts}
+            extra: dict[str, Any] = (
+                {} if self._contexts is None else {"context_fn": self._contexts, **_AROUND_SELECTION}
+            )
             # What a module calls its arguments may be what a checkpoint calls its own.
             named = functools.partial(forward, **kwargs) if _OF_CHECKPOINTS & kwargs.keys() else forward
             given = {} if _OF_CHECKPOINTS & kwargs.keys() else kwargs
@@ -169,9 +176,11 @@ class Recomputed:
         stops_early = not (call.is_checked and self.schedule.has_values) and not self._inside.has_hooks(
             self.owner(), call.before
         )
+        around: dict[str, Any] = {} if self._contexts is None else _AROUND_SELECTION
+        running = call.running(forward)
         with without_outside_calls(self.refusal, is_on=call.is_watched):
             result = checkpoint(
-                call.running(forward), kwargs, *args, use_reentrant=False, context_fn=contexts, early_stop=stops_early
+                running, kwargs, *args, use_reentrant=False, context_fn=contexts, early_stop=stops_early, **around
             )
             call.raise_failure()
         call.end_first()
