@@ -30,6 +30,7 @@ from tightfit.effects.ambient import (
 from tightfit.effects.asked_of_saved import told
 from tightfit.effects.fingerprints import Fingerprint, Fingerprints, first_mismatch
 from tightfit.effects.holders import PLAIN
+from tightfit.effects.optimizer_marks import OptimizerMarks
 from tightfit.effects.outside_calls import without_outside_calls
 from tightfit.effects.state import (
     RegionState,
@@ -46,7 +47,6 @@ from tightfit.errors import ApplyError, TightfitError
 from tightfit.techniques.recomputation.recompute_checks import (
     CheckSchedule,
     InnerModules,
-    OptimizerMarks,
     ParameterMarks,
     StoredTensors,
 )
@@ -115,6 +115,10 @@ class Recomputed:
     def is_selective(self) -> bool:
         """Whether some of its results are saved for the second run."""
         return self._contexts is not None
+
+    def note_reach(self, before: Snapshot) -> None:
+        """Notes whether code that is run again may read an optimizer."""
+        self._verdict.may_read_optimizers |= bool(before.reach.optimizers)
 
     def refusal(self, why: str) -> ApplyError:
         """The error that this module cannot be recomputed, with the remedy."""
@@ -326,6 +330,7 @@ class RecomputedCall:
         Raises:
             ApplyError: it had a side effect that cannot be restored for a later run.
         """
+        self._owner.note_reach(self._before)
         if self._saved is not None:
             self._owner.num_saved = len(self._saved)
         if self._saved is not None and self._saved.question:

@@ -1,7 +1,6 @@
 """What a recomputed module keeps from call to call: when its two runs are compared, the modules inside of it, and the tensors that it stores."""
 
 import weakref
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -134,34 +133,3 @@ def _marks_of(parameter: torch.nn.Parameter) -> dict[str, tuple[Any, Any]]:
             "puts a hook on a parameter": (None, [list(each) if each else [] for each in hooks]),
             "freezes a parameter, or thaws it,": (None, parameter.requires_grad),
         }
-
-
-class OptimizerMarks:
-    """The settings and states of the optimizers that code can reach: a rate that a block lowers is lowered twice by two runs of it."""
-
-    def __init__(self, references: Iterable[weakref.ref[torch.optim.Optimizer]]) -> None:
-        self._optimizers = [
-            optimizer for optimizer in [reference() for reference in references] if optimizer is not None
-        ]
-        self._marks = [*map(_marks_of_optimizer, self._optimizers)]
-
-    def change(self) -> str:
-        """What was done to one of them since, in words; empty if nothing was."""
-        is_same = self._marks == [*map(_marks_of_optimizer, self._optimizers)]
-        return "" if is_same else "changes an optimizer"
-
-
-def _marks_of_optimizer(optimizer: torch.optim.Optimizer) -> Any:
-    groups = [
-        [(name, [*map(id, value)] if name == "params" else _mark(value)) for name, value in group.items()]
-        for group in optimizer.param_groups
-    ]
-    # Those of a technique are made when they are read, and only then.
-    states = optimizer.state if type(optimizer.state) is defaultdict else {}
-    return groups, [[(name, _mark(value)) for name, value in state.items()] for state in states.values()]
-
-
-def _mark(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return id(value), -1 if value.is_inference() else value._version
-    return value
