@@ -7,7 +7,6 @@ state in modules and in the objects that these refer to. The walk ends after a b
 import abc
 import builtins
 import dataclasses
-import dis
 import enum
 import functools
 import itertools
@@ -26,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from tightfit.effects.code import CODE, Code
 from tightfit.effects.holders import ClassAttributes, Holder, Items, Members, Names, class_state, is_plain
 from tightfit.effects.identities import identities
+from tightfit.effects.instructions import instructions_of
 from tightfit.effects.outside_calls import NAMES
 from tightfit.effects.reachable.cells import Cell, contents
 from tightfit.effects.reachable.classes_of_libraries import BAGS, COUNTING, STATELESS
@@ -175,12 +175,12 @@ def reach_of_arguments(
 def _names_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
     """The globals, the attributes, and the Python modules to import that a function names, those of the functions inside it included."""
     names, attributes, imported = set[str](), set[str](), set[str]()
-    for instruction in dis.get_instructions(code):
+    for instruction in instructions_of(code):
         if instruction.opname in ("LOAD_GLOBAL", "STORE_GLOBAL"):
             names.add(instruction.argval)
         elif instruction.opname == "IMPORT_NAME":
             imported.add(instruction.argval)
-        elif instruction.opname == "IMPORT_FROM" or instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR"):
+        elif instruction.opname == "IMPORT_FROM" or instruction.opname in ("LOAD_ATTR", "STORE_ATTR"):
             attributes.add(instruction.argval)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

@@ -67,6 +67,7 @@ from tightfit.techniques.session import CHECK_STEPS, ComparedSums, Verdict
 from tightfit.torch_hooks.backward import keeps_graph
 from tightfit.torch_hooks.manifest import GRAPH_TASK_ID
 from tightfit.torch_hooks.saved_tensor_hooks import is_of_torch_offload, programs_hooks
+from tightfit.torch_hooks.saving_functions import on_saving_functions
 
 Refusal = Callable[[str], ApplyError]
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
@@ -101,6 +102,7 @@ class Recomputed:
         self.contexts = contexts
         """Those of the first run and of each later one; they see the module's operators alone."""
         self._module = weakref.ref(module)
+        on_saving_functions(self)
         # Not the session, which keeps the model.
         self._verdict = verdict
         self._where = where

@@ -17,9 +17,10 @@ import torch
 from torch.utils.checkpoint import _StopRecomputationError
 
 from tightfit.effects import card_sums
-from tightfit.effects.asked_of_saved import is_saved_by_function, question_of
+from tightfit.effects.asked_of_saved import question_of
 from tightfit.effects.contents import StoredAt, checksum_of
 from tightfit.effects.reads import line_of_code
+from tightfit.torch_hooks.saving_functions import saving_function
 
 # Libraries of recurrent layers save memory of their own behind their results (tools/autograd/derivatives.yaml: `mkldnn_rnn_layer`, `_cudnn_rnn`), of which they do not
 # write all: its bytes differ between two runs whose results are the same.
@@ -84,9 +85,9 @@ class SavedValues:
         if not self._has_values:
             return saved
         caller = sys._getframe().f_back
-        is_of_function = is_saved_by_function(caller)
-        if is_of_function:
-            self.question = self.question or question_of(caller)
+        function = saving_function()
+        if function is not None:
+            self.question = self.question or question_of(function)
         is_on_card = saved.device.type in card_sums.DEVICE_TYPES
         # The name of what is not summed counts only for the tensor right behind it.
         if is_on_card and number < self._num_before - 1:
@@ -99,7 +100,7 @@ class SavedValues:
             and behind in _WORKSPACES_BEHIND
             and caller is not None
             and caller.f_code.co_filename == _RECURRENT_LAYERS
-        ) or (is_on_card and not is_of_function and tensor.numel() <= _NUM_SEEDS and tensor.dtype in _OF_SEEDS)
+        ) or (is_on_card and function is None and tensor.numel() <= _NUM_SEEDS and tensor.dtype in _OF_SEEDS)
         if is_unwritten:
             return saved
         saved.checksum = self.checksum(tensor)
