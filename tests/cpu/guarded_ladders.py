@@ -6,7 +6,6 @@ import dataclasses
 import random
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from benchmarks.guard import Failing
@@ -73,7 +72,11 @@ class Training:
         """Losses, weights, states, rates, the scale and the random state."""
         states = [each.state_dict()["state"] for each in self.optimizers]
         values = [v for of in states for state in of.values() for _, v in sorted(state.items())]
-        settings = [*(g["lr"] for o in self.optimizers for g in o.param_groups), self.scaler.get_scale(), random.random()]
+        settings = [
+            *(g["lr"] for o in self.optimizers for g in o.param_groups),
+            self.scaler.get_scale(),
+            random.random(),
+        ]
         return [
             *losses,
             *self.model.state_dict().values(),

@@ -146,7 +146,9 @@ def fails_with(error: BaseException, plans: set[int]) -> Any:
 
 
 @pytest.mark.parametrize(
-    "error", [ApplyError("it is for another model"), torch.OutOfMemoryError("CUDA out of memory.")], ids=["refused", "full"]
+    "error",
+    [ApplyError("it is for another model"), torch.OutOfMemoryError("CUDA out of memory.")],
+    ids=["refused", "full"],
 )
 def test_a_plan_that_cannot_be_put_on_is_passed_over(error: BaseException) -> None:
     model, optimizer = applied.made()
@@ -291,7 +293,19 @@ def test_a_script_goes_down_with_its_fallbacks_and_one_that_is_for_another_model
     for name, plan in (("first", first), ("other", other), ("small", applied.plan_of([applied.CHOICES[1]]))):
         plan.save(tmp_path / f"{name}.json")
     told = forked_python(
-        *("-m", "tightfit", "run", "--guard", "--plan", "first.json", "--fallback", "other.json", "--fallback", "small.json", "train.py"),
+        *(
+            "-m",
+            "tightfit",
+            "run",
+            "--guard",
+            "--plan",
+            "first.json",
+            "--fallback",
+            "other.json",
+            "--fallback",
+            "small.json",
+            "train.py",
+        ),
         cwd=tmp_path,
         env={"PYTHONPATH": str(Path(__file__).parents[2])},
     )

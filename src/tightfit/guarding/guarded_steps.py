@@ -128,7 +128,9 @@ def guard(
         raise UsageError(
             f"this {type(model).__name__} has a plan already: undo its session, and give the plan to guard as the first of `plans`"
         )
-    guarded = GuardedSteps(model, optimizers, ladder, folder=Path(post_mortems), calm_steps=calm_steps, on_terminate=on_terminate)
+    guarded = GuardedSteps(
+        model, optimizers, ladder, folder=Path(post_mortems), calm_steps=calm_steps, on_terminate=on_terminate
+    )
     try:
         with _on_sigterm(guarded._terminate if on_terminate else None):
             yield guarded

@@ -37,7 +37,14 @@ class GuardedScript(StepOwner):
     """
 
     def __init__(
-        self, path: str, plans: Sequence[Plan], *, has_first: bool, folder: Path, put: Put = apply, calm_steps: int = CALM_STEPS
+        self,
+        path: str,
+        plans: Sequence[Plan],
+        *,
+        has_first: bool,
+        folder: Path,
+        put: Put = apply,
+        calm_steps: int = CALM_STEPS,
     ) -> None:
         self._program = GuardedProgram.of(Path(path))
         self._models: WeakTable[torch.nn.Module, None] = WeakTable()
