@@ -11,12 +11,13 @@ from tests.null.test_cost_roofline import a_tape
 
 from tightfit.cost.products import ON_CORES, Products, product_seconds
 from tightfit.cost.roofline import operator_seconds
+from tightfit.devices.calibration import Calibration
 from tightfit.devices.catalogue import find
 from tightfit.devices.device import Device
 from tightfit.tape import Geometry, Operators, Tape
 from tightfit.tape.verify import verify_tape
 
-Sizes = tuple[int, int, int, int, int, int, int, bool]
+Sizes = tuple[int, int, int, int, int, int, int, bool, int]
 
 CARD = find("A100-PCIE-40GB")
 
@@ -32,7 +33,7 @@ def seconds(name: str, dtype: str, sizes: Sizes, *, card: Device = CARD, num_byt
 
 
 def product(batch: int, rows: int, columns: int, depth: int, dtype: str = "float32", **options: object) -> float:
-    return seconds("aten.mm", dtype, (batch, rows, columns, depth, 0, 1, 0, False), **options)
+    return seconds("aten.mm", dtype, (batch, rows, columns, depth, 0, 1, 0, False, 0), **options)
 
 
 def convolution(
@@ -46,7 +47,7 @@ def convolution(
     card: Device = CARD,
 ) -> float:
     name = "aten.convolution_backward" if gradients else "aten.convolution"
-    sizes = (groups, 64 * 28 * 28, outputs // groups, channels // groups * 9, 9, 1, gradients, last)
+    sizes = (groups, 64 * 28 * 28, outputs // groups, channels // groups * 9, 9, 1, gradients, last, 64)
     return seconds(name, dtype, sizes, card=card)
 
 
@@ -105,7 +106,7 @@ def test_channels_first_is_converted_for_tensor_cores_only() -> None:
 
 
 def test_attention_computes_whole_tiles() -> None:
-    long, short = ((64, length, length, 64, 0, 1, 0, False) for length in (256, 129))
+    long, short = ((64, length, length, 64, 0, 1, 0, False, 0) for length in (256, 129))
     name = "aten._scaled_dot_product_flash_attention"
     assert seconds(name, "float16", short) > 0.5 * seconds(name, "float16", long)
 
@@ -117,7 +118,7 @@ def test_no_product_beats_the_peak(rows: int, columns: int, depth: int, batch: i
 
 
 def test_a_tape_without_sizes_is_priced_without_them(tmp_path: Path) -> None:
-    tape = a_shaped_tape("aten.mm", "float32", (1, 17, 4096, 4096, 0, 1, 0, False))
+    tape = a_shaped_tape("aten.mm", "float32", (1, 17, 4096, 4096, 0, 1, 0, False, 0))
     tape.save(tmp_path / "tape.npz")
     assert len(Tape.load(tmp_path / "tape.npz").geometry) == 1
     old = dataclasses.replace(tape, geometry=Geometry.from_rows([]))
@@ -127,10 +128,56 @@ def test_a_tape_without_sizes_is_priced_without_them(tmp_path: Path) -> None:
 
 
 def test_sizes_of_no_operator_are_a_fault() -> None:
-    tape = a_shaped_tape("aten.mm", "float32", (1, 17, 4096, 4096, 0, 1, 0, False))
+    tape = a_shaped_tape("aten.mm", "float32", (1, 17, 4096, 4096, 0, 1, 0, False, 0))
     assert isinstance(tape.operators, Operators)
     assert verify_tape(tape) == []
-    rows = [(1, 1, 17, 4096, 4096, 0, 1, 0, False)]
+    rows = [(1, 1, 17, 4096, 4096, 0, 1, 0, False, 0)]
     assert verify_tape(dataclasses.replace(tape, geometry=Geometry.from_rows(rows))) == [
         "sizes of an operator that does not exist"
     ]
+
+
+def test_a_wide_convolution_takes_less_time_than_its_products_would() -> None:
+    pixels, channels = 64 * 56 * 56, 256
+    taps = (1, pixels, channels, channels * 9, 9, 1, 0, False, 64)
+    direct = product(1, pixels, channels, channels * 9, card=find("V100"))
+    # A quarter of the arithmetic is left, and the transforms take some of it back.
+    assert 0.25 * direct < seconds("aten.convolution", "float32", taps, card=find("V100")) < 0.8 * direct
+
+
+def test_images_that_do_not_fill_their_patches_cost_more_for_each_pixel() -> None:
+    def of_size(side: int, images: int) -> float:
+        sizes = (1, images * side * side, 64, 32 * 9, 9, 1, 0, False, images)
+        return seconds("aten.convolution", "float32", sizes, card=find("V100"))
+
+    assert of_size(9, 4096) / (4096 * 81) > 1.3 * of_size(64, 81) / (81 * 64 * 64)
+
+
+def test_the_gradient_of_the_input_is_the_convolution_back() -> None:
+    there, back = (
+        seconds("aten.convolution", "float32", (1, 32 * 28 * 28, b, a * 9, 9, 1, gradients, False, 32), card=find("T4"))
+        for a, b, gradients in ((64, 512, 0), (512, 64, 1))
+    )
+    assert there == pytest.approx(back, rel=0.01)
+
+
+def test_a_calibrated_convolution_is_priced_as_it_was_measured() -> None:
+    card = find("V100")
+    sizes = (1, 64 * 56 * 56, 256, 256 * 9, 9, 1, 0, False, 64)
+    tape = a_shaped_tape("aten.convolution", "float32", sizes, num_bytes=1)
+    measured = Calibration(device=card.name, efficiency_by_dtype={"float32": {"convolution": 0.5}})
+    priced = float(operator_seconds(tape, card, calibration=measured)[0])
+    assert priced == pytest.approx(
+        2 * sizes[1] * sizes[2] * sizes[3] / (0.5 * card.flops_per_second("float32")), rel=0.1
+    )
+
+
+def test_a_tape_from_before_images_were_noted_is_read(tmp_path: Path) -> None:
+    sizes = (1, 64 * 56 * 56, 64, 64 * 9, 9, 1, 0, False, 64)
+    a_shaped_tape("aten.convolution", "float32", sizes).save(tmp_path / "tape.npz")
+    with np.load(tmp_path / "tape.npz") as arrays:
+        kept = {key: arrays[key] for key in arrays if key != "geometry.images"}
+    np.savez(tmp_path / "old.npz", **kept)
+    old = Tape.load(tmp_path / "old.npz")
+    assert old.geometry.images.tolist() == [0]
+    assert float(operator_seconds(old, CARD)[0]) > 0

@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from tightfit.cost.products import ON_CORES, ON_TENSOR_CORES, Floats, Products, ProductTiles, product_seconds
+from tightfit.cost.winograd import Images, Shares, fused_seconds, unfused_seconds
 
-# Winograd F(2 x 2, 3 x 3) needs 16 instead of 36 multiplications per output tile (Lavin and Gray 2015); its transforms and the tiles that stick out take most of
-# that back: over the direct count, this is the median of kernel_times on four cards.
-WINOGRAD_GAIN = 1.2
+_OF_INPUT, _OF_WEIGHT = 1, 2
+
 _TAPS_OF_WINOGRAD = 9
 # Numbers of one 128-bit load; tensor cores take channels in such groups.
 _PADDED_CHANNELS = 8
@@ -44,13 +44,15 @@ class Passes:
     depth: Floats
     taps: Floats
     stride: Floats
+    images: Floats
     is_channels_last: npt.NDArray[np.bool_]
     gradient: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Reached:
-    """What passes reach on a card: FLOP/s of tiles and the peak of the multiply-add units, bytes per second of streaming."""
+    """What passes reach on a card: FLOP/s of tiles and the peak of the multiply-add units, bytes per second of streaming; `on_cores` where convolutions of 3 x 3 have
+    algorithms of their own on the multiply-add units."""
 
     flops_per_second: float
     core_flops_per_second: float
@@ -58,6 +60,7 @@ class Reached:
     num_multiprocessors: int
     tiling: ProductTiles
     element_bytes: int
+    on_cores: Shares | None = None
 
 
 def pass_seconds(passes: Passes, reached: Reached) -> Floats:
@@ -70,6 +73,8 @@ def pass_seconds(passes: Passes, reached: Reached) -> Floats:
     weights = passes.groups * passes.columns * passes.depth
     num_bytes = (inputs + outputs + weights) * reached.element_bytes
     tiled = _tiled(passes, reached, channels, num_bytes)
+    if reached.on_cores is not None:
+        tiled = _on_cores(passes, reached, reached.on_cores, channels, num_bytes, tiled)
     if reached.tiling is ON_TENSOR_CORES:
         # Input and output are each read and written once more.
         converted = (
@@ -88,6 +93,48 @@ def pass_seconds(passes: Passes, reached: Reached) -> Floats:
     if reached.tiling is ON_TENSOR_CORES and is_gathered.any():
         tiled = np.where(is_gathered, _gathered(passes, reached, channels, num_bytes), tiled)
     return np.where((channels == 1) & (passes.groups > 1), direct, tiled)
+
+
+def _on_cores(
+    passes: Passes, reached: Reached, shares: Shares, channels: Floats, num_bytes: Floats, otherwise: Floats
+) -> Floats:
+    """The faster of Winograd's algorithms and the implicit product where filters are 3 x 3, `otherwise` where they are not."""
+    chosen = np.flatnonzero((passes.taps == _TAPS_OF_WINOGRAD) & (passes.stride == 1) & (passes.groups == 1))
+    if not len(chosen):
+        return otherwise
+    images = np.maximum(passes.images[chosen], 1.0)
+    ends = channels[chosen], passes.columns[chosen]
+    sizes = Images(
+        images=images,
+        pixels=passes.rows[chosen] / images,
+        # The gradient of the input is a convolution from the outputs to the inputs.
+        channels=ends[passes.gradient == _OF_INPUT],
+        outputs=ends[passes.gradient != _OF_INPUT],
+    )
+    rate, card = reached.flops_per_second, {"num_multiprocessors": reached.num_multiprocessors}
+    is_of_weight = passes.gradient == _OF_WEIGHT
+    part = Passes(
+        *(getattr(passes, field.name)[chosen] for field in dataclasses.fields(passes)[:-1]), gradient=passes.gradient
+    )
+    implicit = dataclasses.replace(reached, flops_per_second=rate * shares.implicit)
+    seconds = np.minimum(
+        _tiled(part, implicit, channels[chosen], num_bytes[chosen], splits_depth=is_of_weight),
+        unfused_seconds(
+            sizes,
+            is_of_weight=is_of_weight,
+            flops_per_second=rate * shares.products,
+            bytes_per_second=reached.bytes_per_second,
+            **card,
+        ),
+    )
+    if not is_of_weight:
+        fused = fused_seconds(
+            sizes, flops_per_second=rate * shares.fused, bytes_per_second=reached.bytes_per_second, **card
+        )
+        seconds = np.minimum(seconds, fused)
+    result = otherwise.copy()
+    result[chosen] = seconds
+    return result
 
 
 def _gathered(passes: Passes, reached: Reached, channels: Floats, num_bytes: Floats) -> Floats:
@@ -109,17 +156,11 @@ def _tiled(
         (passes.rows * pixels, padded, passes.columns * passes.taps / pixels),
         (passes.columns, padded * passes.taps, passes.rows),
     )[passes.gradient]
-    gain = np.ones_like(depth)
-    if not on_tensor_cores:
-        is_winograd = (
-            (passes.taps == _TAPS_OF_WINOGRAD) & (passes.stride == 1) & (passes.groups == 1) & (channels >= 16)
-        )
-        gain = np.where(is_winograd, WINOGRAD_GAIN, 1.0)
     return product_seconds(
         Products(batch=passes.groups, rows=rows, columns=columns, depth=depth, num_bytes=num_bytes),
         reached.tiling,
         num_multiprocessors=reached.num_multiprocessors,
-        flops_per_second=reached.flops_per_second * gain,
+        flops_per_second=reached.flops_per_second,
         bytes_per_second=reached.bytes_per_second,
         splits_depth=splits_depth,
     )

@@ -94,11 +94,12 @@ _SECONDS = {"launch": 3e-6, "ramp": 3.5e-6, "issue": 5e-6}
 class Efficiency:
     """Fractions of the peak FLOP/s, by class and type of arithmetic, and of the bandwidth by class; `of_tiles` of kernels whose
     tiles are known, which lose the rest of `of_flops` by their tiles. Above 1 where a card runs above its stated clock. Fixed costs are per kernel, per matrix
-    product, and per issue on the host."""
+    product, and per issue on the host. `measured_convolutions`: types whose convolutions a calibration has measured."""
 
     of_flops: Mapping[tuple[OperatorClass, DType], float]
     of_tiles: Mapping[tuple[OperatorClass, DType], float]
     of_bandwidth: Mapping[OperatorClass, float]
+    measured_convolutions: frozenset[DType]
     launch_seconds: float
     ramp_seconds: float
     issue_seconds: float
@@ -150,6 +151,7 @@ def efficiency_of(device: Device, calibration: Calibration | None = None) -> Eff
         of_flops=of_flops,
         of_tiles=of_tiles,
         of_bandwidth={name: fractions["copy" if name in TENSOR_CORE_CLASSES else name] for name in OPERATOR_CLASSES},
+        measured_convolutions=frozenset(dtype for dtype in types if is_measured[dtype]),
         launch_seconds=seconds["launch"],
         ramp_seconds=seconds["ramp"],
         issue_seconds=seconds["issue"],

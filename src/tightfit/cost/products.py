@@ -9,7 +9,7 @@ S multiprocessors and T tiles, `ceil(T / S)` of them are computed one after the 
 last multiplication a block fills its pipeline and writes its tile: `fill` steps of depth. A kernel that has too few tiles may share out the depth and add up
 (split-K). The library is taken to choose the fastest: it does so by benchmark (cuDNN) or by heuristics that come close (cuBLAS).
 
-A convolution is a product for each group (`tightfit.tape.Geometry`), or, of 3 x 3 filters in float32 arithmetic, one of Winograd's (`_winograd`).
+A convolution is a product for each group (`tightfit.tape.Geometry`), or, of 3 x 3 filters in float32 arithmetic, Winograd's (`tightfit.cost.winograd`).
 """
 
 import dataclasses

@@ -64,6 +64,9 @@ def operator_seconds(
         return np.zeros(0)
     efficiency = efficiency_of(device, calibration)
     pairs, types, kind_of = _pairs(tape, tf32_matmul=tf32_matmul, tf32_convolution=tf32_convolution)
+    if device.flops_per_second("tf32") <= device.flops_per_second("float32"):
+        # A card that does not have TF32 computes in float32, whatever the program allows.
+        types = list[DType]("float32" if dtype == "tf32" else dtype for dtype in types)
     rates = np.array(
         [_rates(device, efficiency, kind, arithmetic) for (kind, _), arithmetic in zip(pairs, types, strict=True)]
     )

@@ -9,6 +9,7 @@ from tightfit.cost.classes import operator_class
 from tightfit.cost.convolutions import Passes, Reached, pass_seconds
 from tightfit.cost.efficiency import Efficiency
 from tightfit.cost.products import ON_CORES, ON_TENSOR_CORES, Floats, Products, ProductTiles, product_seconds
+from tightfit.cost.winograd import SHARES, SHARES_ELSEWHERE
 from tightfit.devices.calibration import OperatorClass
 from tightfit.devices.device import Device, DType
 from tightfit.tape import Tape
@@ -67,14 +68,18 @@ def _products(sizes: Floats, device: Device, efficiency: Efficiency, dtype: DTyp
 
 
 def _convolutions(sizes: Floats, device: Device, efficiency: Efficiency, dtype: DType) -> Floats:
-    groups, rows, columns, depth, taps, stride, gradients, is_last, *_ = sizes
+    groups, rows, columns, depth, taps, stride, gradients, is_last, images, *_ = sizes
+    tiling = tiling_of(device, dtype)
+    # A calibration measures whole convolutions, Winograd's among them.
+    has_shares = tiling is ON_CORES and dtype == "float32" and dtype not in efficiency.measured_convolutions
     reached = Reached(
         flops_per_second=device.flops_per_second(dtype) * efficiency.of_tiles["convolution", dtype],
         core_flops_per_second=device.flops_per_second("float32"),
         bytes_per_second=device.dram_bytes_per_second * efficiency.of_bandwidth["convolution"],
         num_multiprocessors=device.num_multiprocessors,
-        tiling=tiling_of(device, dtype),
+        tiling=tiling,
         element_bytes=_ELEMENT_BYTES.get(dtype, 4),
+        on_cores=SHARES.get(device.isa, SHARES_ELSEWHERE) if has_shares else None,
     )
     total = np.zeros(sizes.shape[1])
     bits = gradients.astype(np.int64)
@@ -84,7 +89,7 @@ def _convolutions(sizes: Floats, device: Device, efficiency: Efficiency, dtype: 
         (_OF_WEIGHT, (bits & _OF_WEIGHT) > 0),
     ):
         if chosen.any():
-            part = (column[chosen] for column in (groups, rows, columns, depth, taps, stride))
+            part = (column[chosen] for column in (groups, rows, columns, depth, taps, stride, images))
             passes = Passes(*part, is_channels_last=is_last[chosen] > 0, gradient=gradient)
             total[chosen] += pass_seconds(passes, reached)
     return total

@@ -5,7 +5,6 @@ values. Which of the two it is can be seen by `is`, `id`, `type`, `isinstance(..
 that, with the functions that it calls.
 """
 
-import dis
 import functools
 import types
 from collections.abc import Iterator
@@ -14,24 +13,16 @@ from typing import Any
 
 import torch
 
+from tightfit.effects.instructions import Instruction, instructions_of
 from tightfit.effects.users_code import is_users_file
 
 _ASKING = frozenset(["type", "id", "hasattr", "getattr", "setattr", "vars"])
 _OF_TENSORS = frozenset(dir(torch.Tensor)) - {"grad", "register_hook", "register_post_accumulate_grad_hook"}
 _MAX_DEPTH = 4
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
-def is_saved_by_function(caller: types.FrameType | None) -> bool:
-    """Whether the frame that has a tensor saved is a function written in Python, and not an operator."""
-    return caller is not None and caller.f_code is _APPLY
-
-
-def question_of(caller: types.FrameType | None) -> str:
-    """For the frame that has a tensor saved: the line where the backward pass of its function asks what the tensor is, or nothing."""
-    if caller is None or not is_saved_by_function(caller):
-        return ""
-    function = caller.f_locals.get("cls")
+def question_of(function: Any) -> str:
+    """For the class of a function that has a tensor saved, None for an operator: the line where its backward pass asks what the tensor is, or nothing."""
     backward = getattr(function, "backward", None)
     return question_in(backward) if isinstance(backward, types.FunctionType) else ""
 
@@ -87,7 +78,7 @@ def _is_full(cell: types.CellType) -> bool:
 @functools.lru_cache(maxsize=1024)
 def saved_names(code: types.CodeType) -> frozenset[str]:
     """The variables that are given saved tensors: what is stored behind each read of `saved_tensors`."""
-    instructions = list(dis.get_instructions(code))
+    instructions = list(instructions_of(code))
     found = set()
     for position, each in enumerate(instructions):
         if each.argval != "saved_tensors":
@@ -95,7 +86,14 @@ def saved_names(code: types.CodeType) -> frozenset[str]:
         for later in instructions[position + 1 :]:
             if later.opname == "STORE_FAST":
                 found.add(later.argval)
-            elif later.opname not in ("UNPACK_SEQUENCE", "LOAD_CONST", "BINARY_SUBSCR", "CACHE", "UNPACK_EX"):
+            elif later.opname not in (
+                "UNPACK_SEQUENCE",
+                "UNPACK_EX",
+                "LOAD_CONST",
+                "BINARY_SUBSCR",
+                "BINARY_SLICE",
+                "BUILD_SLICE",
+            ):
                 break
     return frozenset(found)
 
@@ -107,17 +105,15 @@ def _questions(code: types.CodeType, saved: frozenset[str]) -> tuple[str, ...]:
 
 
 def _asked(code: types.CodeType, saved: frozenset[str]) -> Iterator[str]:
-    line = code.co_firstlineno
     names = set(code.co_names)
-    before: dis.Instruction | None = None
-    for each in dis.get_instructions(code):
-        line = each.starts_line or line
+    before: Instruction | None = None
+    for each in instructions_of(code):
         is_asked = (
             (each.opname == "IS_OP" and before is not None and before.opname != "LOAD_CONST")
             or (each.opname in ("LOAD_GLOBAL", "LOAD_NAME") and each.argval in _ASKING)
             or (each.argval == "isinstance" and "Parameter" in names)
             or (
-                each.opname in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR")
+                each.opname in ("LOAD_ATTR", "STORE_ATTR")
                 and before is not None
                 and before.opname == "LOAD_FAST"
                 and before.argval in saved
@@ -125,6 +121,5 @@ def _asked(code: types.CodeType, saved: frozenset[str]) -> Iterator[str]:
             )
         )
         if is_asked:
-            yield f"{Path(code.co_filename).name}:{line}"
-        if each.opname != "CACHE":
-            before = each
+            yield f"{Path(code.co_filename).name}:{each.line}"
+        before = each

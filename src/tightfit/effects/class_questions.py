@@ -4,7 +4,6 @@ Code is read, not run: what runs when a stand-in is made first, the classes of t
 `==` or `in`, tables by class, and `__class__` are answered as a tensor answers them (`techniques.lazy_tensors.seen_as_tensor`).
 """
 
-import dis
 import functools
 import inspect
 import sys
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tightfit.effects.instructions import Instruction, instructions_of
 from tightfit.effects.users_code import is_users_class, is_users_file
 
 _NOT_LOOKED_AT = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
@@ -130,21 +130,20 @@ def _line_that_asks(code: types.CodeType, space: Mapping[str, Any]) -> int:
     """The line of `type(...) is torch.Tensor`, either way around; 0 where there is none."""
     if "type" not in code.co_names:
         return 0
-    before: list[dis.Instruction] = []
+    before: list[Instruction] = []
     asked_at = -1
-    for instruction in dis.get_instructions(code):
+    for instruction in instructions_of(code):
         if instruction.opname in _LOADS and instruction.argval == "type":
             asked_at = len(before)
         if instruction.opname == "IS_OP" and asked_at >= 0:
             beside = (before[-1], *before[max(0, asked_at - 2) : asked_at])
             if any(_is_torchs_class(each, space) for each in beside):
-                positions = instruction.positions
-                return (positions.lineno if positions is not None else None) or code.co_firstlineno
+                return instruction.line
         before.append(instruction)
     return 0
 
 
-def _is_torchs_class(instruction: dis.Instruction, space: Mapping[str, Any]) -> bool:
+def _is_torchs_class(instruction: Instruction, space: Mapping[str, Any]) -> bool:
     if instruction.opname in _LOADS and instruction.argval in space:
         return space[instruction.argval] is torch.Tensor
     return instruction.argval == "Tensor" and instruction.opname.startswith("LOAD_")

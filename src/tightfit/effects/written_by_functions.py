@@ -4,7 +4,6 @@ Its code is read, and that of the program's functions that it names: attributes,
 what is not a variable of the function's own. It says yes rather too often: who asks goes without what it would have gained.
 """
 
-import dis
 import enum
 import functools
 import types
@@ -14,10 +13,11 @@ from typing import Any
 import torch
 
 from tightfit.effects.asked_of_saved import called, saved_names
+from tightfit.effects.instructions import instructions_of
 from tightfit.effects.users_code import is_users_class, is_users_file, is_users_module
 
 _WRITES = ("STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL", "STORE_DEREF", "DELETE_DEREF")
-_FROM_OUTSIDE = ("LOAD_ATTR", "LOAD_DEREF", "LOAD_GLOBAL", "LOAD_METHOD")
+_FROM_OUTSIDE = ("LOAD_ATTR", "LOAD_DEREF", "LOAD_GLOBAL")
 _CHANGING = frozenset(
     [
         *(
@@ -120,7 +120,7 @@ def _is_users(value: Any) -> bool:
 # By code, which does not keep what the program has in its globals.
 @functools.lru_cache(maxsize=1024)
 def _writes(code: types.CodeType) -> bool:
-    saved, instructions = saved_names(code), [each for each in dis.get_instructions(code) if each.opname != "CACHE"]
+    saved, instructions = saved_names(code), list(instructions_of(code))
     for position, each in enumerate(instructions):
         before = instructions[position - 1] if position else None
         if each.opname in _WRITES or (each.opname == "LOAD_GLOBAL" and each.argval in _FUNCTIONS):
@@ -128,7 +128,7 @@ def _writes(code: types.CodeType) -> bool:
         span = instructions[max(0, position - _SPAN) : position]
         if each.opname in ("STORE_SUBSCR", "DELETE_SUBSCR") and any(one.opname in _FROM_OUTSIDE[:3] for one in span):
             return True
-        if each.opname in ("LOAD_METHOD", "LOAD_ATTR") and before is not None:
+        if each.opname == "LOAD_ATTR" and before is not None:
             is_in_place = each.argval.endswith("_") and not each.argval.endswith("__")
             is_of_others = before.opname in _FROM_OUTSIDE and before.argval not in _LIBRARIES
             is_of_saved = before.opname == "LOAD_FAST" and before.argval in saved

@@ -259,7 +259,8 @@ class Geometry(Table):
 
     `batch` products of `num_rows` x `depth` by `depth` x `num_columns`. Of attention: heads of all sequences, queries, keys, width of a head. Of a convolution:
     groups, images x output pixels, output channels of a group, input channels of a group x `taps` of its filter (0: no convolution); a backward
-    pass has the sizes of its forward pass. `gradients`: 0 forward, 1 of the input, 2 of the weight, 3 of both.
+    pass has the sizes of its forward pass. `gradients`: 0 forward, 1 of the input, 2 of the weight, 3 of both. `images`: of a convolution, 0 in tapes from before
+    they were recorded.
     """
 
     operator: Column = _column("int32")
@@ -271,6 +272,7 @@ class Geometry(Table):
     stride: Column = _column("int16")
     gradients: Column = _column("int8")
     is_channels_last: Column = _column("bool")
+    images: Column = _column("int32")
 
 
 def _empty(table: type[_AnyTable]) -> _AnyTable:
@@ -436,7 +438,7 @@ class Tape:
             with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
                 head = json.loads(arrays["head"].tobytes())
                 tables: dict[str, Any] = {
-                    name: table.from_columns({f.name: arrays[f"{name}.{f.name}"] for f in dataclasses.fields(table)})
+                    name: table.from_columns({f.name: _array(arrays, name, f.name) for f in dataclasses.fields(table)})
                     for name, table in _TABLES.items()
                     # Tapes from before these were recorded lack them.
                     if name not in _LATER or any(key.startswith(f"{name}.") for key in arrays)
@@ -468,4 +470,12 @@ _TABLES: dict[str, type[Table]] = {
     "collectives": Collectives,
     "geometry": Geometry,
 }
+
+
+def _array(arrays: Mapping[str, Column], table: str, column: str) -> Column:
+    key = f"{table}.{column}"
+    # Columns that tapes from before them lack.
+    return np.zeros(len(arrays[f"{table}.operator"])) if key == "geometry.images" and key not in arrays else arrays[key]
+
+
 _LATER = ("copies", "waits", "weights", "collectives", "geometry")

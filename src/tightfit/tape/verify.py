@@ -183,7 +183,7 @@ def _geometry(tape: Tape) -> Iterator[str]:
         yield "sizes of an operator that does not exist"
     if (np.diff(operator) <= 0).any():
         yield "sizes that are out of order, or two of one operator"
-    for column in ("batch", "num_rows", "num_columns", "depth", "taps"):
+    for column in ("batch", "num_rows", "num_columns", "depth", "taps", "images"):
         if (getattr(geometry, column) < 0).any():
             yield f"sizes with a negative {column}"
 

@@ -103,7 +103,23 @@ SAVED_DATA = known(
 )
 # What comes before the name of a derivative formula's input in a node's attribute (tools/autograd/gen_autograd_functions.py).
 SAVED_PREFIX = "_raw_saved_"
+RAW_SAVED_TENSORS = known(
+    "torch._C:_FunctionBase._raw_saved_tensors", "to tell which function has tensors saved", "torch_hooks"
+)
+SAVE_FOR_BACKWARD = known(
+    "torch.autograd.function:FunctionCtx.save_for_backward",
+    "to tell which function has tensors saved, when hooks for saved tensors are called",
+    "torch_hooks",
+)
 SAVED_HOOK = known("torch._C._autograd:SavedTensor.unpack_hook", _SAVED, "techniques")
+# Up to torch 2.12 a checkpoint has a function save them, which takes ten times as long.
+MAKE_SAVED_TENSOR = known(
+    "torch._C._autograd:_make_saved_tensor",
+    "to have autograd save the arguments of a recomputed block",
+    "techniques",
+    first="2.13",
+    is_checked=False,
+)
 KEPT_RESULT = known("torch.utils.checkpoint:_VersionWrapper", "to move what a selective checkpoint keeps", "techniques")
 TOP_SAVED_HOOKS = known(
     "torch._C._autograd:_top_saved_tensors_default_hooks",
@@ -131,6 +147,7 @@ REPLACED = (
     TENSOR_HOOK,
     RETAIN_GRAD,
     NODE_HOOK,
+    SAVE_FOR_BACKWARD,
 )
 READ = (
     ACCUMULATE_GRAD,
@@ -138,8 +155,10 @@ READ = (
     KEEPS_GRAPH,
     DISPATCH_MODE,
     KEPT_RESULT,
+    MAKE_SAVED_TENSOR,
     POP_DISPATCH_MODE,
     PUSH_DISPATCH_MODE,
+    RAW_SAVED_TENSORS,
     SAVED_DATA,
     SAVED_HOOK,
     SET_VERSIONS,

@@ -13,8 +13,8 @@ from torch._ops import OpOverload
 
 from tightfit.capture.kernels.convolution import output_memory_format
 
-Sizes = tuple[int, int, int, int, int, int, int, bool]
-"""batch, rows, columns, depth, taps, stride, gradients, is_channels_last."""
+Sizes = tuple[int, int, int, int, int, int, int, bool, int]
+"""batch, rows, columns, depth, taps, stride, gradients, is_channels_last, images."""
 
 _FORWARD, _OF_INPUT, _OF_WEIGHT = 0, 1, 2
 
@@ -49,7 +49,7 @@ def _position(operator: OpOverload, name: str) -> int:
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> Sizes:
     rows, depth = left.shape[-2:]
-    return (math.prod(left.shape[:-2]), rows, right.shape[-1], depth, 0, 1, _FORWARD, False)
+    return (math.prod(left.shape[:-2]), rows, right.shape[-1], depth, 0, 1, _FORWARD, False, 0)
 
 
 def _grouped_product(args: Sequence[Any], out: torch.Tensor) -> Sizes:
@@ -63,7 +63,7 @@ def _grouped_product(args: Sequence[Any], out: torch.Tensor) -> Sizes:
         rows = -(-rows // groups)
     elif right.dim() == 2:
         columns = -(-columns // groups)
-    return (groups, rows, columns, depth, 0, 1, _FORWARD, False)
+    return (groups, rows, columns, depth, 0, 1, _FORWARD, False, 0)
 
 
 def _convolution(
@@ -85,7 +85,8 @@ def _convolution(
     rows = pixels[0] * math.prod(pixels[2:])
     is_last = output_memory_format(tensor, weight) is not torch.contiguous_format
     steps = 1 if is_transposed else max(stride)
-    return (groups, rows, out_channels // groups, in_channels // groups * taps, taps, steps, gradients, is_last)
+    depth = in_channels // groups * taps
+    return (groups, rows, out_channels // groups, depth, taps, steps, gradients, is_last, pixels[0])
 
 
 def _convolution_backward(args: Sequence[Any], out: Any) -> Sizes | None:
@@ -106,7 +107,7 @@ def _attention(operator: OpOverload) -> Callable[..., Sizes | None]:
             return None
         length, other = (args[at].shape[1 if heads_last else 2] for at in (query, key))
         heads = args[query].shape[2 if heads_last else 1]
-        return (args[query].shape[0] * heads, length, other, args[query].shape[3], 0, 1, gradients, False)
+        return (args[query].shape[0] * heads, length, other, args[query].shape[3], 0, 1, gradients, False, 0)
 
     return sizes
 

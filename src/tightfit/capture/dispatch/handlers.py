@@ -64,7 +64,7 @@ def _to_host(gpu: VirtualGpu, source: torch.Tensor, dtype: torch.dtype, non_bloc
     host = _values_on_host(gpu, source, dtype)
     if non_blocking:
         # torch makes what it copies to without waiting in pinned memory (`pin_out` in TensorConversions.cpp, `_to_copy`).
-        host = gpu.host.pinned(host)
+        host = gpu.host.storages.pinned(host)
     host_copies.note_to_host(gpu, source, host, non_blocking=non_blocking)
     return host
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from tightfit.capture.observe.host_storages import HostStorages
 from tightfit.capture.observe.recorder import Recorder
 from tightfit.capture.observe.reserved_memory import reserved
 from tightfit.errors import faults
@@ -93,9 +94,7 @@ class HostMemory:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._blank: dict[int, _Reference] = {}
-        self._held: dict[int, _Reference] = {}
-        self._pinned: dict[int, _Reference] = {}
-        self._registered: dict[int, tuple[int, int]] = {}  # by address: the bytes, and how many of them count here
+        self.storages = HostStorages(recorder.host)
 
     def is_blank(self, tensor: torch.Tensor) -> bool:
         """Whether no real data has been written to the storage of `tensor`."""
@@ -105,11 +104,11 @@ class HostMemory:
     def run(self, operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The result of `operator` on host tensors."""
         if kwargs.get("pin_memory"):
-            return self.pinned(self.run(operator, args, {**kwargs, "pin_memory": False}))
+            return self.storages.pinned(self.run(operator, args, {**kwargs, "pin_memory": False}))
         first = args[0] if args and isinstance(args[0], torch.Tensor) else None
         if operator is aten.is_pinned.default:
             # Code of torch in C++ asks; Python's method is answered before it comes here (patches/torch_api.py).
-            return self.is_pinned(args[0])
+            return self.storages.is_pinned(args[0])
         if operator in _UPDATES and self._note_update(operator, args):
             return None
         if first is not None and self._blank and self.is_blank(first):
@@ -128,7 +127,7 @@ class HostMemory:
         if result is None:
             result = operator(*args, **kwargs)
         if isinstance(result, torch.Tensor) and result.numel() * result.element_size() >= MIN_BLANK_BYTES:
-            self.hold(result)
+            self.storages.hold(result)
             if operator in _FACTORIES:
                 self._set_blank(result)
         return result
@@ -140,87 +139,11 @@ class HostMemory:
         self._recorder.wait(WaitKind.HOST_UPDATES, event=num_bytes // KIB)
         return any(self.is_blank(tensor) for _, tensors in updated for tensor in tensors)
 
-    def pinned_copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`Tensor.pin_memory`."""
-        return tensor if self.is_pinned(tensor) else self.pinned(tensor.clone())
-
-    def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """`Tensor.is_pinned`: whether torch has pinned the storage, or the program has registered the memory where it begins."""
-        if tensor.layout != torch.strided:
-            return False
-        storage = tensor.untyped_storage()
-        return storage._cdata in self._pinned or self._is_registered(storage, 0, 1)
-
-    def is_page_locked(self, tensor: torch.Tensor) -> bool:
-        """Whether a card copies from or to `tensor`, which is dense, without the driver's own buffer."""
-        if tensor.layout != torch.strided:
-            return False
-        storage = tensor.untyped_storage()
-        begin = int(tensor.storage_offset()) * tensor.element_size()
-        return storage._cdata in self._pinned or self._is_registered(storage, begin, tensor.nbytes)
-
-    def _is_registered(self, storage: torch.UntypedStorage, begin: int, num_bytes: int) -> bool:
-        if not self._registered or storage.device.type != "cpu":
-            return False
-        begin += storage.data_ptr()
-        return any(
-            address <= begin and begin + num_bytes <= address + size for address, (size, _) in self._registered.items()
-        )
-
-    def register(self, address: int, num_bytes: int) -> None:
-        """`cudaHostRegister`: page-locks memory of the program, which counts from now on if no tensor has been counted there."""
-        held = (reference() for reference in self._held.values())
-        ranges = (_range(storage) for storage in held if storage is not None)
-        is_counted = any(begin <= address < end for begin, end in ranges)
-        self.unregister(address)
-        self._registered[address] = (num_bytes, 0 if is_counted else num_bytes)
-        self._recorder.host.hold(self._registered[address][1])
-
-    def unregister(self, address: int) -> None:
-        """`cudaHostUnregister`."""
-        self._recorder.host.hold(-self._registered.pop(address, (0, 0))[1])
-
-    def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor`, whose storage counts as one that torch has pinned from now on."""
-        if tensor.layout != torch.strided or self.is_pinned(tensor):
-            return tensor
-        storage = tensor.untyped_storage()
-        address, num_bytes, host = storage._cdata, storage.nbytes(), self._recorder.host
-        if self._held.pop(address, None) is not None:
-            host.hold(-num_bytes)
-        host.pin(num_bytes)
-
-        def gone(_reference: object) -> None:
-            self._pinned.pop(address, None)
-            host.pinned.free(num_bytes)
-
-        self._pinned[address] = weakref.ref(storage, gone)
-        return tensor
-
-    def hold(self, tensor: torch.Tensor) -> None:
-        """Counts the storage of a host tensor until it is freed."""
-        if tensor.layout != torch.strided:
-            return
-        storage = tensor.untyped_storage()
-        address = storage._cdata
-        if address in self._held or address in self._pinned or storage.device.type != "cpu":
-            return
-        if self._recorder.host.on_disk and storage.data_ptr() in self._recorder.host.on_disk:
-            return
-        num_bytes = storage.nbytes()
-        self._recorder.host.hold(num_bytes)
-
-        def gone(_reference: object) -> None:
-            self._held.pop(address, None)
-            self._recorder.host.hold(-num_bytes)
-
-        self._held[address] = weakref.ref(storage, gone)
-
     def new_blank(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """An unwritten host tensor; blank if it is large."""
         tensor = self.run(aten.zeros.default, (list(size),), {"dtype": dtype})
         if tensor.numel() * tensor.element_size() >= MIN_BLANK_BYTES:
-            self.hold(tensor)
+            self.storages.hold(tensor)
             self._set_blank(tensor)
         return tensor
 
@@ -235,13 +158,9 @@ class HostMemory:
             "memory_format": kwargs.get("memory_format") or torch.preserve_format,
         }
         copy = self.run(aten.empty_like.default, (source,), how)
-        self.hold(copy)
+        self.storages.hold(copy)
         self._set_blank(copy)
         return copy
-
-
-def _range(storage: torch.UntypedStorage) -> tuple[int, int]:
-    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
 
 
 def _taking(table: dict[int, _Reference], address: int) -> Callable[[_Reference], object]:

@@ -7,9 +7,9 @@ it is queried, and costs nothing otherwise.
 from collections.abc import Mapping
 
 from tightfit.allocator.caching import CachingAllocator
-from tightfit.allocator.pinned_host import PinnedHostAllocator
 from tightfit.allocator.replay_tape import TapeReplay
 from tightfit.allocator.settings import AllocatorSettings
+from tightfit.capture.observe.host_storages import HostBytes
 from tightfit.tape import (
     Assumption,
     Category,
@@ -30,28 +30,6 @@ from tightfit.tape import (
     WaitKind,
     Waits,
 )
-
-
-class HostBytes:
-    """The bytes of tensors on the host, and the peak of these and of what torch's allocator of pinned memory has reserved."""
-
-    def __init__(self) -> None:
-        self.num_bytes = 0
-        """In pageable memory, or registered by the program."""
-        self.pinned = PinnedHostAllocator()
-        self.on_disk: set[int] = set()
-        """Where memory begins that is mapped from files of techniques."""
-        self.peak_bytes = 0
-
-    def hold(self, num_bytes: int) -> None:
-        """Tensors have grown, or shrunk, by `num_bytes`."""
-        self.num_bytes += num_bytes
-        self.peak_bytes = max(self.peak_bytes, self.num_bytes + self.pinned.reserved_bytes)
-
-    def pin(self, num_bytes: int) -> None:
-        """A tensor in memory that torch pins."""
-        self.pinned.malloc(num_bytes)
-        self.hold(0)
 
 
 class DiskBytes:

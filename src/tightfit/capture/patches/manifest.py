@@ -195,7 +195,7 @@ IN_BOTH: tuple[Name, ...] = (
     known(
         "torch.autograd:Function._backward_cls._forward_cls",
         "to find the autograd function of a node",
-        "effects techniques",
+        "effects techniques torch_hooks",
     ),
     known(
         "torch._C:_functions.AccumulateGrad._sequence_nr",

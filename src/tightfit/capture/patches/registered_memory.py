@@ -4,14 +4,14 @@ from typing import Any
 
 import torch
 
-from tightfit.capture.dispatch.hosts import HostMemory
+from tightfit.capture.observe.host_storages import HostStorages
 from tightfit.capture.replace import replace
 
 
 class VirtualRuntime:
     """Every call of the runtime's library succeeds and, but for registering memory, does nothing."""
 
-    def __init__(self, host: HostMemory) -> None:
+    def __init__(self, host: HostStorages) -> None:
         self._host = host
 
     def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:  # noqa: N802 - the library's name
@@ -28,6 +28,6 @@ class VirtualRuntime:
         return lambda *_args: 0
 
 
-def install(host: HostMemory) -> None:
+def install(host: HostStorages) -> None:
     """Replaces `torch.cuda.cudart`."""
     replace(torch.cuda, cudart=lambda: VirtualRuntime(host))

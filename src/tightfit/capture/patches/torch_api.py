@@ -40,7 +40,7 @@ def install(gpu: VirtualGpu) -> None:
     saving.install(gpu)
     legacy.install()
     graphs.install()
-    registered_memory.install(gpu.host)
+    registered_memory.install(gpu.host.storages)
     one_card.install()
     shapes.install()
     program_operators.install()
@@ -229,8 +229,8 @@ def _install_tensor_methods(gpu: VirtualGpu) -> None:
     replace(
         torch.Tensor,
         record_stream=record_stream,
-        pin_memory=lambda self, *_args, **_kwargs: gpu.host.pinned_copy(self),
-        is_pinned=lambda self, *_args, **_kwargs: gpu.host.is_pinned(self),
+        pin_memory=lambda self, *_args, **_kwargs: gpu.host.storages.pinned_copy(self),
+        is_pinned=lambda self, *_args, **_kwargs: gpu.host.storages.is_pinned(self),
     )
     replace(torch, Generator=Generator)
     resize = torch.UntypedStorage.resize_

@@ -7,7 +7,6 @@ state in modules and in the objects that these refer to. The walk ends after a b
 import abc
 import builtins
 import dataclasses
-import dis
 import enum
 import functools
 import itertools
@@ -25,6 +24,8 @@ from torch.utils._pytree import tree_leaves
 
 from tightfit.effects.code import CODE, Code
 from tightfit.effects.holders import ClassAttributes, Holder, Items, Members, Names, class_state, is_plain
+from tightfit.effects.identities import identities
+from tightfit.effects.instructions import instructions_of
 from tightfit.effects.outside_calls import NAMES
 from tightfit.effects.reachable.cells import Cell, contents
 from tightfit.effects.reachable.classes_of_libraries import BAGS, COUNTING, STATELESS
@@ -80,7 +81,7 @@ class Reach:
     optimizers: list[weakref.ref[torch.optim.Optimizer]] = dataclasses.field(default_factory=list)
     dicts: list[dict[Any, Any]] = dataclasses.field(default_factory=list)
     others: list[int] = dataclasses.field(default_factory=list)
-    values: list[Any] = dataclasses.field(default_factory=list)
+    values: tuple[Any, ...] = ()
     # The dicts of hooks in which there is none.
     empty: list[dict[Any, Any]] = dataclasses.field(default_factory=list)
     tensors: list[torch.Tensor] = dataclasses.field(default_factory=list)
@@ -96,7 +97,9 @@ class Reach:
     """Whether code of the region names something by which it may reach outside of the process's memory."""
     has_graphs: bool = False
     """Whether a dict held a tensor with a graph when last read, or may have."""
+    _identities: Any = None
     _weights: frozenset[int] | None = None
+    _parameters: list[torch.nn.Parameter] | None = None
 
     def _mappings(self) -> list[dict[Any, Any]]:
         attributes = [vars(module) for module in [reference() for reference in self.modules] if module is not None]
@@ -105,11 +108,12 @@ class Reach:
     def remember(self) -> None:
         """Remembers the current contents of the dicts for `is_same`."""
         # A tensor with a graph is not kept: the dict then looks changed, and is looked at by itself.
-        self.values = [
+        self.values = tuple(
             _IN_GRAPH if isinstance(value, torch.Tensor) and value.grad_fn is not None else value
             for mapping in self._mappings()
             for value in mapping.values()
-        ]
+        )
+        self._identities = identities(self.values)
         self.has_graphs = any(map(operator.is_, self.values, itertools.repeat(_IN_GRAPH)))
 
     @property
@@ -119,14 +123,19 @@ class Reach:
             self._weights = frozenset(id(tensor) for tensor in self.tensors if tensor.is_leaf and tensor.requires_grad)
         return self._weights
 
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Those of the tensors that are parameters."""
+        if self._parameters is None:
+            self._parameters = [tensor for tensor in self.tensors if isinstance(tensor, torch.nn.Parameter)]
+        return self._parameters
+
     def is_same(self) -> bool:
         """Whether the dicts have the contents that they had when last read, and no hook was added."""
-        mappings = self._mappings()
-        return (
-            not any(self.empty)
-            and sum(map(len, mappings)) == len(self.values)
-            and all(map(operator.is_, itertools.chain.from_iterable(map(dict.values, mappings)), self.values))
-        )
+        if any(self.empty):
+            return False
+        now = tuple(itertools.chain.from_iterable(map(dict.values, self._mappings())))
+        return bool(identities(now) == self._identities)
 
 
 def reach_of(module: torch.nn.Module) -> Reach:
@@ -166,12 +175,12 @@ def reach_of_arguments(
 def _names_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
     """The globals, the attributes, and the Python modules to import that a function names, those of the functions inside it included."""
     names, attributes, imported = set[str](), set[str](), set[str]()
-    for instruction in dis.get_instructions(code):
+    for instruction in instructions_of(code):
         if instruction.opname in ("LOAD_GLOBAL", "STORE_GLOBAL"):
             names.add(instruction.argval)
         elif instruction.opname == "IMPORT_NAME":
             imported.add(instruction.argval)
-        elif instruction.opname == "IMPORT_FROM" or instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR"):
+        elif instruction.opname == "IMPORT_FROM" or instruction.opname in ("LOAD_ATTR", "STORE_ATTR"):
             attributes.add(instruction.argval)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

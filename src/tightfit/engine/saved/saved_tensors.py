@@ -7,7 +7,6 @@ back the call before it. All of this happens at fixed places of the program, so 
 """
 
 import functools
-import sys
 import threading
 import weakref
 from collections import Counter
@@ -25,6 +24,7 @@ from tightfit.engine.saved.block_call import BlockCall, Selection
 from tightfit.engine.saved.known_storages import KnownStorages
 from tightfit.engine.saved.saved_storage import Place, Saved
 from tightfit.engine.saved.storage_moves import Check, StorageMoves
+from tightfit.torch_hooks.saving_functions import on_saving_functions, saving_function
 
 _BORDERS_TO_TRY = 2
 """At the ends of how many calls a storage is looked at: its block's input and result are let go a little later than the rest."""
@@ -76,6 +76,7 @@ class SavedTensors:
         self._lock = threading.RLock()
         self._known = KnownStorages(device, self._lock)
         self.is_on = True
+        on_saving_functions(self)
         self.question = ""
         """Where the backward pass of a function asks what a saved tensor is, besides its values (`effects.asked_of_saved`)."""
 
@@ -123,7 +124,7 @@ class SavedTensors:
         close_gone()
 
     def _pack(self, call: BlockCall, tensor: torch.Tensor, *, is_made: bool = False) -> Saved:
-        self.question = self.question or question_of(sys._getframe().f_back)
+        self.question = self.question or question_of(saving_function())
         storage = self._known.saved_of(call, tensor, is_made=is_made) if self.is_on else None
         saved = Saved(tensor, storage)
         if storage is not None:

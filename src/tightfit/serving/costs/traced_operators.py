@@ -124,7 +124,7 @@ class TracedOperators:
             {
                 "operator": shaped,
                 **{name: sizes[:, at] for at, name in enumerate(_SIZES)},
-                **dict.fromkeys(("taps", "gradients", "is_channels_last"), np.zeros(len(shaped))),
+                **dict.fromkeys(("taps", "gradients", "is_channels_last", "images"), np.zeros(len(shaped))),
                 "stride": np.ones(len(shaped)),
             }
         )

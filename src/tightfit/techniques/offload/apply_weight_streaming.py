@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -33,6 +32,7 @@ from tightfit.techniques.wrappers.far_tiers import by_tier, disk_space_for
 from tightfit.techniques.wrappers.forwards import OnlyHere
 from tightfit.torch_hooks.manifest import GRAPH_TASK_ID, TOP_SAVED_HOOKS
 from tightfit.torch_hooks.node_hooks import put_own_prehook
+from tightfit.torch_hooks.saving_functions import on_saving_functions, saving_function
 
 _NAME = "weight_streaming"
 _LOST = "; this pass cannot be finished: the file that they are in is damaged, or its disk"
@@ -210,6 +210,7 @@ class _Around(OnlyHere):
         self._block = block
         self._verdict = verdict
         self._where = where
+        on_saving_functions(self)
 
     def run(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Calls `forward` with the weights on the card, and has them there again when the backward pass comes to what it returns."""
@@ -297,7 +298,7 @@ class _Hooks:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """What autograd holds in place of `tensor`."""
-        self.question = self.question or question_of(sys._getframe().f_back)
+        self.question = self.question or question_of(saving_function())
         saved = self._block.saved(tensor) if self._takes_weights else None
         if saved is not None:
             return saved

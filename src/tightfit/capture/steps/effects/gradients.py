@@ -4,7 +4,6 @@
 seen as well. Reads in torch's own files and in an optimizer's step are known to the techniques, and are not noted.
 """
 
-import dis
 import sys
 import weakref
 from collections.abc import Callable, Iterable
@@ -17,6 +16,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from tightfit.capture.observe.attribution import is_users_or_other, user_line
 from tightfit.capture.replace import replace
 from tightfit.capture.steps.effects.lines import line_of_function
+from tightfit.effects.instructions import instructions_of
 from tightfit.errors.faults import hands_over
 from tightfit.tape import Effect, EffectKind
 
@@ -155,7 +155,7 @@ def _only_zeroes(frame: FrameType) -> bool:
     """Whether the bytecode after the read only compares the gradient with None, or zeroes it."""
     # The frame stands at the instruction that loads the attribute. Reading the source line instead would miss
     # what follows on the same line.
-    following = [i for i in dis.get_instructions(frame.f_code) if i.offset > frame.f_lasti][:2]
+    following = [i for i in instructions_of(frame.f_code) if i.offset > frame.f_lasti][:2]
     if not following:
         return False
     if "_NONE" in following[0].opname or following[0].argval in _ZEROING:

@@ -3,7 +3,6 @@
 Code is read, not run. Of several lines that name it, one that stores it comes first, then one that calls a mutating method, then any other.
 """
 
-import dis
 import functools
 import random
 import re
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from tightfit.capture.observe.attribution import short
+from tightfit.effects.instructions import instructions_of
 from tightfit.effects.users_code import is_users_file
 
 # A bound for programs that name whole libraries of their own; what is sought is close to the forward.
@@ -23,7 +23,7 @@ _CHANGES = frozenset(
     | {"add", "discard", "write", "__setitem__"}
 )
 _STORES = ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF", "DELETE_ATTR", "DELETE_GLOBAL")
-_LOADS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME")
+_LOADS = ("LOAD_ATTR", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME")
 
 
 def line_of(module: torch.nn.Module, path: str) -> str:
@@ -102,9 +102,8 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 def _places(code: types.CodeType, name: str) -> Iterator[tuple[tuple[int, int], str]]:
     """Each place where `name` is stored or loaded, ranked by how likely it is to change it."""
     for inner in _codes(code):
-        instructions, line = list(dis.get_instructions(inner)), inner.co_firstlineno
+        instructions = list(instructions_of(inner))
         for number, instruction in enumerate(instructions):
-            line = instruction.starts_line or line
             if instruction.argval != name or instruction.opname not in (*_STORES, *_LOADS):
                 continue
             following = [i for i in instructions[number + 1 : number + 4] if i.opname in _LOADS or "STORE" in i.opname]
@@ -115,15 +114,13 @@ def _places(code: types.CodeType, name: str) -> Iterator[tuple[tuple[int, int], 
             # again.
             is_setup = inner.co_name == "__init__"
             rank = 0 if instruction.opname in _STORES else 1 if changes else 2
-            yield (rank + 10 * is_setup, line), f"{short(inner.co_filename)}:{line}"
+            yield (rank + 10 * is_setup, instruction.line), f"{short(inner.co_filename)}:{instruction.line}"
 
 
 def _draws(function: types.FunctionType, package: str) -> str:
     """The first line that names Python's `random` or numpy, or a function of the generator in it."""
     for code in _codes(function.__code__):
-        line = code.co_firstlineno
-        for instruction in dis.get_instructions(code):
-            line = instruction.starts_line or line
+        for instruction in instructions_of(code):
             if instruction.opname not in ("LOAD_GLOBAL", "LOAD_NAME"):
                 continue
             value = function.__globals__.get(instruction.argval)
@@ -134,7 +131,7 @@ def _draws(function: types.FunctionType, package: str) -> str:
                 # `from random import shuffle` binds a method of the module's hidden generator.
                 is_meant = package == "random" and generator is random._inst  # type: ignore[attr-defined]
             if is_meant:
-                return f"{short(code.co_filename)}:{line}"
+                return f"{short(code.co_filename)}:{instruction.line}"
     return ""
 
 

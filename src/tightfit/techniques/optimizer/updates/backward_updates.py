@@ -433,6 +433,8 @@ class Updates:
 
     def model_is_given(self, given: Any) -> None:
         """Remembers the tensors that the model is called with."""
+        # A graph whose gradients the program has cleared, as after a step that was skipped or run again, is not held while the next one grows.
+        self._passes.forget_done()
         self._inputs += [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
 
 

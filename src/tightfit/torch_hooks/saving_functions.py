@@ -1,0 +1,72 @@
+"""Which `torch.autograd.Function` of the program's is having its tensors saved, where a hook for saved tensors is called.
+
+`Function.apply` is C code from torch 2.14 on, with no frame on the stack. Each forward names what it saves by `ctx.save_for_backward`, which is Python
+code; once the forward has returned, its tensors are saved one after the other, which `ctx._raw_saved_tensors` counts. Without owners nothing is noted.
+"""
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from tightfit.torch_hooks.manifest import SAVE_FOR_BACKWARD
+from tightfit.torch_hooks.replaced import Leave, Replaced
+
+
+class _Thread(threading.local):
+    """What the forwards that run in this thread have named so far, the innermost last: the context of each, and how many tensors."""
+
+    def __init__(self) -> None:
+        self.named: list[tuple[weakref.ref[Any], int]] = []
+
+
+_thread = _Thread()
+
+
+def on_saving_functions(owner: object) -> Leave:
+    """Has `saving_function` answer as long as `owner` is alive, or until the returned function is called.
+
+    Raises:
+        ApplyError: this torch has no such method.
+    """
+    return _REPLACED.enter(owner)
+
+
+def saving_function() -> Any:
+    """The class of the function whose tensors are being saved: to be asked within a hook for saved tensors. None if it is an operator that saves."""
+    while _thread.named:
+        reference, num_named = _thread.named[-1]
+        context = reference()
+        if context is not None and context.to_save is not None:
+            # Its forward still runs: what is saved now is of an operator inside.
+            return None
+        num_saved = num_named if context is None else _num_saved(context)
+        if num_saved is not None and num_saved < num_named:
+            return type(context)._forward_cls  # pyrefly: ignore[missing-attribute]
+        _thread.named.pop()
+    return None
+
+
+def _num_saved(context: Any) -> int | None:
+    try:
+        return len(context._raw_saved_tensors)
+    # Its backward pass is over, and has freed them.
+    except RuntimeError:
+        return None
+
+
+def _put(inner: Callable[..., Any], owners: Callable[[], list[object]]) -> Callable[..., Any]:
+    @functools.wraps(inner)
+    def save_for_backward(context: Any, *tensors: Any) -> Any:
+        if owners():
+            named = _thread.named
+            # A forward may name them again, and one that had nothing to save is gone.
+            named[:] = [each for each in named if each[0]() not in (None, context)]
+            named.append((weakref.ref(context), len(tensors)))
+        return inner(context, *tensors)
+
+    return save_for_backward
+
+
+_REPLACED: Replaced[object] = Replaced(SAVE_FOR_BACKWARD, _put)

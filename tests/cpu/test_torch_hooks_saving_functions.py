@@ -1,0 +1,109 @@
+"""A hook for saved tensors is told which function of the program's saves, whatever version of torch calls it from Python or from C."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd.function import FunctionCtx
+
+from tightfit.torch_hooks.saving_functions import on_saving_functions, saving_function
+
+
+class Inner(torch.autograd.Function):
+    """Saves what it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return 2 * gradient
+
+
+class Outer(torch.autograd.Function):
+    """Names what it saves twice, and computes with gradients inside of its forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, x, x)
+        with torch.enable_grad():
+            within = apply_inner(x.detach().requires_grad_()).exp()
+        ctx.save_for_backward(x, None, within.detach())
+        return 3 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return 3 * gradient
+
+
+# Bound before anything of ours knows of it.
+apply_inner = Inner.apply
+
+
+class Owner:
+    """Who asks."""
+
+
+@pytest.fixture
+def asked() -> Any:
+    """Who saved, in order, for all that is computed while the test runs."""
+    found: list[Any] = []
+    owner = Owner()
+    leave = on_saving_functions(owner)
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(saving_function())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield found
+    leave()
+
+
+def test_functions_are_told_from_operators(asked: list[Any]) -> None:
+    x = torch.ones(3, requires_grad=True)
+    y = apply_inner(x)
+    assert asked == [Inner]
+    z = y.exp()
+    assert asked == [Inner, None]
+    z.sum().backward()
+    # The graph is gone; what comes next is of an operator still.
+    x.exp()
+    assert asked == [Inner, None, None]
+
+
+def test_what_a_forward_computes_inside_is_not_its_own(asked: list[Any]) -> None:
+    x = torch.ones(3, requires_grad=True)
+    y = Outer.apply(x)
+    assert asked == [Inner, None, Outer, Outer]
+    (y * y).sum()
+    assert asked[4:] == [None, None]
+
+
+def test_a_forward_that_saves_nothing_in_the_end_leaves_nothing_behind(asked: list[Any]) -> None:
+    x = torch.ones(3, requires_grad=True)
+    with torch.no_grad():
+        apply_inner(x)
+    x.exp()
+    with pytest.raises(ZeroDivisionError):
+        _Fails.apply(x)
+    x.exp()
+    assert asked == [None, None]
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        raise ZeroDivisionError
+
+
+def test_torch_is_as_it_was_without_an_owner() -> None:
+    plain = FunctionCtx.save_for_backward
+    owner = Owner()
+    on_saving_functions(owner)
+    assert FunctionCtx.save_for_backward is not plain
+    del owner
+    assert FunctionCtx.save_for_backward is plain
