@@ -5,7 +5,6 @@ import gc
 import random
 import weakref
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from tightfit.devices.catalogue import find
 from tightfit.planner.option import merged
 from tightfit.planner.plan import Choice
 from tightfit.runtime.apply import apply_choices
-from tightfit.techniques.recomputation import recompute
 from tightfit.techniques.recomputation.checkpointing import Checkpointing
 from tightfit.techniques.session import Session
 from tightfit.torch_hooks.manifest import TOP_SAVED_HOOKS
@@ -199,19 +197,6 @@ def test_state_that_was_set_back_before_the_backward_pass_is_as_it_was_after_it(
     session.undo()
 
 
-def _as_before_torch_2_13(function: Any, *args: Any, use_reentrant: bool, **settings: Any) -> Any:
-    """A checkpoint that is left as it is where its function raises."""
-    assert not use_reentrant
-    contexts, early_stop = settings["context_fn"], settings["early_stop"]
-    generator = torch.utils.checkpoint._checkpoint_without_reentrant_generator(
-        function, True, contexts, "default", False, early_stop, *args
-    )
-    next(generator)
-    result = function(*args)
-    next(generator, None)
-    return result
-
-
 class Failing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -223,8 +208,7 @@ class Failing(nn.Module):
         return self.linear(rows).tanh()
 
 
-def test_a_forward_that_raises_leaves_no_hooks_of_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recompute, "checkpoint", _as_before_torch_2_13)
+def test_a_forward_that_raises_leaves_no_hooks() -> None:
     model = nn.Sequential(Failing(), Failing())
     choice = Choice(
         technique="checkpointing", where="Sequential.1", settings={}, saves_bytes=0, adds_seconds=0.0, exact=True

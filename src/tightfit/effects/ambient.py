@@ -104,6 +104,10 @@ def _is_of_program(mode: Any) -> bool:
     return type(mode).__module__.partition(".")[0] not in ("torch", "tightfit")
 
 
+def _values() -> tuple[Any, ...]:
+    return tuple([get() for get, _ in _SETTINGS])
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Ambient:
     """The settings at one time; `modes` are the function modes that were entered, such as a `torch.device` used as a context, `dispatch_modes` the program's
@@ -117,45 +121,48 @@ class Ambient:
     def now(cls) -> "Ambient":
         """The current settings."""
         return cls(
-            values=tuple(get() for get, _ in _SETTINGS),
+            values=_values(),
             modes=tuple(_get_current_function_mode_stack()),
             dispatch_modes=tuple(dispatch_modes_of_program()),
         )
 
     @contextmanager
-    def put_back(self) -> Iterator[None]:
-        """Restores these settings for a block, and the previous ones afterwards, also if the block was cut short."""
-        now, depth = Ambient.now(), _autocast_depth()
+    def put_back(self, now: "Ambient | None" = None) -> Iterator[None]:
+        """Restores these settings for a block, and the previous ones afterwards, also if the block was cut short. `now` are the present ones, if they are known."""
+        now, depth = now or Ambient.now(), _autocast_depth()
+        left = self._left(now)
         try:
+            self._put(now.values)
+            if not left:
+                yield
+                return
             with ExitStack() as modes:
-                self._put(now)
-                for mode in self._left(now):
+                for mode in left:
                     modes.enter_context(_entered_apart(mode))
                 yield
         finally:
-            now._put(Ambient.now())
+            now._put(_values())
             _put_autocast_depth(depth)
 
     def put(self) -> None:
         """Makes these the settings again, but for the modes, which end by themselves."""
-        self._put(Ambient.now())
+        self._put(_values())
 
     def _left(self, now: "Ambient") -> list[Any]:
         return [mode for mode in self.modes if not any(mode is other for other in now.modes)]
 
-    def unknown_modes(self) -> list[str]:
+    def unknown_modes(self, now: "Ambient") -> list[str]:
         """The modes that were active then and are not now, except a default device and our own, which only observe: their effect is unknown."""
-        left = [type(mode) for mode in self._left(Ambient.now())]
+        left = [type(mode) for mode in self._left(now)]
         return [m.__name__ for m in left if m is not DeviceContext and m.__module__.partition(".")[0] != "tightfit"]
 
-    def other_dispatch_modes(self) -> list[str]:
+    def other_dispatch_modes(self, now: "Ambient") -> list[str]:
         """The modes of the program's that see operators now and did not then, or the other way round."""
-        now = dispatch_modes_of_program()
-        others = [mode for mode in now if not any(mode is each for each in self.dispatch_modes)]
-        others += [mode for mode in self.dispatch_modes if not any(mode is each for each in now)]
+        others = [mode for mode in now.dispatch_modes if not any(mode is each for each in self.dispatch_modes)]
+        others += [mode for mode in self.dispatch_modes if not any(mode is each for each in now.dispatch_modes)]
         return [type(mode).__name__ for mode in others]
 
-    def _put(self, instead_of: "Ambient") -> None:
-        for (_, put), value, other in zip(_SETTINGS, self.values, instead_of.values, strict=True):
+    def _put(self, instead_of: tuple[Any, ...]) -> None:
+        for (_, put), value, other in zip(_SETTINGS, self.values, instead_of, strict=True):
             if value != other:
                 put(value)

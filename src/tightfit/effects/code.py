@@ -5,6 +5,8 @@ import types
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from tightfit.effects.identities import identities
+
 CODE = (types.FunctionType, types.BuiltinFunctionType, type, types.ModuleType)
 _CODE_OF = operator.attrgetter("__code__")
 
@@ -17,6 +19,8 @@ class Code:
         # What `vars` gives of a class is made anew each time.
         self._classes: dict[type, Mapping[str, Any]] = {}
         self._functions: dict[types.FunctionType, types.CodeType] = {}
+        # What is compared in each call: a look-up, names, what they stood for, and the identities of that.
+        self._compared: list[tuple[Any, tuple[str, ...], tuple[Any, ...], Any]] | None = None
 
     def named(self, space: Mapping[str, Any], names: Iterable[str]) -> None:
         """Keeps what those of `names` stand for in `space` that are code."""
@@ -36,10 +40,18 @@ class Code:
 
     def is_same(self) -> bool:
         """Whether nothing was replaced."""
-        for space, values in self._places.values():
-            if not all(map(operator.is_, map(space.get, values), values.values())):
+        if self._compared is None:
+            self._compared = [
+                (space.get, tuple(values), held := tuple(values.values()), identities(held))
+                for space, values in self._places.values()
+            ]
+        for get, names, _, same in self._compared:
+            # Kept by a name while it is read.
+            now = tuple(map(get, names))
+            if identities(now) != same:
                 return False
         return all(map(operator.is_, map(_CODE_OF, self._functions), self._functions.values()))
 
     def _keep(self, space: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+        self._compared = None
         self._places.setdefault(id(space), (space, {}))[1].update(values)

@@ -42,6 +42,10 @@ class Holder(abc.ABC):
     def same(self, one: Any, other: Any) -> bool:
         """Whether two contents are the same."""
 
+    def is_still(self, content: Any) -> bool:
+        """Whether the contents are the same now."""
+        return self.same(self.content(is_kept=False), content)
+
     @abc.abstractmethod
     def changed(self, one: Any, other: Any) -> Iterable[str]:
         """The suffixes of the path, one for each difference."""
@@ -238,6 +242,9 @@ class Members(Holder):
 
     def content(self, *, is_kept: bool) -> Any:
         return set(self._members)
+
+    def is_still(self, content: Any) -> bool:
+        return self._members == content
 
     def same(self, one: Any, other: Any) -> bool:
         return one == other

@@ -56,7 +56,7 @@ class Snapshot:
         """The tensors with a graph in the state. The returned list keeps them alive; the snapshot does not."""
         if self.reach.has_graphs or self.contents is not self.reach.contents:
             return [tensor for content in self.contents for tensor in in_graphs(content)]
-        return [tensor for number in self.reach.others for tensor in in_graphs(self.contents[number])]
+        return [t for number in self.reach.others if self.contents[number] for t in in_graphs(self.contents[number])]
 
 
 class RegionState:
@@ -69,21 +69,32 @@ class RegionState:
         """The state now. `is_kept`: for a snapshot that may outlive the step; it does not keep graphs of earlier calls alive."""
         return _taken(*self._looked_through(module, is_kept=is_kept))
 
+    def is_still(self, snapshot: Snapshot) -> bool:
+        """Whether the state is that of a snapshot of this region, without making another one; False too where that takes one to tell.
+
+        A function that was replaced since is left to the next snapshot: it may reach other state, but what it has written so far is compared here.
+        """
+        reach = self._reach
+        return (
+            reach is snapshot.reach
+            and reach.contents is snapshot.contents
+            and reach.is_same()
+            and _are_others_same(reach)
+            and [_version(tensor) for tensor in reach.tensors] == snapshot.versions
+            and all(map(operator.is_, map(_storage, reach.tensors), snapshot.storages))
+            and [each.state() for each in reach.drawn] == snapshot.drawn
+            and python_state() == snapshot.python_random
+            and numpy_state.same(numpy_state.get(), snapshot.numpy_random)
+        )
+
     def _looked_through(self, module: torch.nn.Module, *, is_kept: bool) -> tuple[Reach, list[Any]]:
         reach = self._reach
         # Another function may reach other state.
         if reach is None or not reach.code.is_same():
             reach = reach_of(module)
-        if reach.is_same():
-            # The holders that are dicts are unchanged: only the others are read.
-            contents = list(reach.contents) if reach.others else reach.contents
-            for number in reach.others:
-                contents[number] = reach.holders[number].content(is_kept=is_kept)
-            is_same = all(reach.holders[n].same(reach.contents[n], contents[n]) for n in reach.others)
-            contents = reach.contents if is_same else contents
-        else:
-            contents = [holder.content(is_kept=is_kept) for holder in reach.holders]
-            is_same = False
+        # Where the holders that are dicts are unchanged, only the others are read.
+        is_same = reach.is_same() and _are_others_same(reach)
+        contents = reach.contents if is_same else [holder.content(is_kept=is_kept) for holder in reach.holders]
         # An attribute was rebound to another object: what lies behind it is found by another walk, which costs
         # far more than a snapshot.
         if not is_same and not _reaches_the_same(reach, contents):
@@ -125,6 +136,11 @@ def _taken(reach: Reach, contents: list[Any]) -> Snapshot:
         python_random=python_state(),
         numpy_random=numpy_state.get(),
     )
+
+
+def _are_others_same(reach: Reach) -> bool:
+    """Whether the holders that are no dicts have the contents that they had when last read."""
+    return all(reach.holders[number].is_still(reach.contents[number]) for number in reach.others)
 
 
 def _reaches_the_same(reach: Reach, contents: list[Any]) -> bool:
@@ -229,7 +245,8 @@ def _version(tensor: torch.Tensor) -> Any:
         return number
     # Of what is large only weights are read: a forward may keep any number of other tensors.
     is_read = tensor.nbytes <= SMALL_BYTES or (tensor.is_leaf and tensor.requires_grad)
-    return (number, content_of(tensor)) if number >= 0 and is_read else number
+    content = content_of(tensor) if number >= 0 and is_read else None
+    return number if content is None else (number, content)
 
 
 def _number_of_writes(tensor: torch.Tensor) -> int:
@@ -240,7 +257,8 @@ def _number_of_writes(tensor: torch.Tensor) -> int:
 
 
 def _is_moved(tensor: torch.Tensor) -> bool:
-    return bool(len(MOVED)) and tensor in MOVED
+    # Its own length is counted in Python, for each tensor of each snapshot.
+    return bool(MOVED.data) and tensor in MOVED
 
 
 def _storage(tensor: torch.Tensor) -> Any:

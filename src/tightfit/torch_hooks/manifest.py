@@ -112,6 +112,14 @@ SAVE_FOR_BACKWARD = known(
     "torch_hooks",
 )
 SAVED_HOOK = known("torch._C._autograd:SavedTensor.unpack_hook", _SAVED, "techniques")
+# Up to torch 2.12 a checkpoint has a function save them, which takes ten times as long.
+MAKE_SAVED_TENSOR = known(
+    "torch._C._autograd:_make_saved_tensor",
+    "to have autograd save the arguments of a recomputed block",
+    "techniques",
+    first="2.13",
+    is_checked=False,
+)
 KEPT_RESULT = known("torch.utils.checkpoint:_VersionWrapper", "to move what a selective checkpoint keeps", "techniques")
 TOP_SAVED_HOOKS = known(
     "torch._C._autograd:_top_saved_tensors_default_hooks",
@@ -147,6 +155,7 @@ READ = (
     KEEPS_GRAPH,
     DISPATCH_MODE,
     KEPT_RESULT,
+    MAKE_SAVED_TENSOR,
     POP_DISPATCH_MODE,
     PUSH_DISPATCH_MODE,
     RAW_SAVED_TENSORS,

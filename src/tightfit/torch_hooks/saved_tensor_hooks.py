@@ -12,15 +12,6 @@ from tightfit.torch_hooks.manifest import TOP_SAVED_HOOKS
 Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
 CHECKPOINT = "torch.utils.checkpoint"
-_OURS = "is_of_tightfit"
-
-
-def mark_as_ours() -> None:
-    """Takes the innermost hooks for ours: called within a checkpoint that we have begun, whose hooks are torch's own."""
-    hooks = TOP_SAVED_HOOKS.call(False)
-    for hook in hooks or ():
-        # They are functions, made anew for each checkpoint.
-        vars(hook)[_OURS] = True
 
 
 def programs_hooks() -> Hooks | None:
@@ -52,8 +43,8 @@ def _around(hook: Any) -> Hooks | None:
 
 
 def is_ours(hook: Any) -> bool:
-    """Whether a hook is of this package, or of a checkpoint that it has begun."""
-    return module_of_hook(hook).partition(".")[0] == "tightfit" or bool(getattr(hook, _OURS, False))
+    """Whether a hook is of this package."""
+    return module_of_hook(hook).partition(".")[0] == "tightfit"
 
 
 def is_of_checkpoint(hook: Any) -> bool:

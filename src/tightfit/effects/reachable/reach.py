@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from tightfit.effects.code import CODE, Code
 from tightfit.effects.holders import ClassAttributes, Holder, Items, Members, Names, class_state, is_plain
+from tightfit.effects.identities import identities
 from tightfit.effects.instructions import instructions_of
 from tightfit.effects.outside_calls import NAMES
 from tightfit.effects.reachable.cells import Cell, contents
@@ -76,11 +77,11 @@ class Reach:
     # Those of the holders that are dicts, by position, with their contents when last read: compared in one
     # pass, without a call for each.
     modules: list[weakref.ref[torch.nn.Module]] = dataclasses.field(default_factory=list)
-    # torch's own, which are not walked: what they hold is large, and changed by every step.
+    # Those of torch's classes are not walked: what they hold is large, and changed by every step.
     optimizers: list[weakref.ref[torch.optim.Optimizer]] = dataclasses.field(default_factory=list)
     dicts: list[dict[Any, Any]] = dataclasses.field(default_factory=list)
     others: list[int] = dataclasses.field(default_factory=list)
-    values: list[Any] = dataclasses.field(default_factory=list)
+    values: tuple[Any, ...] = ()
     # The dicts of hooks in which there is none.
     empty: list[dict[Any, Any]] = dataclasses.field(default_factory=list)
     tensors: list[torch.Tensor] = dataclasses.field(default_factory=list)
@@ -96,7 +97,9 @@ class Reach:
     """Whether code of the region names something by which it may reach outside of the process's memory."""
     has_graphs: bool = False
     """Whether a dict held a tensor with a graph when last read, or may have."""
+    _identities: Any = None
     _weights: frozenset[int] | None = None
+    _parameters: list[torch.nn.Parameter] | None = None
 
     def _mappings(self) -> list[dict[Any, Any]]:
         attributes = [vars(module) for module in [reference() for reference in self.modules] if module is not None]
@@ -105,11 +108,12 @@ class Reach:
     def remember(self) -> None:
         """Remembers the current contents of the dicts for `is_same`."""
         # A tensor with a graph is not kept: the dict then looks changed, and is looked at by itself.
-        self.values = [
+        self.values = tuple(
             _IN_GRAPH if isinstance(value, torch.Tensor) and value.grad_fn is not None else value
             for mapping in self._mappings()
             for value in mapping.values()
-        ]
+        )
+        self._identities = identities(self.values)
         self.has_graphs = any(map(operator.is_, self.values, itertools.repeat(_IN_GRAPH)))
 
     @property
@@ -119,14 +123,19 @@ class Reach:
             self._weights = frozenset(id(tensor) for tensor in self.tensors if tensor.is_leaf and tensor.requires_grad)
         return self._weights
 
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Those of the tensors that are parameters."""
+        if self._parameters is None:
+            self._parameters = [tensor for tensor in self.tensors if isinstance(tensor, torch.nn.Parameter)]
+        return self._parameters
+
     def is_same(self) -> bool:
         """Whether the dicts have the contents that they had when last read, and no hook was added."""
-        mappings = self._mappings()
-        return (
-            not any(self.empty)
-            and sum(map(len, mappings)) == len(self.values)
-            and all(map(operator.is_, itertools.chain.from_iterable(map(dict.values, mappings)), self.values))
-        )
+        if any(self.empty):
+            return False
+        now = tuple(itertools.chain.from_iterable(map(dict.values, self._mappings())))
+        return bool(identities(now) == self._identities)
 
 
 def reach_of(module: torch.nn.Module) -> Reach:
@@ -521,7 +530,7 @@ class _Walk(_CodeWalk):
         """An object of any other class: its attributes, and the objects that they refer to if the class is the user's."""
         kind = type(value)
         origin = kind.__module__.partition(".")[0]
-        if origin == "torch" and isinstance(value, torch.optim.Optimizer):
+        if isinstance(value, torch.optim.Optimizer):
             self.found.optimizers.append(weakref.ref(value))
         is_bag = origin in BAGS
         is_stateless = origin in STATELESS and kind.__module__ not in COUNTING

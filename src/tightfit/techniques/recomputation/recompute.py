@@ -1,24 +1,27 @@
 """Recomputes a module's activations in its backward pass, without other observable differences.
 
-`torch.utils.checkpoint` restores torch's random state and autocast. Any other state that the second run reads, and its side effects, are handled
-here with `tightfit.effects`: attributes, buffers, hooks, modes, globals and the random states of Python and numpy are restored for the second run
-to their values at the first, and afterwards to their later values. Changes that cannot be restored are refused, in the forward or before any
-gradient of the region is used. In every call what the second run saves for backward is compared with what the first one saved (`saved_values`);
-in the first calls, and again after a change of shape, mode or module, the result of each operator too.
+As `torch.utils.checkpoint` does without reentrant autograd (torch/utils/checkpoint.py has the rules), a call saves its arguments, and of what its operators save
+nothing: the first tensor that the backward pass asks for has the call run again, and what that saves takes the places of all that are still needed. It is done
+here, and not around torch's own checkpoint, since the processor's time of a call is the time of a step on a fast card: hooks of ours beside torch's took as long
+as both do together now (docs/log.md, 2026-11-26).
+
+Besides torch's random states and autocast, any other state that the second run reads, and its side effects, are handled with `tightfit.effects`: attributes,
+buffers, hooks, modes, globals and the random states of Python and numpy are restored for the second run to their values at the first, and afterwards to their
+later values. Changes that cannot be restored are refused, in the forward or before any gradient of the region is used. In every call what the second run saves
+for backward is compared with what the first one saved (`saved_values`); in the first calls, and again after a change of shape, mode or module, the result of
+each operator too.
 """
 
 import copy
 import functools
 import inspect
-import itertools
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 
 from tightfit.effects.ambient import (
@@ -29,8 +32,9 @@ from tightfit.effects.ambient import (
 )
 from tightfit.effects.asked_of_saved import told
 from tightfit.effects.fingerprints import Fingerprint, Fingerprints, first_mismatch
-from tightfit.effects.holders import PLAIN
+from tightfit.effects.optimizer_marks import OptimizerMarks
 from tightfit.effects.outside_calls import without_outside_calls
+from tightfit.effects.run_settings import RunSettings
 from tightfit.effects.state import (
     RegionState,
     Snapshot,
@@ -43,17 +47,26 @@ from tightfit.effects.state import (
 )
 from tightfit.effects.value_checks import has_values
 from tightfit.errors import ApplyError, TightfitError
+from tightfit.techniques.recomputation.call_arguments import (
+    SavedInputs,
+    holds_things,
+    kept_as_they_are,
+    shapes,
+    tensors_in,
+    versions,
+    without_cache,
+)
 from tightfit.techniques.recomputation.recompute_checks import (
     CheckSchedule,
     InnerModules,
-    OptimizerMarks,
     ParameterMarks,
     StoredTensors,
 )
-from tightfit.techniques.recomputation.saved_values import SavedValues
+from tightfit.techniques.recomputation.saved_values import LaterRun, SavedTensor, SavedValues
 from tightfit.techniques.session import CHECK_STEPS, ComparedSums, Verdict
 from tightfit.torch_hooks.backward import keeps_graph
-from tightfit.torch_hooks.saved_tensor_hooks import is_of_torch_offload, mark_as_ours, programs_hooks
+from tightfit.torch_hooks.manifest import GRAPH_TASK_ID
+from tightfit.torch_hooks.saved_tensor_hooks import is_of_torch_offload, programs_hooks
 from tightfit.torch_hooks.saving_functions import on_saving_functions
 
 Refusal = Callable[[str], ApplyError]
@@ -61,11 +74,11 @@ Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManage
 
 # Batch norm's operator writes to these although its schema does not say so: the tensors' versions stay as they were.
 _CHANGED_UNSEEN = frozenset({"running_mean", "running_var"})
-# torch 2.14 asks whether what a selective checkpoint keeps goes to the hooks for saved tensors around it, as it will by default one day: as ever it does not.
-_RESPECTS_HOOKS = "respect_saved_tensors_hooks"
-_AROUND_SELECTION: dict[str, Any] = (
-    {_RESPECTS_HOOKS: False} if _RESPECTS_HOOKS in inspect.signature(checkpoint).parameters else {}
-)
+_OTHER_THINGS = "did other things when it was run a second time"
+# The number of a backward pass where there is none.
+_NO_TASK = -1
+_NOTHING = nullcontext()
+_graph_task: Callable[[], int] = GRAPH_TASK_ID.value()
 _OF_CHECKPOINTS = frozenset((*inspect.signature(checkpoint).parameters, "preserve_rng_state"))
 
 
@@ -86,13 +99,14 @@ class Recomputed:
         check_steps: int = CHECK_STEPS,
         contexts: Contexts | None = None,
     ) -> None:
+        self.contexts = contexts
+        """Those of the first run and of each later one; they see the module's operators alone."""
         self._module = weakref.ref(module)
         on_saving_functions(self)
         # Not the session, which keeps the model.
         self._verdict = verdict
         self._where = where
         self._technique = technique
-        self._contexts = contexts
         self.state = RegionState()
         # The tensors that its forwards write to, by their paths.
         self._written: set[str] = set()
@@ -109,7 +123,7 @@ class Recomputed:
     def __deepcopy__(self, memo: dict[int, Any]) -> "Recomputed":
         module = copy.deepcopy(self.owner(), memo)
         return Recomputed(
-            module, where=self._where, technique=self._technique, verdict=Verdict(), contexts=self._contexts
+            module, where=self._where, technique=self._technique, verdict=Verdict(), contexts=self.contexts
         )
 
     def owner(self) -> torch.nn.Module:
@@ -121,7 +135,11 @@ class Recomputed:
     @property
     def is_selective(self) -> bool:
         """Whether some of its results are saved for the second run."""
-        return self._contexts is not None
+        return self.contexts is not None
+
+    def note_reach(self, before: Snapshot) -> None:
+        """Notes whether code that is run again may read an optimizer."""
+        self._verdict.may_read_optimizers |= bool(before.reach.optimizers)
 
     def refusal(self, why: str) -> ApplyError:
         """The error that this module cannot be recomputed, with the remedy."""
@@ -151,15 +169,13 @@ class Recomputed:
         """Calls `forward`; `on_call` is called before with the `RecomputedCall`, which can run it once more."""
         if not torch.is_grad_enabled() or self.is_left_alone():
             return forward(*args, **kwargs)
-        args, kwargs = tuple(_withhold(a) for a in args), {name: _withhold(a) for name, a in kwargs.items()}
+        args, kwargs = tuple(map(without_cache, args)), {name: without_cache(a) for name, a in kwargs.items()}
         # A decoder that fills a cache in training would fill it twice; nothing reads it between the passes
         # (transformers' own checkpointing switches it off too).
         if kwargs.get("use_cache") is True:
             kwargs["use_cache"] = False
         if torch.compiler.is_compiling():
-            extra: dict[str, Any] = (
-                {} if self._contexts is None else {"context_fn": self._contexts, **_AROUND_SELECTION}
-            )
+            extra: dict[str, Any] = {} if self.contexts is None else {"context_fn": self.contexts}
             # What a module calls its arguments may be what a checkpoint calls its own.
             named = functools.partial(forward, **kwargs) if _OF_CHECKPOINTS & kwargs.keys() else forward
             given = {} if _OF_CHECKPOINTS & kwargs.keys() else kwargs
@@ -170,21 +186,15 @@ class Recomputed:
             )
         call = RecomputedCall(self, args, kwargs)
         on_call(call)
-        contexts = functools.partial(call.contexts, self._contexts)
         # Where both runs are compared, the second one goes on to its end, past the last tensor that the backward pass needs.
         # So it does where hooks may begin what others of them end.
         stops_early = not (call.is_checked and self.schedule.has_values) and not self._inside.has_hooks(
             self.owner(), call.before
         )
-        around: dict[str, Any] = {} if self._contexts is None else _AROUND_SELECTION
-        running = call.running(forward)
-        with without_outside_calls(self.refusal, is_on=call.is_watched):
-            result = checkpoint(
-                running, kwargs, *args, use_reentrant=False, context_fn=contexts, early_stop=stops_early, **around
-            )
-            call.raise_failure()
-        call.end_first()
-        return result
+        if not call.is_watched:
+            return call.first(forward, args, kwargs, stops_early=stops_early)
+        with without_outside_calls(self.refusal, is_on=True):
+            return call.first(forward, args, kwargs, stops_early=stops_early)
 
     def is_left_alone(self) -> bool:
         """Whether this call is not checkpointed: lazy parameters are made in it, torch.func transforms take no saved-tensor hooks, saved tensors that may
@@ -246,17 +256,18 @@ class RecomputedCall:
     def __init__(self, owner: Recomputed, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self._owner = owner
         self._before = owner.state.snapshot(owner.owner(), is_kept=True)
-        self._versions = _versions((args, kwargs))
-        self._versions_kept = _versions(_kept_as_they_are(args, kwargs))
+        given = tensors_in((*args, *kwargs.values()))
+        self._versions = versions(given)
         named = {**{f"argument {n}": a for n, a in enumerate(args)}, **kwargs}
         # Lists and dicts among the arguments are written to by many forwards (collected hidden states,
         # auxiliary losses): their contents are restored like attributes.
-        held = {name: value for name, value in named.items() if _holds_things(value)}
+        held = {name: value for name, value in named.items() if holds_things(value)}
         self._held = snapshot_of_arguments(held) if held else None
         self._ambient = Ambient.now()
-        self.is_checked = owner.schedule.needs_check(_shapes((args, kwargs)), self._before)
+        self.is_checked = owner.schedule.needs_check(shapes(given), self._before)
         self._of_all = self.is_checked or owner.is_first
-        parameter = next(owner.owner().parameters(), None)
+        # To go through the modules for it would take as long as all else here.
+        parameter = next(iter(self._before.reach.parameters), None)
         is_at_host = parameter is None or parameter.device.type == "cpu"
         # On a card a call is over before its kernels are, and what the look costs would show.
         self.is_watched = owner.schedule.has_values and (
@@ -270,77 +281,63 @@ class RecomputedCall:
         self._handed_over = owner.stored.handed_over(in_graphs, owner.num_second_runs)
         self._handed_over += self._held.in_graphs() if self._held is not None else []
         self._has_graphs = bool(in_graphs)
-        self._first: list[Fingerprint] | None = None
+        self.fingerprints: list[Fingerprint] | None = None
         # Where both runs are compared operator by operator, and where operators add up in any order, sums tell nothing.
         num_summed = 0 if self.is_checked or owner.adds_in_any_order else owner.num_saved
-        self._saved = SavedValues(self._before.reach.weights, num_summed) if owner.schedule.has_values else None
-        self._is_used_up = False
-        self._failure: BaseException | None = None
+        self.saved = SavedValues(self._before.reach.weights, num_summed, has_values=owner.schedule.has_values)
+        self._settings = RunSettings(given if parameter is None else [*given, parameter])
+
+    @property
+    def owner(self) -> Recomputed:
+        """The wrapper around the module."""
+        return self._owner
 
     @property
     def before(self) -> Snapshot:
         """The state before the first run."""
         return self._before
 
-    def contexts(self, inner: Contexts | None) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """The contexts of a checkpoint for the first run and for each later one; the contexts of `inner` see only the module's operators."""
-        first, later = (nullcontext(), nullcontext()) if inner is None else inner()
-        return first, _Again(self, later)
-
-    def running(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The function for the checkpoint to run twice; keyword arguments are passed as one dict, as a checkpoint has keywords of its own."""
-        num_runs = 0
-
-        def run(kwargs: dict[str, Any], *args: Any) -> Any:
-            nonlocal num_runs
-            num_runs += 1
-            mark_as_ours()
-            if self._is_used_up and self._owner.is_selective:
-                raise self._owner.refusal("is gone through backwards twice, and what is kept of it serves once")
-            if num_runs > 1:
-                self._is_used_up = not keeps_graph()
-                if _versions(_kept_as_they_are(args, kwargs)) != self._versions_kept:
-                    raise self._owner.refusal("is given a tensor that is written to after it was handed in")
-                with self._same_saved(), self._compared(), _told_of_mismatches(self._owner.refusal):
-                    return forward(*args, **kwargs)
-            try:
-                return self._run_first(forward, args, kwargs)
-            except BaseException as error:  # noqa: BLE001 - raised by `raise_failure`
-                # Before torch 2.13 a checkpoint whose function raises leaves its hooks in effect as long as somebody has the error.
-                self._failure = error
-                return None
-
-        return run
-
-    def _run_first(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with (
-            _told_of_transforms(self._owner.refusal),
-            self._saved.of_first_run() if self._saved is not None else nullcontext(),
-            Fingerprints() if self.is_checked and self._owner.schedule.has_values else nullcontext() as fingerprints,
-        ):
-            result = forward(*args, **kwargs)
-        self._first = fingerprints.taken if fingerprints is not None else None
-        self._owner.adds_in_any_order |= any(each.bound for each in self._first or ())
-        if _versions((args, kwargs)) != self._versions:
-            raise self._owner.refusal("writes over its own input, which a second run would find changed")
-        return result
-
-    def raise_failure(self) -> None:
-        """Raises what the first run has raised, outside of its checkpoint."""
-        error, self._failure = self._failure, None
-        if error is not None:
-            raise error
-
-    def end_first(self) -> None:
-        """To be called after the first run.
+    def first(
+        self, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, stops_early: bool
+    ) -> Any:
+        """The first run, which saves nothing but its arguments; `stops_early` ends later runs with the last tensor that the first one has saved.
 
         Raises:
             ApplyError: it had a side effect that cannot be restored for a later run.
         """
-        if self._saved is not None:
-            self._owner.num_saved = len(self._saved)
-        if self._saved is not None and self._saved.question:
-            raise self._owner.refusal(told(self._saved.question))
+        owner, saved, settings = self._owner, self.saved, self._settings
+        first, later = (None, None) if owner.contexts is None else owner.contexts()
+        # Not kept here: it leads to the forward, which may lead to this call.
+        graph_holds = _RepeatedCall(self, forward, args, kwargs, settings, later, stops_early=stops_early)
+        fingerprints = Fingerprints() if self.is_checked and owner.schedule.has_values else None
+        try:
+            with (
+                torch.autograd.graph.saved_tensors_hooks(saved.pack, graph_holds.unpack),
+                first or _NOTHING,
+                fingerprints or _NOTHING,
+            ):
+                result = _run_uncompiled(forward, args, kwargs)
+        except RuntimeError as error:
+            if not are_saved_tensor_hooks_refused(error):
+                raise
+            raise owner.refusal(
+                "transforms code (torch.func) that takes no hooks for saved tensors, which a second run needs"
+            ) from error
+        saved.is_complete = True
+        self.fingerprints = fingerprints.taken if fingerprints is not None else None
+        owner.adds_in_any_order |= any(each.bound for each in self.fingerprints or ())
+        if versions(tensors_in((*args, *kwargs.values()))) != self._versions:
+            raise owner.refusal("writes over its own input, which a second run would find changed")
+        if settings.has_begun_card:
+            raise owner.refusal("is the first to use the card, whose random numbers a second run could not draw again")
+        self._end_first()
+        return result
+
+    def _end_first(self) -> None:
+        self._owner.note_reach(self._before)
+        self._owner.num_saved = len(self.saved)
+        if self.saved.question:
+            raise self._owner.refusal(told(self.saved.question))
         if self._of_all:
             self._owner.learn(self._before, self._copies)
         if self._has_graphs or self._of_all:
@@ -364,30 +361,33 @@ class RecomputedCall:
         """
         owner, module = self._owner, self._owner.owner()
         owner.num_second_runs += 1
-        now = owner.state.snapshot(module)
+        # As a rule nothing has changed since, and the first snapshot is that of the present state too.
+        is_same = self._held is None and owner.state.is_still(self._before)
+        now = self._before if is_same else owner.state.snapshot(module)
         held = again(self._held) if self._held is not None else None
         # Tensors that may be referred to only by the state that is being replaced.
         kept = [*now.in_graphs(), *(held.in_graphs() if held is not None else [])]
-        changed = differences(self._before, now)
+        changed = [] if is_same else differences(self._before, now)
         changed += differences(self._held, held) if self._held is not None and held is not None else []
         self._refuse_lost(changed)
+        ambient = Ambient.now()
         # A mode of the user's may change what operators compute, and the backward pass runs outside of it.
-        if modes := self._ambient.unknown_modes():
+        if modes := self._ambient.unknown_modes(ambient):
             raise owner.refusal(f"ran inside of {modes[0]}, which the backward pass is not in")
-        if modes := self._ambient.other_dispatch_modes():
+        if modes := self._ambient.other_dispatch_modes(ambient):
             raise owner.refusal(
                 f"is run a second time inside of {modes[0]}, or was the first time, which sees each operator"
             )
-        # Most blocks write nothing: for these a second run costs one snapshot and no restoring.
+        # Most blocks write nothing: for these a second run costs two looks at the state and no restoring.
         needs_restoring = bool(changed or self._copies)
         if needs_restoring:
             # Each run writes to copies of its own: there may be a third.
             restore(with_replaced(self._before, {key: copy.clone() for key, copy in self._copies.items()}))
             if self._held is not None:
                 restore(self._held)
-        marks = ParameterMarks(self._before.reach.tensors), OptimizerMarks(self._before.reach.optimizers)
+        marks = ParameterMarks(self._before.reach.parameters), OptimizerMarks(self._before.reach.optimizers)
         try:
-            with self._ambient.put_back():
+            with self._ambient.put_back(ambient):
                 yield
         finally:
             # What the program has put back in between is as before the first run, and was written to by this one.
@@ -400,6 +400,8 @@ class RecomputedCall:
                 raise owner.refusal(f"{change} in its forward, which a second run would do once more")
 
     def _is_written_since(self, now: Snapshot, held: Snapshot | None) -> bool:
+        if now is self._before and self._owner.state.is_still(now):
+            return False
         after = self._owner.state.snapshot(self._owner.owner())
         return bool(differences(now, after) or (held is not None and differences(held, again(held))))
 
@@ -410,128 +412,135 @@ class RecomputedCall:
                 raise self._owner.refusal(f"cannot be run a second time: since its forward {difference}")
 
     @contextmanager
-    def _same_saved(self) -> Iterator[None]:
-        """Compares what a later run saves with what the first one saved, as far as the run goes.
+    def _compared(self) -> Iterator[None]:
+        if self.fingerprints is None:
+            yield
+            return
+        with Fingerprints() as fingerprints:
+            yield
+        self.compare(fingerprints.taken)
+
+    def compare(self, taken: Sequence[Fingerprint]) -> None:
+        """Compares the fingerprints of a later run with those of the first.
 
         Raises:
-            ApplyError: it is not the same, or the program has written to what it still holds of it.
+            ApplyError: they are not the same.
         """
-        if self._saved is None:
-            yield
-            return
-        if self._saved.is_any_written():
-            raise self._owner.refusal(
-                "cannot be run a second time: a result that it saved for its backward pass was written to past torch (through .data)"
-            )
-        with self._saved.of_later_run() as mismatch:
-            try:
-                yield
-            except _StopRecomputationError:
-                self._owner.expect(mismatch.sums)
-                if mismatch.words:
-                    raise self._owner.refusal(f"{mismatch.words} when it was run a second time") from None
-                raise
-        self._owner.expect(mismatch.sums)
-        if mismatch.words:
-            raise self._owner.refusal(f"{mismatch.words} when it was run a second time")
-
-    @contextmanager
-    def _compared(self) -> Iterator[None]:
-        if self._first is None:
-            yield
-            return
-        fingerprints = Fingerprints()
-        try:
-            with fingerprints:
-                yield
-        except _StopRecomputationError:
-            # What the backward pass needs is there.
-            self._compare(fingerprints.taken)
-            raise
-        self._compare(fingerprints.taken)
-
-    def _compare(self, taken: Sequence[Fingerprint]) -> None:
-        mismatch = first_mismatch(self._first or (), taken)
+        mismatch = first_mismatch(self.fingerprints or (), taken)
         if mismatch is not None:
             raise self._owner.refusal(f"{mismatch} when it was run a second time")
 
 
-@contextmanager
-def _told_of_mismatches(refusal: Refusal) -> Iterator[None]:
-    """Converts errors of the second run alone to a refusal that names the module, including torch's own about other saved tensors."""
-    try:
-        yield
-    except (_StopRecomputationError, TightfitError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        # torch's checkpointing raises its own CheckpointError where the second run saves another number of
-        # tensors, or others by shape, dtype or device.
-        is_of_torch = isinstance(error, RuntimeError) and frames[-1].filename == torch.utils.checkpoint.__file__
-        did = "did other things" if is_of_torch else f"raised {type(error).__name__}"
-        raise refusal(f"{did} when it was run a second time") from error
+class _RepeatedCall:
+    """What the graph of a call holds: the call, with all that runs it once more when the backward pass asks for a tensor that it has saved."""
 
+    __slots__ = (
+        *("_call", "_forward", "_inputs", "_is_used_up", "_kwargs", "_later", "_settings", "_stops_early"),
+        *("__weakref__", "_versions_kept"),
+    )
 
-@contextmanager
-def _told_of_transforms(refusal: Refusal) -> Iterator[None]:
-    """Converts torch's error about code that takes no saved-tensor hooks to a refusal that names the module."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not are_saved_tensor_hooks_refused(error):
-            raise
-        raise refusal(
-            "transforms code (torch.func) that takes no hooks for saved tensors, which a second run needs"
-        ) from error
-
-
-class _Again:
-    """A context for each run of a call after the first: `RecomputedCall.restored`, and `inner` inside of it."""
-
-    def __init__(self, call: RecomputedCall, inner: AbstractContextManager[Any]) -> None:
+    def __init__(
+        self,
+        call: RecomputedCall,
+        forward: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        settings: RunSettings,
+        later: AbstractContextManager[Any] | None,
+        *,
+        stops_early: bool,
+    ) -> None:
         self._call = call
-        self._inner = inner
-        self._stacks: list[ExitStack] = []
+        self._forward = forward
+        self._inputs = SavedInputs(args)
+        self._kwargs = kwargs
+        self._settings = settings
+        self._later = later or _NOTHING
+        self._stops_early = stops_early
+        self._versions_kept = versions(tensors_in(kept_as_they_are(args, kwargs)))
+        self._is_used_up = False
 
-    def __enter__(self) -> None:
-        # First the state, then torch's own context: what restoring runs (copies of buffers) must not be counted
-        # or saved by a selective checkpoint.
-        with ExitStack() as stack:
-            stack.enter_context(self._call.restored())
-            stack.enter_context(self._inner)
-            self._stacks.append(stack.pop_all())
+    def unpack(self, saved: SavedTensor) -> torch.Tensor:
+        """The tensor of a second run that a node of the graph asks for: a hook for saved tensors."""
+        task = _graph_task()
+        value = saved.again.pop(task, None)
+        if value is not None:
+            return value
+        self._run_again(task)
+        value = saved.again.pop(task, None)
+        if task == _NO_TASK:
+            # Each look at a graph from outside of a backward pass stands for itself.
+            self._call.saved.forget(task)
+        if value is None:
+            raise self._call.owner.refusal(_OTHER_THINGS)
+        return value
 
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._stacks.pop().__exit__(*error)
+    def _run_again(self, task: int) -> None:
+        """Runs the call once more, for the backward pass `task`.
+
+        Raises:
+            ApplyError: it did something else than the first time.
+        """
+        call, owner = self._call, self._call.owner
+        args = self._inputs.get()
+        later = LaterRun(call.saved, task, stops_early=self._stops_early)
+        fingerprints = Fingerprints() if call.fingerprints is not None else None
+        # First the state, then the rest: what restoring runs (copies of buffers) must be neither counted nor saved.
+        with torch.enable_grad(), self._settings.put_back(), call.restored():
+            self._check(args)
+            try:
+                with (
+                    torch.autograd.graph.saved_tensors_hooks(later.pack, _as_it_is),
+                    self._later,
+                    fingerprints or _NOTHING,
+                ):
+                    _run_uncompiled(self._forward, args, self._kwargs)
+            except _StopRecomputationError:
+                # What the backward pass needs is there.
+                if not later.is_stopped:
+                    raise
+            except (TightfitError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:
+                raise owner.refusal(_did_instead(error)) from error
+        owner.expect(later.sums)
+        if fingerprints is not None:
+            call.compare(fingerprints.taken)
+        if later.words:
+            raise owner.refusal(f"{later.words} when it was run a second time")
+        if not later.is_alike or not later.is_whole:
+            raise owner.refusal(_OTHER_THINGS)
+
+    def _check(self, args: Sequence[Any]) -> None:
+        owner = self._call.owner
+        if self._is_used_up and owner.is_selective:
+            raise owner.refusal("is gone through backwards twice, and what is kept of it serves once")
+        self._is_used_up = not keeps_graph()
+        if versions(tensors_in(kept_as_they_are(args, self._kwargs))) != self._versions_kept:
+            raise owner.refusal("is given a tensor that is written to after it was handed in")
+        if self._call.saved.is_any_written():
+            raise owner.refusal(
+                "cannot be run a second time: a result that it saved for its backward pass was written to past torch (through .data)"
+            )
 
 
-def _holds_things(value: Any) -> bool:
-    """Whether an argument has state of its own: it is not only tensors and plain values in tuples."""
-    if isinstance(value, tuple):
-        return any(_holds_things(inner) for inner in value)
-    return not isinstance(value, (*PLAIN, torch.Tensor, torch.Size, torch.dtype, torch.device))
+def _did_instead(error: Exception) -> str:
+    """What a second run has done that raised an error, which the first one did not."""
+    frames = traceback.extract_tb(error.__traceback__)
+    # Of a checkpoint of the program's inside, which has saved another number of tensors, or others by shape, dtype or device.
+    is_of_torch = isinstance(error, RuntimeError) and frames[-1].filename == torch.utils.checkpoint.__file__
+    return _OTHER_THINGS if is_of_torch else f"raised {type(error).__name__} when it was run a second time"
 
 
-def _kept_as_they_are(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The arguments whose tensors a checkpoint saves without checking versions: autograd checks those that are tensors themselves."""
-    return [arg for arg in args if not isinstance(arg, torch.Tensor)], dict(kwargs)
+@torch._disable_dynamo
+def _run_uncompiled(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Calls a function so that the compiler leaves it as it is: what it makes of a second run is not what it made of the first."""
+    return function(*args, **kwargs)
 
 
-def _versions(arguments: tuple[Sequence[Any], Mapping[str, Any]]) -> list[int]:
-    return [-1 if tensor.is_inference() else tensor._version for tensor in _tensors_in(arguments)]
-
-
-def _shapes(arguments: tuple[Sequence[Any], Mapping[str, Any]]) -> tuple[Any, ...]:
-    return tuple((tensor.shape, tensor.dtype) for tensor in _tensors_in(arguments))
-
-
-def _tensors_in(arguments: tuple[Sequence[Any], Mapping[str, Any]]) -> Iterator[torch.Tensor]:
-    args, kwargs = arguments
-    for value in itertools.chain(args, kwargs.values()):
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif not isinstance(value, PLAIN):
-            yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    """What a backward pass within a second run is given."""
+    return tensor
 
 
 def _is_replaceable(before: Snapshot, tensor: torch.Tensor) -> bool:
@@ -551,9 +560,3 @@ def _shares(tensor: torch.Tensor, address: int, num_bytes: int) -> bool:
 
 def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape and bool(torch.equal(one, other))
-
-
-def _withhold(argument: Any) -> Any:
-    """Replaces a key-value cache by None. Hugging Face's caches have no common type, and are recognised by their methods."""
-    is_cache = hasattr(argument, "get_seq_length") and hasattr(argument, "update")
-    return None if is_cache else argument

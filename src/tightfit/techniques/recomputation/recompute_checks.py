@@ -1,8 +1,8 @@
 """What a recomputed module keeps from call to call: when its two runs are compared, the modules inside of it, and the tensors that it stores."""
 
+import operator
 import weakref
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -109,59 +109,42 @@ class ParameterMarks:
     snapshots (`tightfit.effects.state`).
     """
 
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
         # Weights that are at the host come and go, and their gradients with them.
-        self._parameters = [t for t in tensors if isinstance(t, torch.nn.Parameter) and t not in MOVED]
-        self._marks = [_marks_of(parameter) for parameter in self._parameters]
+        self._parameters = [each for each in parameters if each not in MOVED] if MOVED.data else parameters
+        self._gradients, self._marks = _marks_of(self._parameters)
 
     def change(self) -> str:
         """What was done to one of them since, in words; empty if nothing was."""
-        for parameter, before in zip(self._parameters, self._marks, strict=True):
-            now = _marks_of(parameter)
-            for name, (one, other) in before.items():
-                if one is not now[name][0] or other != now[name][1]:
-                    return name
-        return ""
+        gradients, marks = _marks_of(self._parameters)
+        if not all(map(operator.is_, gradients, self._gradients)):
+            return _CHANGES[0]
+        if marks == self._marks:
+            return ""
+        pairs = zip(self._marks, marks, strict=True)
+        return next(_CHANGES[n] for one, other in pairs for n in range(len(one)) if one[n] != other[n])
 
 
-def _marks_of(parameter: torch.nn.Parameter) -> dict[str, tuple[Any, Any]]:
+# In the order of the marks of each parameter.
+_CHANGES = (
+    "writes to the gradient of a parameter",
+    "puts a hook on a parameter",
+    "puts a hook on a parameter",
+    "freezes a parameter, or thaws it,",
+)
+
+
+def _marks_of(parameters: Sequence[torch.nn.Parameter]) -> tuple[list[torch.Tensor | None], list[tuple[Any, ...]]]:
+    """The gradient of each, and what can be compared by value: the gradient's version, hooks, whether it is trained."""
     with torch._C.DisableTorchFunctionSubclass():
-        gradient = parameter.grad
-        hooks = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
-        version = -1 if gradient is None or gradient.is_inference() else gradient._version
-        return {
-            "writes to the gradient of a parameter": (gradient, version),
-            "puts a hook on a parameter": (None, [list(each) if each else [] for each in hooks]),
-            "freezes a parameter, or thaws it,": (None, parameter.requires_grad),
-        }
-
-
-class OptimizerMarks:
-    """The settings and states of the optimizers that code can reach: a rate that a block lowers is lowered twice by two runs of it."""
-
-    def __init__(self, references: Iterable[weakref.ref[torch.optim.Optimizer]]) -> None:
-        self._optimizers = [
-            optimizer for optimizer in [reference() for reference in references] if optimizer is not None
+        gradients = [parameter.grad for parameter in parameters]
+        marks = [
+            (
+                -1 if gradient is None or gradient.is_inference() else gradient._version,
+                tuple(parameter._backward_hooks or ()),
+                tuple(getattr(parameter, "_post_accumulate_grad_hooks", None) or ()),
+                parameter.requires_grad,
+            )
+            for parameter, gradient in zip(parameters, gradients, strict=True)
         ]
-        self._marks = [*map(_marks_of_optimizer, self._optimizers)]
-
-    def change(self) -> str:
-        """What was done to one of them since, in words; empty if nothing was."""
-        is_same = self._marks == [*map(_marks_of_optimizer, self._optimizers)]
-        return "" if is_same else "changes an optimizer"
-
-
-def _marks_of_optimizer(optimizer: torch.optim.Optimizer) -> Any:
-    groups = [
-        [(name, [*map(id, value)] if name == "params" else _mark(value)) for name, value in group.items()]
-        for group in optimizer.param_groups
-    ]
-    # Those of a technique are made when they are read, and only then.
-    states = optimizer.state if type(optimizer.state) is defaultdict else {}
-    return groups, [[(name, _mark(value)) for name, value in state.items()] for state in states.values()]
-
-
-def _mark(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return id(value), -1 if value.is_inference() else value._version
-    return value
+    return gradients, marks

@@ -1,0 +1,119 @@
+"""The arguments of a recomputed call: which tensors are among them, what of them has state of its own, and how they are kept for the second run."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from tightfit.effects.card_sums import unseen
+from tightfit.effects.holders import PLAIN
+from tightfit.torch_hooks.manifest import MAKE_SAVED_TENSOR
+
+_WITHOUT_STATE = (torch.Tensor, *PLAIN, torch.Size, torch.dtype, torch.device)
+_make_saved_tensor: Any = MAKE_SAVED_TENSOR.value() if MAKE_SAVED_TENSOR.is_there() else None
+
+
+def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors in arguments, in order."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif type(value) is tuple:
+            found += tensors_in(value)
+        elif not isinstance(value, PLAIN):
+            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return found
+
+
+def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """The number of writes to each."""
+    return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def shapes(tensors: Iterable[torch.Tensor]) -> tuple[Any, ...]:
+    """The shape and dtype of each."""
+    return tuple((tensor.shape, tensor.dtype) for tensor in tensors)
+
+
+def kept_as_they_are(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that are kept without checking versions: autograd checks those that are given by position and tensors themselves."""
+    return [*(arg for arg in args if not isinstance(arg, torch.Tensor)), *kwargs.values()]
+
+
+def holds_things(value: Any) -> bool:
+    """Whether an argument has state of its own: it is not only tensors and plain values in tuples."""
+    if isinstance(value, tuple):
+        return any(holds_things(inner) for inner in value)
+    return not isinstance(value, _WITHOUT_STATE)
+
+
+def without_cache(argument: Any) -> Any:
+    """Replaces a key-value cache by None. Hugging Face's caches have no common type, and are recognised by their methods."""
+    if isinstance(argument, _WITHOUT_STATE) or type(argument) is tuple:
+        return argument
+    is_cache = hasattr(argument, "get_seq_length") and hasattr(argument, "update")
+    return None if is_cache else argument
+
+
+class SavedInputs:
+    """The arguments of a call by position: tensors are saved by autograd, which checks their versions, and given to the hooks for saved tensors around the call."""
+
+    __slots__ = ("_args", "_places", "_saved")
+
+    def __init__(self, args: Sequence[Any]) -> None:
+        self._places = [place for place, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
+        self._args = [None if isinstance(arg, torch.Tensor) else arg for arg in args]
+        self._saved = _saved([args[place] for place in self._places])
+
+    def get(self) -> list[Any]:
+        """The arguments again.
+
+        Raises:
+            RuntimeError: one was written to, as torch says it of a graph's saved tensors.
+        """
+        args = list(self._args)
+        for place, tensor in zip(self._places, self._saved(), strict=True):
+            args[place] = tensor
+        return args
+
+
+def _saved(tensors: list[torch.Tensor]) -> Callable[[], Sequence[torch.Tensor]]:
+    """Has autograd save tensors; the function gives them back."""
+    if _make_saved_tensor is not None:
+        saved = [_make_saved_tensor(tensor, is_output=False) for tensor in tensors]
+        return lambda: [each.unpack() for each in saved]
+    if not tensors:
+        return list
+    node: Any = _Saving.apply(_leaf(), *tensors).grad_fn
+    return lambda: node.saved_tensors
+
+
+class _Saving(torch.autograd.Function):
+    """Saves what it is given; nothing is computed from its result."""
+
+    @staticmethod
+    def forward(ctx: Any, _: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # pyrefly: ignore[bad-override]
+        ctx.save_for_backward(*tensors)
+        with unseen():
+            return torch.empty(0, device="cpu")
+
+    @staticmethod
+    def backward(_: Any, *gradients: Any) -> Any:  # pyrefly: ignore[bad-override]
+        raise AssertionError("nothing is computed from this result")
+
+    @staticmethod
+    def jvp(_: Any, *tangents: Any) -> Any:  # pyrefly: ignore[bad-override]
+        return None
+
+
+_LEAVES: list[torch.Tensor] = []
+
+
+def _leaf() -> torch.Tensor:
+    """A leaf that asks for a gradient, without which a function saves nothing. Made where no mode of a program's sees it."""
+    if not _LEAVES:
+        with unseen():
+            _LEAVES.append(torch.empty(0, device="cpu", requires_grad=True))
+    return _LEAVES[0]
