@@ -119,28 +119,18 @@ def plan(
     check_outputs({"--output": output}, inputs=(target, gpu.calibration, device))
     if as_code and (json or search is not None):
         raise UsageError("--as-code prints lines of Python: it goes with neither --json nor --search")
-    if ladder is not None and (search is not None or as_code or redact or cards != ONE_CARD):
-        raise UsageError(
-            "--ladder makes several plans for one GPU: it goes with neither --search, --as-code, --redact nor --gpus"
-        )
-    files = [] if ladder is None else files_of(output, ladder)
+    is_for_one = search is None and not (as_code or redact) and cards == ONE_CARD
+    files = [] if ladder is None else files_of(output, ladder, goes=is_for_one)
     card = device or own_card()
     if cards != ONE_CARD:
         is_plain = not (search or as_code or redact) and gpu == AS_KNOWN
         check_alone(is_plain and bounds == dataclasses.replace(NO_BOUNDS, budget=bounds.budget), cards, output)
         traced = {"arguments": arguments, "parameters": parameter, "options": model.given(), "tracing": tracing}
         return plan_cards(target, card, cards, budget=bounds.budget, output=output, json=json, **traced)
-    settings: dict[str, Any] = {
-        "budget": None if bounds.budget is None else with_unit("--budget", bounds.budget),
-        "used": used_now(gpu.used, card, is_own=device is None),
-        "allow": bounds.allow,
-        "without": bounds.without,
-        "margin": bounds.margin,
+    settings = _settings(bounds, gpu, used_now(gpu.used, card, is_own=device is None)) | {
         "arguments": arguments,
         "parameters": parameter,
         "options": model.given(),
-        "alloc_conf": gpu.alloc_conf,
-        "calibration": gpu.calibration,
     }
     line = ProgressLine(f"plan {target}", timeout_seconds=tracing.timeout, is_rewritten=not tracing.show_output)
     if search is not None:
@@ -154,6 +144,18 @@ def plan(
     found = redacted(found) if redact else found
     _deliver(found, target, output, json=json, as_code=as_code, elapsed_seconds=time.monotonic() - started)
     return 0 if found.fits else 1
+
+
+def _settings(bounds: Bounds, gpu: GpuOptions, used: str | int | None) -> dict[str, Any]:
+    return {
+        "budget": None if bounds.budget is None else with_unit("--budget", bounds.budget),
+        "used": used,
+        "allow": bounds.allow,
+        "without": bounds.without,
+        "margin": bounds.margin,
+        "alloc_conf": gpu.alloc_conf,
+        "calibration": gpu.calibration,
+    }
 
 
 def _deliver(

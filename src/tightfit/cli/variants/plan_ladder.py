@@ -10,12 +10,16 @@ from tightfit.errors import UsageError
 from tightfit.output_files import check_outputs
 
 
-def files_of(output: Path | None, num_plans: int) -> list[Path]:
+def files_of(output: Path | None, num_plans: int, *, goes: bool) -> list[Path]:
     """The files of the plans: `plan-1.json`, `plan-2.json` for `plan.json`.
 
     Raises:
-        UsageError: there is no `output`, or too few plans are asked for.
+        UsageError: there is no `output`, too few plans are asked for, or it does not go with the other options.
     """
+    if not goes:
+        raise UsageError(
+            "--ladder makes several plans for one GPU: it goes with neither --search, --as-code, --redact nor --gpus"
+        )
     if output is None:
         raise UsageError(
             "--ladder writes a file for each plan: give -o plan.json for plan-1.json, plan-2.json and so on"
