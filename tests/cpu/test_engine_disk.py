@@ -19,7 +19,7 @@ import torch
 from tests.cpu.test_engine_saved_tensors import Blocks, Runtime, assert_same, batch, gradients, offload_to_disk, once
 
 from tightfit.engine.descriptors import close_gone
-from tightfit.engine.disk import disk_copies, disk_file
+from tightfit.engine.disk import disk_file, disk_threads
 from tightfit.engine.disk.disk_file import DiskFile
 from tightfit.engine.disk.disk_sizes import PAGE_BYTES, buffer_bytes_for, num_buffers_of, piece_bytes_of
 from tightfit.engine.disk.disk_slab import DiskSlab
@@ -196,7 +196,7 @@ def fails_once(
         (os, "pwritev", (OSError, errno.EIO, "Input/output error")),
         (os, "pwritev", (OSError, errno.ENOSPC, "No space left on device")),
         # Whatever ends a thread.
-        (disk_copies, "checksum", (SystemExit,)),
+        (disk_threads, "checksum", (SystemExit,)),
         (threading.Thread, "start", (RuntimeError, "can't start new thread")),
     ],
 )

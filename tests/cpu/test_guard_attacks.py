@@ -19,7 +19,6 @@ from tests.cpu.test_guard import Recurrent, same
 from torch.utils.data import DataLoader, TensorDataset
 
 import tightfit
-from tightfit.guarding import rungs
 
 ROWS = torch.randn(6, 4, 64, generator=torch.Generator().manual_seed(1))
 Step = Callable[[torch.Tensor], Any]
@@ -316,9 +315,7 @@ def test_a_step_that_never_fits_ends_with_its_error_and_what_was_tried() -> None
     assert "step" not in vars(optimizer)
 
 
-def test_the_plans_of_the_ladder_are_taken_in_turn_and_given_back_after_calm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rungs, "_CALM_STEPS", 2)
-
+def test_the_plans_of_the_ladder_are_taken_in_turn_and_given_back_after_calm() -> None:
     def run(fails: tuple[int, ...]) -> tuple[list[Any], list[list[bool]], dict[str, int]]:
         model, optimizer = applied.made()
         fail = Fails(*fails)
@@ -334,7 +331,7 @@ def test_the_plans_of_the_ladder_are_taken_in_turn_and_given_back_after_calm(mon
             return float(loss.detach())
 
         plans = [applied.plan_of([applied.CHOICES[0]]), applied.plan_of([applied.CHOICES[1]])]
-        with tightfit.guard(model, optimizer, plans=plans) as guarded:
+        with tightfit.guard(model, optimizer, plans=plans, calm_steps=2) as guarded:
             losses = [guarded.step(step, applied.batch_of(number)) for number in range(7)]
         assert not any("forward" in vars(part) for part in model.modules())
         return [*losses, *model.state_dict().values()], seen, dict(guarded.statistics)

@@ -121,9 +121,10 @@ class InternalError(TightfitError):
 _apply_errors: dict[str, tuple[str, Sequence[str]]] = {}
 
 
-def forget_apply_errors() -> None:
-    """Clears the errors that `apply_error` reports."""
-    _apply_errors.clear()
+def forget_apply_errors(said: str | None = None) -> None:
+    """Clears the errors that `apply_error` reports: all of them, or with a message that one alone, in each form in which it was raised."""
+    for message in [message for message in _apply_errors if said is None or said.endswith(message)]:
+        del _apply_errors[message]
 
 
 def apply_error() -> ApplyError | None:

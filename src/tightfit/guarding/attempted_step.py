@@ -3,8 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from tightfit.errors import ApplyError
 from tightfit.guarding.attempts import Attempts
-from tightfit.guarding.out_of_memory import is_out_of_memory, without_frames
+from tightfit.guarding.out_of_memory import without_frames
 from tightfit.guarding.replayed_batches import ReplayedBatches
 
 Result = TypeVar("Result")
@@ -37,8 +38,8 @@ def run_step(
         try:
             result = call()
             attempts.succeeded(attempt)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
+        except (RuntimeError, MemoryError, ApplyError) as error:
+            if not attempts.are_taken_back_after(error):
                 raise
             failure = without_frames(error)
         finally:

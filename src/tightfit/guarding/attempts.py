@@ -10,9 +10,10 @@ import torch
 
 from tightfit.errors import OutputError
 from tightfit.guarding.begun_loaders import BegunLoaders
-from tightfit.guarding.out_of_memory import release_memory
+from tightfit.guarding.out_of_memory import drop_failed_backward, is_out_of_memory, release_memory
 from tightfit.guarding.post_mortem import bytes_by_holder, explain, write_post_mortem
 from tightfit.guarding.replayed_batches import ReplayedBatches
+from tightfit.guarding.retried_operators import RetriedOperators
 from tightfit.guarding.retried_updates import UpdateRetries
 from tightfit.guarding.rungs import Rungs
 from tightfit.guarding.step_state import StepBeginning, StepStates
@@ -62,6 +63,11 @@ class Attempts:
         """Whether a step is under way."""
         return self._running is not None
 
+    @property
+    def plan_in_use(self) -> int:
+        """The position of the plan that is on; -1 for none."""
+        return self._rungs.at
+
     def begin(
         self,
         reached: Mapping[str, Any],
@@ -70,9 +76,15 @@ class Attempts:
         names_data: Callable[[], bool],
         sources: Sequence[ReplayedBatches[Any]] = (),
     ) -> Attempt:
-        """A step begins that reaches these values by name, and `attributes` of Python modules among them."""
+        """A step begins that reaches these values by name, and `attributes` of Python modules among them.
+
+        Raises:
+            ApplyError: a plan could not be taken off before, and the model is in parts.
+        """
+        self._rungs.check()
         self._retries.cover(self._optimizers)
-        beginning = self._states.begin(reached, attributes=attributes, names_data=names_data)
+        with RetriedOperators(self._retries.freed):
+            beginning = self._states.begin(reached, attributes=attributes, names_data=names_data)
         for batches in sources:
             batches.begin()
         attempt = Attempt(beginning=beginning, sources=sources, leave=on_backward(beginning.gradients))
@@ -90,8 +102,13 @@ class Attempts:
     def succeeded(self, attempt: Attempt) -> None:
         """It came to its end, and is not left yet."""
         if not self._retries.is_done:
-            self._states.learn(attempt.beginning)
+            with RetriedOperators(self._retries.freed):
+                self._states.learn(attempt.beginning)
         self.statistics["steps"] += 1
+
+    def are_taken_back_after(self, error: BaseException) -> bool:
+        """Whether a step that ends with this error is to be run again: memory ran out, or a plan of the ladder cannot be used for it."""
+        return is_out_of_memory(error) or self._rungs.refuses(error)
 
     def climb(self) -> None:
         """After enough good steps, tries the plan before. Only between steps."""
@@ -106,27 +123,44 @@ class Attempts:
         Raises:
             BaseException: `error`, if the step cannot be taken back, or nothing is left to be tried; its notes say which.
         """
-        beginning = attempt.beginning
-        self.statistics["out of memory"] += 1
-        why_not = "weights had been updated in it already" if self._retries.is_done else ""
-        why_not = why_not or self._retries.half_done or _many_processes() or refusal() or self._loaders.obstacle()
-        if any(batches.is_broken for batches in attempt.sources):
-            why_not = why_not or "the error was raised while a batch was made, and what makes it cannot be asked again"
-        why_not = why_not or self._states.obstacle(beginning)
-        if why_not:
-            raise self.final(error, tried, f"the step could not be run again: {why_not}")
-        beginning.restore()
-        if left := [change for change in beginning.changes(self._states.now(beginning)) if not change.is_in_place]:
-            raise self.final(error, tried, f"the step could not be run again: {left[0]}")
-        self._loaders.restore()
-        for batches in attempt.sources:
-            batches.again()
+        is_refusal = self._rungs.refuses(error)
+        self.statistics["refused plans" if is_refusal else "out of memory"] += 1
+        # What is looked at and restored needs some memory as well.
+        with RetriedOperators(self._retries.freed):
+            if why_not := self._why_not(attempt, refusal) or self._restore(attempt):
+                why = f"the step could not be run again: {why_not}"
+                if is_refusal:
+                    error.add_note(f"tightfit: {why}")
+                    raise error
+                raise self.final(error, tried, why)
+            drop_failed_backward()
         release_memory()
-        if not tried:
+        if is_refusal:
+            self._rungs.leave_refused(error, tried)
+        elif not tried:
             tried.append("released memory")
         elif not self._rungs.try_next(tried):
             raise self.final(error, tried, "no plan that holds less is left")
         self.statistics["replays"] += 1
+
+    def _why_not(self, attempt: Attempt, refusal: Callable[[], str]) -> str:
+        """Why the state at the beginning cannot be restored; empty if it can."""
+        why_not = "weights had been updated in it already" if self._retries.is_done else ""
+        why_not = why_not or self._retries.half_done or _many_processes() or refusal() or self._loaders.obstacle()
+        if any(batches.is_broken for batches in attempt.sources):
+            why_not = why_not or "the error was raised while a batch was made, and what makes it cannot be asked again"
+        return why_not or self._states.obstacle(attempt.beginning)
+
+    def _restore(self, attempt: Attempt) -> str:
+        """Restores the state at the beginning; what is not restored for all that, empty if nothing."""
+        beginning = attempt.beginning
+        beginning.restore()
+        if left := [change for change in beginning.changes(self._states.now(beginning)) if not change.is_in_place]:
+            return str(left[0])
+        self._loaders.restore()
+        for batches in attempt.sources:
+            batches.again()
+        return ""
 
     def final(self, error: BaseException, tried: Sequence[str], why: str) -> BaseException:
         """The error with notes that say what was tried, after a post-mortem was written."""
@@ -167,7 +201,8 @@ class Attempts:
 
     def _learn(self) -> None:
         if self._running is not None:
-            self._states.learn(self._running.beginning)
+            with RetriedOperators(self._retries.freed):
+                self._states.learn(self._running.beginning)
 
 
 def _many_processes() -> str:

@@ -25,7 +25,7 @@ from tightfit.guarding.attempted_step import run_step
 from tightfit.guarding.attempts import Attempts
 from tightfit.guarding.named_values import attributes_named_by
 from tightfit.guarding.replayed_batches import Batch, ReplayedBatches
-from tightfit.guarding.rungs import Rungs
+from tightfit.guarding.rungs import CALM_STEPS, Rungs
 from tightfit.planner.plan import Plan
 from tightfit.runtime.apply import has_plan
 
@@ -42,13 +42,14 @@ class GuardedSteps:
         plans: Sequence[Plan],
         *,
         folder: Path,
+        calm_steps: int,
         on_terminate: Callable[[], object] | None,
     ) -> None:
         self._on_terminate = on_terminate
         self._attempts = Attempts(
             model,
             optimizers,
-            rungs=Rungs(plans, lambda: model, lambda: optimizers),
+            rungs=Rungs(plans, lambda: model, lambda: optimizers, calm_steps=calm_steps),
             folder=folder,
             models=lambda: [model],
         )
@@ -74,6 +75,11 @@ class GuardedSteps:
         )
         self._succeeded()
         return result
+
+    @property
+    def plan_in_use(self) -> int:
+        """The position in `plans` of the one that is on the model now; -1 for none."""
+        return self._attempts.plan_in_use
 
     def batches(self, loader: Iterable[Batch]) -> ReplayedBatches[Batch]:
         """An iterator over `loader` for steps that call `next` themselves: a step that is run again gets the same batches."""
@@ -104,10 +110,11 @@ def guard(
     plans: Sequence[Plan | str | Path] = (),
     on_terminate: Callable[[], object] | None = None,
     post_mortems: str | Path = ".",
+    calm_steps: int = CALM_STEPS,
 ) -> Iterator[GuardedSteps]:
     """Guards the steps that are run by `guarded.step(function, batch)` inside of the `with` block.
 
-    `plans` are files of `tightfit plan -o`, or `Plan` objects, from the fastest to the one that holds least: the ladder. After a hundred steps without an
+    `plans` are files of `tightfit plan -o`, or `Plan` objects, from the fastest to the one that holds least: the ladder. After `calm_steps` steps without an
     error the plan before is tried again. `on_terminate` is called once, after the step that was running when the process was told to end (SIGTERM); the
     signal is then what it was before. A step that fails for good leaves a file `tightfit-out-of-memory-STEP.json` in the folder `post_mortems`.
 
@@ -121,7 +128,9 @@ def guard(
         raise UsageError(
             f"this {type(model).__name__} has a plan already: undo its session, and give the plan to guard as the first of `plans`"
         )
-    guarded = GuardedSteps(model, optimizers, ladder, folder=Path(post_mortems), on_terminate=on_terminate)
+    guarded = GuardedSteps(
+        model, optimizers, ladder, folder=Path(post_mortems), calm_steps=calm_steps, on_terminate=on_terminate
+    )
     try:
         with _on_sigterm(guarded._terminate if on_terminate else None):
             yield guarded

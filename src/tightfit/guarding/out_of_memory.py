@@ -41,3 +41,12 @@ def release_memory() -> None:
     gc.collect()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+
+
+def drop_failed_backward() -> None:
+    """Drops what a backward pass that failed had still to do: it stays in the queue of torch's engine, and with it what the graph has saved, until this
+    thread's next pass (torch/csrc/autograd/engine.cpp). Not within a pass, whose own rest would be run here.
+    """
+    with torch.enable_grad():
+        one = torch.zeros((), device="cpu", requires_grad=True)
+        torch.autograd.grad(one * 1, one)

@@ -1,22 +1,17 @@
 """Runs the operators of an optimizer's step again, each by itself, where one finds no memory.
 
 An update cannot be taken back without copies of weights and states, but it need not be: an operator that found no memory for its result has changed
-nothing, and runs again when memory was freed. An operator that writes to many tensors at once may have written to some of them; it is run again only
-where it needs no memory of its own.
+nothing, and runs again when memory was freed.
 """
 
-import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from tightfit.guarding.out_of_memory import is_out_of_memory
+from tightfit.guarding.retried_operators import RetriedOperators
 from tightfit.techniques.session import Session
 from tightfit.torch_hooks.manifest import NUM_DISPATCH_MODES
 from tightfit.torch_hooks.weak_references import WeakTable
@@ -35,7 +30,7 @@ class UpdateRetries:
         # While no step of the loop is under way, this is the number of no stack of modes.
         self._num_modes = -1
         self._thread = 0
-        self._rest: _Again | None = None
+        self._rest: RetriedOperators | None = None
         self._free = free
         self._when_begun = when_begun
         self._session = session
@@ -72,7 +67,7 @@ class UpdateRetries:
         """
         self._when_begun()
         states = {parameter: dict(state) for parameter, state in optimizer.state.items()}
-        again = _Again(self)
+        again = RetriedOperators(self.freed)
         try:
             with again:
                 result = step(*args, **kwargs)
@@ -98,7 +93,7 @@ class UpdateRetries:
         self.is_done = True
         is_here = self._thread == threading.get_ident()
         if self._rest is None and is_here and NUM_DISPATCH_MODES.call() == self._num_modes:
-            rest = _Again(self)
+            rest = RetriedOperators(self.freed)
             rest.__enter__()
             self._rest = rest
 
@@ -128,63 +123,3 @@ class _GuardedStep:
     def _step(self) -> Any:
         optimizer = self._optimizer()
         return self._former or type(optimizer).step.__get__(optimizer)  # type: ignore[union-attr]
-
-
-class _Again(TorchDispatchMode):
-    """`has_written`: an operator that writes to a tensor has run. Versions do not tell: those of `parameter.data` are its own."""
-
-    def __init__(self, retries: UpdateRetries) -> None:
-        super().__init__()
-        self.has_written = False
-        self._retries = retries
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _writes_lists(func):
-            with _counted_writes(args):
-                result = self._run(func, args, kwargs or {})
-        else:
-            result = self._run(func, args, kwargs or {})
-        self.has_written = self.has_written or func._schema.is_mutable
-        return result
-
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        try:
-            return func(*args, **kwargs)
-        except RuntimeError as error:
-            if not is_out_of_memory(error) or not _may_run_again(func, args):
-                raise
-        # Outside of the handler, where the frames of the error are gone.
-        self._retries.freed()
-        return func(*args, **kwargs)
-
-
-@functools.cache
-def _writes_lists(func: Any) -> bool:
-    """Whether an operator writes to the tensors of a list, such as `_foreach_add_` and `_fused_adamw_`."""
-    schema = func._schema
-    return schema.is_mutable and any(
-        argument.alias_info is not None and "List" in str(argument.type) for argument in schema.arguments
-    )
-
-
-@contextmanager
-def _counted_writes(args: Any) -> Iterator[None]:
-    """Below a dispatch mode torch does not count the writes of operators on lists, by which autograd and we find them."""
-    written = [
-        t for t in tree_leaves([arg for arg in args if isinstance(arg, list | tuple)]) if isinstance(t, torch.Tensor)
-    ]
-    versions = [tensor._version for tensor in written]
-    yield
-    torch.autograd.graph.increment_version([t for t, v in zip(written, versions, strict=True) if t._version == v])
-
-
-def _may_run_again(func: Any, args: Any) -> bool:
-    """Whether an operator that found no memory has changed nothing."""
-    if not func._schema.is_mutable:
-        return True
-    written = [leaf for leaf in tree_leaves(args[:1]) if isinstance(leaf, torch.Tensor)]
-    if len(written) < 2:
-        return True
-    # Lists of alike tensors are updated by one kernel, without memory; others one by one (ATen/native/ForeachUtils.h, `can_use_fast_route`).
-    first = written[0]
-    return all(t.dtype == first.dtype and t.device == first.device and t.layout == torch.strided for t in written)

@@ -22,6 +22,7 @@ from tightfit.effects.card_sums import first_difference
 from tightfit.errors import ApplyError
 from tightfit.techniques.wrappers.forwards import Around, OnlyHere, copied_wrappers, take_off_copied, wrap_forward
 from tightfit.techniques.wrappers.replaced_methods import MethodReplacement
+from tightfit.torch_hooks.step_hooks import take_off_hook
 
 Undo = Callable[[], object]
 CHECK_STEPS = 2
@@ -35,6 +36,8 @@ class Verdict(OnlyHere):
     failure: ApplyError | None = None
     sums: list["ComparedSums"] = dataclasses.field(default_factory=list)
     """What a card has yet to compare: it is asked before the next step, and not waited for in the backward pass."""
+    may_read_optimizers: bool = False
+    """Whether code that is run again in a backward pass may read an optimizer, whose states updates in that pass change."""
 
     def refuse(self, message: str, *, technique: str = "", places: Sequence[str] = ()) -> ApplyError:
         """As `Session.refuse`, for wrappers on a model, which must not keep the model's session alive."""
@@ -189,7 +192,7 @@ class Session:
 
         def remove() -> None:
             for handle in handles:
-                handle.remove()
+                take_off_hook(handle)
 
         self.when_undone(remove)
         # In one call of C, so that no interrupt comes between.

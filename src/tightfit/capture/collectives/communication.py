@@ -6,7 +6,6 @@ far, and its tensors are held (`stashed_for_allocator_safety_`) until `wait`, wh
 pair.
 """
 
-import contextlib
 import functools
 import sys
 import types
@@ -21,13 +20,13 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from tightfit.capture.collectives import arguments, gathered_values, groups
+from tightfit.capture.collectives import arguments, groups
 from tightfit.capture.collectives.arguments import Collective
 from tightfit.capture.collectives.callers import is_called_by_python, is_called_by_sharding
 from tightfit.capture.collectives.objects import Objects
 from tightfit.capture.collectives.pending import Pending, PendingCollectives
+from tightfit.capture.collectives.received_values import ReceivedValues
 from tightfit.capture.collectives.world import World
-from tightfit.capture.dispatch.known_values import Unknown, limit
 from tightfit.capture.dispatch.operators import facts
 from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.capture.observe.streams import VirtualEvent, VirtualStream, current_stream, set_stream
@@ -44,6 +43,25 @@ def _accept_plans(module: types.ModuleType) -> None:
         replace(module, _validate_global_plan=lambda *_args, **_kwargs: [])
 
 
+def _mark_buckets(gpu: VirtualGpu) -> None:
+    """What the reducer of DistributedDataParallel allocates when it is made, and when it has seen the order of the gradients, are its buckets."""
+    storages, table = gpu.storages, gpu.recorder.storages["category"]
+
+    def marking(method: Any) -> Any:
+        @functools.wraps(method)
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            first = len(table)
+            try:
+                return method(*args, **kwargs)
+            finally:
+                storages.mark_since(first, Category.COMMUNICATION)
+
+        return marked
+
+    reducer: Any = dist.Reducer
+    replace(reducer, __init__=marking(reducer.__init__), _rebuild_buckets=marking(reducer._rebuild_buckets))
+
+
 class Communication:
     """The collectives of the traced rank of `world`."""
 
@@ -53,7 +71,7 @@ class Communication:
         self._groups: dict[str, int] = {}  # numbers on the tape, by the name of the group
         self._of_reducer: list[VirtualEvent] = []
         self._pending = PendingCollectives()
-        self._last_sent: dict[tuple[str, int], list[torch.Tensor]] = {}  # by group and receiver
+        self._received = ReceivedValues(gpu)
 
     def install(self) -> None:
         """Makes all process groups fake ones, and takes their operators."""
@@ -80,27 +98,9 @@ class Communication:
 
         replace(dist.Work, wait=waited)
         gradients_of_data.show_those_unlike()
-        self._mark_buckets()
+        _mark_buckets(self._gpu)
         Objects(self._world).install()
         libraries.answer_at_import(_CHECKPOINTS, _accept_plans)
-
-    def _mark_buckets(self) -> None:
-        """What the reducer of DistributedDataParallel allocates when it is made, and when it has seen the order of the gradients, are its buckets."""
-        storages, table = self._gpu.storages, self._gpu.recorder.storages["category"]
-
-        def marking(method: Any) -> Any:
-            @functools.wraps(method)
-            def marked(*args: Any, **kwargs: Any) -> Any:
-                first = len(table)
-                try:
-                    return method(*args, **kwargs)
-                finally:
-                    storages.mark_since(first, Category.COMMUNICATION)
-
-            return marked
-
-        reducer: Any = dist.Reducer
-        replace(reducer, __init__=marking(reducer.__init__), _rebuild_buckets=marking(reducer._rebuild_buckets))
 
     def _new_group(self, name: str, ranks: tuple[int, ...], is_eager: bool) -> None:
         if is_eager:
@@ -116,7 +116,7 @@ class Communication:
         call = arguments.collective_of(func, args, kwargs)
         self._pending.drop_unheld()
         pending = self._note(func, args, call, call.is_async)
-        self._receive(call)
+        self._received.note(call)
         future: Any = torch.futures.Future()
         future.set_result(list(call.received or call.sent))
         work = _create_work_from_future(future)
@@ -142,7 +142,7 @@ class Communication:
             pending.tensors = call.sent
             pending.results = tuple(weakref.ref(tensor.untyped_storage()) for tensor in call.received)
             self._pending.add(pending)
-        self._receive(call)
+        self._received.note(call)
         return out
 
     def _note(self, func: OpOverload, args: Sequence[Any], call: Collective, is_async: bool) -> Pending:
@@ -200,43 +200,3 @@ class Communication:
     ) -> Any:
         self._pending.wait_for_tensor(args[0])
         return args[0]
-
-    def _message(self, call: Collective) -> list[torch.Tensor] | None:
-        """What a peer sends, as far as it is taken to be known: what was last sent to that peer, or one whole number, which is 1: ranks vote so on how they go on."""
-        last = self._last_sent.get((call.group.group_name, call.peer), [])
-        if [(t.shape, t.dtype) for t in last] == [(t.shape, t.dtype) for t in call.received]:
-            return last
-        if len(call.received) == 1 and call.received[0].numel() == 1 and not call.received[0].dtype.is_floating_point:
-            self._gpu.recorder.assume(
-                self._gpu.attribution.where(), "one whole number that another rank sends is assumed to be 1"
-            )
-            return [torch.ones(call.received[0].shape, dtype=call.received[0].dtype)]
-        return None
-
-    def _receive(self, call: Collective) -> None:
-        """Writes what is received, where it is known."""
-        gpu = self._gpu
-        found = None
-        if call.kind is CollectiveKind.RECEIVE:
-            found = self._message(call)
-        with contextlib.suppress(Unknown):
-            sent = [gpu.known_values.values(t) if isinstance(t, FakeTensor) else t for t in call.sent]
-            with torch.no_grad():
-                found = found or gathered_values.results(call, sent, [t.shape for t in call.received])
-            if call.kind is CollectiveKind.SEND:
-                self._last_sent[(call.group.group_name, call.peer)] = [value.clone() for value in sent]
-        virtual = [t for t in call.received if isinstance(t, FakeTensor)]
-        if found is None:
-            gpu.note_writes(virtual)
-            return
-        if gpu.on_write is not None:
-            gpu.on_write(virtual)
-        for target, raw in zip(call.received, found, strict=True):
-            value = raw.reshape(target.shape).to(target.dtype)
-            if not isinstance(target, FakeTensor):
-                if value is not target:
-                    target.detach().copy_(value)
-            elif gpu.known_values.known(target):
-                gpu.known_values.values(target).copy_(value)
-            elif target.untyped_storage().nbytes() == target.numel() * target.element_size() <= limit(target.dtype):
-                gpu.known_values.adopt(target, value)

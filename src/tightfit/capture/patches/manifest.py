@@ -217,7 +217,7 @@ IN_BOTH: tuple[Name, ...] = (
     known(
         "torch:UntypedStorage._cdata",
         "to tell storages apart",
-        "capture/collectives capture/dispatch capture/patches capture/steps effects engine guarding runtime techniques",
+        "capture/collectives capture/dispatch capture/observe capture/patches capture/steps effects engine guarding runtime techniques",
     ),
     # Hooks and parts of modules, tensors and optimizers.
     known("torch.nn.modules.module:_global_backward_hooks", "to see hooks on all modules", "effects techniques"),
@@ -249,12 +249,12 @@ IN_BOTH: tuple[Name, ...] = (
     known(
         "torch.optim.optimizer:Optimizer._optimizer_step_post_hooks",
         "to see hooks on an optimizer's step, and to order them",
-        "capture/steps techniques",
+        "capture/steps techniques torch_hooks",
     ),
     known(
         "torch.optim.optimizer:Optimizer._optimizer_step_pre_hooks",
         "to see hooks on an optimizer's step, and to order them",
-        "capture/steps runtime techniques",
+        "capture/steps runtime techniques torch_hooks",
     ),
     known(
         "torch:Tensor._post_accumulate_grad_hooks",

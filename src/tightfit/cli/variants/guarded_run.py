@@ -1,6 +1,7 @@
 """`tightfit run --guard`: runs a user's unmodified script with its training steps guarded, with a plan or without one."""
 
 import dataclasses
+import functools
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -129,10 +130,12 @@ def _run(
         # Imports torch, which reads the allocator's settings of the plan.
         manifest.check()
         from tightfit.guarding.loops.guarded_script import GuardedScript
+        from tightfit.runtime.apply import apply
 
+        put = functools.partial(apply, check_steps=check_steps, disk_folder=disk_folder)
         # Next to where the command was given, wherever the script goes.
         folder = guarding.post_mortems.resolve()
-        found.append(GuardedScript(script.path, plans, has_first=has_plan, folder=folder))
+        found.append(GuardedScript(script.path, plans, has_first=has_plan, folder=folder, put=put))
         return found[0].running()
 
     try:
@@ -152,7 +155,7 @@ def _tell(guarded: "GuardedScript", tell: Callable[[str], None]) -> None:
         tell("guard: found no training loop in the script that could be guarded; it ran without")
     elif counts["out of memory"] or counts["retried operators"]:
         tell(
-            f"guard: {counts['steps']} steps, {counts['out of memory']} out of memory, {counts['replays']} replayed, {counts['retried operators']} operators of updates run again"
+            f"guard: {counts['steps']} steps, {counts['out of memory']} out of memory, {counts['replays']} replayed, {counts['retried operators']} operators run again"
         )
 
 

@@ -77,7 +77,7 @@ class Reach:
     # Those of the holders that are dicts, by position, with their contents when last read: compared in one
     # pass, without a call for each.
     modules: list[weakref.ref[torch.nn.Module]] = dataclasses.field(default_factory=list)
-    # torch's own, which are not walked: what they hold is large, and changed by every step.
+    # Those of torch's classes are not walked: what they hold is large, and changed by every step.
     optimizers: list[weakref.ref[torch.optim.Optimizer]] = dataclasses.field(default_factory=list)
     dicts: list[dict[Any, Any]] = dataclasses.field(default_factory=list)
     others: list[int] = dataclasses.field(default_factory=list)
@@ -530,7 +530,7 @@ class _Walk(_CodeWalk):
         """An object of any other class: its attributes, and the objects that they refer to if the class is the user's."""
         kind = type(value)
         origin = kind.__module__.partition(".")[0]
-        if origin == "torch" and isinstance(value, torch.optim.Optimizer):
+        if isinstance(value, torch.optim.Optimizer):
             self.found.optimizers.append(weakref.ref(value))
         is_bag = origin in BAGS
         is_stateless = origin in STATELESS and kind.__module__ not in COUNTING

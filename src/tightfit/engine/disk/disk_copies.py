@@ -7,27 +7,21 @@ On the virtual GPU there is neither file nor thread: a stream of the disk's own 
 """
 
 import dataclasses
-import os
 from collections.abc import Callable
-from concurrent import futures
-from concurrent.futures import Future, ThreadPoolExecutor
-from queue import SimpleQueue
 from typing import Any, final
 
 import torch
 
-from tightfit.engine.copy_engines import CopyEngine, Link, Ticket, submitted
+from tightfit.engine.copy_engines import CopyEngine, Link, Ticket
 from tightfit.engine.disk.disk_file import DiskFile
-from tightfit.engine.disk.disk_places import DiskPlace, HostBuffer, OnDisk, checksum
-from tightfit.engine.disk.disk_sizes import in_pages
+from tightfit.engine.disk.disk_places import DiskPlace, OnDisk
 from tightfit.engine.disk.disk_slab import DiskSlab
+from tightfit.engine.disk.disk_threads import DiskThreads, Moving
 from tightfit.errors import ApplyError
 from tightfit.tape import CopyDirection
 
 OnFailure = Callable[[str], ApplyError]
 """Is told what went wrong, and returns the error to raise where nothing else can be done."""
-
-_MOST_THREADS = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,57 +49,28 @@ class DiskSpace:
         )
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Moving:
-    """What is under way between `tensor`, on the card, and `there`; `process` is the one whose threads do it."""
-
-    there: DiskPlace
-    tensor: torch.Tensor
-    to_disk: bool
-    pieces: tuple[Future[None], ...]
-    process: int
-
-
 @final
 class DiskCopies(CopyEngine):
-    """Copies by threads, one for each buffer of `slab` up to `_MOST_THREADS`."""
+    """Copies by threads."""
 
     def __init__(self, slab: DiskSlab, link: Link, on_failure: OnFailure, lost: str) -> None:
         self._link = link
         self._on_failure = on_failure
         self._lost = lost
         self._folder = slab.file.folder if isinstance(slab.file, DiskFile) else ""
-        self._all_buffers = slab.buffers()
-        self._begin_threads()
-
-    def _begin_threads(self) -> None:
-        self._process = os.getpid()
-        self._buffers: SimpleQueue[HostBuffer] = SimpleQueue()
-        for buffer in self._all_buffers:
-            self._buffers.put(buffer)
-        num_threads = min(len(self._all_buffers), _MOST_THREADS)
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="tightfit-disk")
+        self._threads = DiskThreads(slab.buffers(), link)
 
     def begin(self, source: Any, target: Any, *, to_host: bool, held: tuple[Any, ...] = ()) -> Ticket:
         """As in `CopyEngine`; `source` or `target` may be a place on disk, the other one is on the card then."""
         there = target if to_host else source
         if not isinstance(there, DiskPlace):
             return self._link.begin(source, target, to_host=to_host, held=held)
-        if self._process != os.getpid():
-            # A fork has no threads but the one that forked.
-            self._begin_threads()
         if not to_host and isinstance(there, OnDisk):
             self._finish(there)
             if there.rescued is not None:
                 return self._link.begin(there.rescued, target, to_host=False, held=held)
         tensor = source if to_host else target
-        moving = Moving(
-            there=there,
-            tensor=tensor,
-            to_disk=to_host,
-            pieces=self._pieces(tensor, there, to_host, held),
-            process=self._process,
-        )
+        moving = self._threads.move(tensor, there, to_disk=to_host, held=held)
         if isinstance(there, OnDisk) and to_host:
             there.writing = moving
         return Ticket(is_to_card=not to_host, done=moving, stream=None, held=(tensor, there, *held), is_in_order=False)
@@ -122,7 +87,7 @@ class DiskCopies(CopyEngine):
         elif isinstance(moving.there, OnDisk) and moving.to_disk:
             self._finish(moving.there)
         else:
-            error = self._error_of(moving) and self._read_here(moving)
+            error = self._threads.error_of(moving) and self._threads.read_here(moving)
             if error is not None:
                 raise self._on_failure(
                     f"could not be read back from the disk of {self._folder} as they were written ({error}){self._lost}"
@@ -139,61 +104,12 @@ class DiskCopies(CopyEngine):
         """As in `CopyEngine`: threads that move pieces belong to no stream."""
         return isinstance(ticket.done, Moving) or self._link.is_of_present_stream(ticket)
 
-    def _pieces(
-        self, tensor: torch.Tensor, there: DiskPlace, to_disk: bool, held: tuple[Any, ...] = ()
-    ) -> tuple[Future[None], ...]:
-        parts = tensor.split(self._piece_bytes)
-        if isinstance(there, OnDisk) and to_disk:
-            there.checksums = [0] * len(parts)
-        move = self._write if to_disk else self._read
-        after = self._link.mark()
-        return tuple(
-            submitted(self._pool, move, [part, held], there, number, after) for number, part in enumerate(parts)
-        )
-
-    @property
-    def _piece_bytes(self) -> int:
-        return len(self._all_buffers[0].bytes)
-
-    # A thread has given up what it moves before anybody hears that it is done: whether a tensor is referred to by others is asked then.
-    def _write(self, given: list[Any], there: OnDisk, number: int, after: Any) -> None:
-        (part, _held), given[:] = given, []
-        buffer = self._buffers.get()
-        try:
-            self._link.move(part, buffer.bytes[: len(part)], to_host=True, after=after)
-            content = buffer.memory[: in_pages(len(part))]
-            there.checksums[number] = checksum(content)
-            assert isinstance(there.file, DiskFile)
-            there.file.write(content, there.begin + number * self._piece_bytes)
-        finally:
-            self._buffers.put(buffer)
-
-    def _read(self, given: list[Any], there: DiskPlace, number: int, after: Any) -> None:
-        (part, _held), given[:] = given, []
-        buffer = self._buffers.get()
-        try:
-            there.read(buffer, number * self._piece_bytes, len(part), number)
-            self._link.move(buffer.bytes[: len(part)], part, to_host=False, after=after)
-        finally:
-            self._buffers.put(buffer)
-
-    def _read_here(self, moving: Moving) -> BaseException | None:
-        """Reads again without threads, which may be what has failed; the error, if it is none of theirs."""
-        after = self._link.mark()
-        try:
-            for number, part in enumerate(moving.tensor.split(self._piece_bytes)):
-                self._read([part, None], moving.there, number, after)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the bytes cannot be had
-            # Its frames would keep what the caller waits for.
-            return error.with_traceback(None)
-        return None
-
     def _finish(self, there: OnDisk) -> None:
         """Waits until `there` is written; where it cannot be, it is copied to host memory."""
         moving = there.writing
         if moving is None:
             return
-        error = self._error_of(moving)
+        error = self._threads.error_of(moving)
         if error is not None:
             there.rescued = torch.empty(there.num_bytes, dtype=torch.uint8, device="cpu")
             self._link.move(moving.tensor, there.rescued, to_host=True, after=self._link.mark())
@@ -202,21 +118,6 @@ class DiskCopies(CopyEngine):
                 "save a checkpoint, and choose another folder with --disk-folder, or plan without --disk"
             )
         there.writing = None
-
-    def _error_of(self, moving: Moving) -> BaseException | None:
-        """Waits for the pieces; the first error of a thread."""
-        if moving.process != os.getpid():
-            return self._again(moving)
-        futures.wait(moving.pieces)
-        return next((error for piece in moving.pieces if (error := piece.exception()) is not None), None)
-
-    def _again(self, moving: Moving) -> BaseException | None:
-        """What was begun before a fork: the threads that were to do it are in the other process."""
-        if moving.to_disk:
-            return OSError("the process was forked meanwhile")
-        pieces = self._pieces(moving.tensor, moving.there, to_disk=False)
-        futures.wait(pieces)
-        return next((error for piece in pieces if (error := piece.exception()) is not None), None)
 
 
 @final

@@ -13,7 +13,7 @@ from tightfit.guarding.attempts import Attempt, Attempts
 from tightfit.guarding.loops.names_of_turn import TurnNames
 from tightfit.guarding.loops.outside_effects import OutsideEffects
 from tightfit.guarding.named_values import attributes_named_by
-from tightfit.guarding.out_of_memory import is_out_of_memory, without_frames
+from tightfit.guarding.out_of_memory import without_frames
 from tightfit.guarding.replayed_batches import ReplayedBatches
 
 
@@ -161,7 +161,7 @@ class Turn:
     def failed(self, error: BaseException) -> bool:
         """Whether the turn is to be taken back, after an error in it."""
         self._is_good = False
-        if self._attempt is None or not is_out_of_memory(error):
+        if self._attempt is None or not self._guard.attempts.are_taken_back_after(error):
             return False
         self._place = _place_of(error)
         self._error = without_frames(error)

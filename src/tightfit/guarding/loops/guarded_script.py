@@ -21,9 +21,9 @@ from tightfit.guarding.loops.guarded_loops import LoopGuard
 from tightfit.guarding.loops.outside_effects import OutsideEffects
 from tightfit.guarding.loops.rewrite_loops import GUARD, rewrite
 from tightfit.guarding.out_of_memory import is_out_of_memory
-from tightfit.guarding.rungs import Rungs
+from tightfit.guarding.rungs import CALM_STEPS, Put, Rungs
 from tightfit.planner.plan import Plan
-from tightfit.runtime.apply import session_on
+from tightfit.runtime.apply import apply, session_on
 from tightfit.torch_hooks.calls import StepOwner, on_new_optimizer, on_outermost_call, on_training_step
 from tightfit.torch_hooks.manifest import Name
 from tightfit.torch_hooks.replaced import Leave
@@ -31,17 +31,32 @@ from tightfit.torch_hooks.weak_references import WeakTable
 
 
 class GuardedScript(StepOwner):
-    """The guard of one script. `plans` are tried in turn; the first of them is on already, where `has_first`.
+    """The guard of one script. `plans` are tried in turn, each applied by `put`; the first of them is on already, where `has_first`.
 
     `is_found` is whether the script has a training loop that can be guarded; `statistics` counts steps, errors, replays.
     """
 
-    def __init__(self, path: str, plans: Sequence[Plan], *, has_first: bool, folder: Path) -> None:
+    def __init__(
+        self,
+        path: str,
+        plans: Sequence[Plan],
+        *,
+        has_first: bool,
+        folder: Path,
+        put: Put = apply,
+        calm_steps: int = CALM_STEPS,
+    ) -> None:
         self._program = GuardedProgram.of(Path(path))
         self._models: WeakTable[torch.nn.Module, None] = WeakTable()
         self._optimizers: WeakTable[torch.optim.Optimizer, None] = WeakTable()
         rungs = Rungs(
-            plans, self._model, self._own_optimizers, first=lambda: session_on(self._model()), has_first=has_first
+            plans,
+            self._model,
+            self._own_optimizers,
+            first=lambda: session_on(self._model()),
+            has_first=has_first,
+            put=put,
+            calm_steps=calm_steps,
         )
         self._attempts = Attempts(
             None, _Living(self._optimizers), rungs=rungs, folder=folder, models=lambda: list(self._models)

@@ -6,9 +6,10 @@ first one found, and afterwards what it has become. What cannot be restored is r
 
 import functools
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -27,10 +28,11 @@ _MAX_DEPTH = 4
 class ProgramsCode:
     """The state before and after the first run of a pass. `functions` are those of the checkpoints in it, with their arguments but the tensors."""
 
-    def __init__(self, state: RegionState, model: torch.nn.Module, functions: Sequence[Any]) -> None:
+    def __init__(self, states: "RegionStates", model: torch.nn.Module, functions: Sequence[Any]) -> None:
         inside = set(map(id, model.modules()))
-        self._regions = [(state, model)]
-        for other in _modules_in(functions, _MAX_DEPTH):
+        self._regions = [(states.of(model), model)]
+        self._states, self._modules = states, list(_modules_in(functions, _MAX_DEPTH))
+        for other in self._modules:
             if id(other) not in inside:
                 self._regions.append((RegionState(), other))
                 inside.update(map(id, other.modules()))
@@ -51,6 +53,12 @@ class ProgramsCode:
     def reaches_outside(self) -> bool:
         """Whether code of it names something by which it may reach outside of the process's memory, or holds more than is looked at."""
         return any(snapshot.reach.names_outside or snapshot.reach.is_cut for snapshot in self._before)
+
+    def reaches(self, optimizers: Container[torch.optim.Optimizer]) -> bool:
+        """Whether the checkpointed code may read one of these optimizers, whose states an update within the pass changes."""
+        inside = (self._states.of(module).snapshot(module) for module in self._modules)
+        reached = {id(each): each for s in (*inside, self._before[-1]) for each in s.reach.optimizers}
+        return any(optimizer in optimizers for reference in reached.values() if (optimizer := reference()) is not None)
 
     @contextmanager
     def first_run(self) -> Iterator[None]:
@@ -92,6 +100,17 @@ class ProgramsCode:
     def _now(self) -> list[Snapshot]:
         *_, of_functions = self._before
         return [*(state.snapshot(module) for state, module in self._regions), again(of_functions)]
+
+
+class RegionStates:
+    """Those of modules, by module."""
+
+    def __init__(self) -> None:
+        self._known: WeakKeyDictionary[torch.nn.Module, RegionState] = WeakKeyDictionary()
+
+    def of(self, module: torch.nn.Module) -> RegionState:
+        """That of a module."""
+        return self._known.setdefault(module, RegionState())
 
 
 def _modules_in(value: Any, depth: int) -> Iterator[torch.nn.Module]:

@@ -18,6 +18,7 @@ from tightfit.effects.independence.row_proof import Computation, FollowedRun, Le
 from tightfit.effects.independence.row_states import Mixed, loss_state
 from tightfit.effects.independence.rows import Mixes, RowLayout
 from tightfit.effects.independence.totals import ROWS, Total
+from tightfit.effects.optimizer_marks import OptimizerMarks
 from tightfit.effects.state import RegionState, Snapshot, differences, restore, structural_differences
 from tightfit.techniques.micro_batches.batches import AbstractBatch
 from tightfit.techniques.micro_batches.loss_means import LossWatch, Term
@@ -119,6 +120,18 @@ class BatchProofs:
         """The first change of the model's state since `of` was called, in words, or nothing."""
         found = [] if self._before is None else differences(self._before, self._state.snapshot(self._owner()))
         return str(found[0]) if found else ""
+
+    def changes_from_now(self) -> Callable[[], str]:
+        """A function that says in words what of the model's state has changed since now, but for random states; nothing where nothing has."""
+        before = self._state.snapshot(self._owner(), is_kept=True)
+        marks = OptimizerMarks(before.reach.optimizers)
+
+        def first_change() -> str:
+            found = differences(before, self._state.snapshot(self._owner()))
+            told = next((str(each) for each in found if each.what != "was drawn from"), "")
+            return told or ("an optimizer that the model can reach was changed" if marks.change() else "")
+
+        return first_change
 
     def prove(
         self,

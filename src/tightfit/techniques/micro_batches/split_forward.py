@@ -25,7 +25,8 @@ from tightfit.techniques.lazy_tensors.code_in_graphs import CodeInGraph
 from tightfit.techniques.micro_batches.batches import AbstractBatch, Batch
 from tightfit.techniques.micro_batches.example_wise_check import BatchProofs
 from tightfit.techniques.micro_batches.loss_means import LossWatch
-from tightfit.techniques.micro_batches.split_outputs import Outputs, Sums, Unchanged, find_loss
+from tightfit.techniques.micro_batches.split_outputs import Outputs, Sums, find_loss
+from tightfit.techniques.micro_batches.unchanged import Unchanged
 from tightfit.techniques.wrappers.first_order import Refuse, are_transforms_active
 from tightfit.torch_hooks.backward import nodes_behind, of_a_part
 from tightfit.torch_hooks.node_hooks import is_any_node_hooked, moment, on_node_hooks
@@ -73,6 +74,8 @@ class SplitForward:
         self._proofs = BatchProofs(model, allows_randomness=allows_randomness, refuse=refuse, unseen=unseen)
         self._is_checked = False
         self._checks_left = check_steps
+        # On a card the graph is walked in the first steps alone.
+        self._runs_again = False
         self._begins = moment()
         on_node_hooks(self, is_of_later=True)
 
@@ -131,7 +134,9 @@ class SplitForward:
             is_checked = checks_before > self._checks_left or (checks_before == 0 and self._checks_left > 0)
             sums.gradients = [p.grad for p in aside.parameters]
         sums.refuse = self._refuse
-        sums.unchanged = Unchanged([*aside.parameters, *batch.tensors()], has_checksum=is_checked)
+        self._runs_again |= sums.saved.runs_again
+        state = self._proofs.changes_from_now() if self._runs_again else None
+        sums.unchanged = Unchanged(aside.parameters, batch.tensors(), sums.saved, has_checksum=is_checked, state=state)
         return outputs.joined(sums, aside.parameters)
 
     def _refuse_outside(self, why: str) -> ApplyError:
@@ -184,13 +189,8 @@ class SplitForward:
             outputs.add(output, end - begin, loss_key, proved.joined)
             weight = sums.weight_of(proved.means, watch.terms, end - begin, loss)
             del output, watch
-            # As a program runs `backward` outside of its autocast context. `inputs=` keeps the pass from
-            # accumulating into anything but the trained parameters.
-            with torch.autocast(batch.device.type, enabled=False), of_a_part():
-                backward(loss, (weight * sums.loss_scale).to(loss.dtype), inputs=aside.parameters)
-            sums.add(loss.detach(), weight)
+            self._run_backward(loss, weight, sums, batch, aside)
             del loss
-            self._counted()
             if self._checks_left and batch.num_examples > 1 and not begin and has_values(*aside.parameters):
                 self._checks_left -= 1
                 with self._looking(), self._unseen(), paused(), nothing_hidden(self.model):
@@ -202,6 +202,19 @@ class SplitForward:
                 "than of the rest; leave micro_batches out"
             )
         return sums, outputs
+
+    def _run_backward(
+        self, loss: torch.Tensor, weight: torch.Tensor, sums: Sums, batch: AbstractBatch, aside: "_GradientsAside"
+    ) -> None:
+        # To walk the graph takes milliseconds, which are more for a card than at the host.
+        if has_values(*aside.parameters) and (batch.device.type == "cpu" or self._checks_left):
+            sums.saved.add(loss, self.model, [*aside.parameters, *batch.tensors()])
+        # As a program runs `backward` outside of its autocast context. `inputs=` keeps the pass from
+        # accumulating into anything but the trained parameters.
+        with torch.autocast(batch.device.type, enabled=False), of_a_part():
+            backward(loss, (weight * sums.loss_scale).to(loss.dtype), inputs=aside.parameters)
+        sums.add(loss.detach(), weight)
+        self._counted()
 
     @torch.no_grad()
     def _read(self, forward: Forward, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:

@@ -1,18 +1,16 @@
 """Combines the outputs of micro-batches: the loss of the whole batch, whose gradients are computed already, and small other outputs."""
 
 import dataclasses
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Never
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from tightfit.effects.contents import contents_of, is_any_written
 from tightfit.effects.independence.totals import ROWS
-from tightfit.effects.value_checks import checksum
 from tightfit.errors import ApplyError
 from tightfit.techniques.micro_batches.loss_means import Term
+from tightfit.techniques.micro_batches.unchanged import SavedByParts, Unchanged
 from tightfit.techniques.wrappers.first_order import Refuse, first_order
 
 # By how much shares of whole numbers, and of sums of class weights, may differ.
@@ -20,37 +18,6 @@ _EXACT, _ROUNDED = 1e-12, 1e-6
 
 SMALL_OUTPUT_BYTES = 16 << 20
 """What else a model returns is put together again up to this size, which class scores have and logits of a vocabulary do not."""
-
-
-class Unchanged:
-    """Checks that the weights and the batch are unchanged when the loss's backward pass runs: by address, version and values.
-
-    Values on a card are read with `has_checksum` alone, as they are waited for. It refers to them weakly: a batch that was freed cannot be changed.
-    """
-
-    def __init__(self, tensors: Sequence[torch.Tensor], *, has_checksum: bool) -> None:
-        self._tensors = [weakref.ref(tensor) for tensor in tensors]
-        self._places = [_place(tensor) for tensor in tensors]
-        self._contents = contents_of(tensors)
-        self._checksums = [checksum([tensor]) for tensor in tensors] if has_checksum else None
-
-    def what_changed(self) -> str:
-        """The change in words; empty if there is none."""
-        for number, reference in enumerate(self._tensors):
-            tensor = reference()
-            if tensor is None:
-                continue
-            is_same = _place(tensor) == self._places[number] and (
-                self._checksums is None or checksum([tensor]) == self._checksums[number]
-            )
-            if not is_same or is_any_written([self._contents[number]], [tensor]):
-                return "a weight was changed" if isinstance(tensor, torch.nn.Parameter) else "the batch was overwritten"
-        return ""
-
-
-def _place(tensor: torch.Tensor) -> tuple[int, int]:
-    version = -1 if tensor.is_inference() else tensor._version
-    return (0 if isinstance(tensor, FakeTensor) else tensor.data_ptr()), version
 
 
 class Sums:
@@ -64,6 +31,7 @@ class Sums:
         self.gradients: list[torch.Tensor | None] = []
         self.refuse: Refuse = ApplyError
         self.unchanged: Unchanged | None = None
+        self.saved = SavedByParts()
         self._losses: list[torch.Tensor] = []
         self._weights: list[torch.Tensor] = []
         # Of each part what all of its means are over.

@@ -22,6 +22,7 @@ from tightfit.techniques.precision.casts import cast, cast_results
 from tightfit.techniques.precision.stochastic_rounding import LowPrecisionUpdate, WideStates
 from tightfit.techniques.session import Session, Verdict
 from tightfit.techniques.technique import Choice
+from tightfit.torch_hooks.backward import BackwardPass, on_backward
 from tightfit.torch_hooks.manifest import STORAGE_USES
 
 _NAME = "pure_bf16"
@@ -44,13 +45,52 @@ class MasterWeights(Protocol):
 
 
 class _Refusing:
-    """Refuses for one technique, as `Verdict.refuse`."""
+    """Refuses for one technique, as `Verdict.refuse`; `is_over` once the weights are in float32 again."""
 
     def __init__(self, verdict: Verdict, technique: str) -> None:
         self._verdict, self.technique = verdict, technique
+        self.is_over = False
 
     def __call__(self, message: str) -> ApplyError:
         return self._verdict.refuse(message, technique=self.technique)
+
+    def check(self) -> None:
+        """Raises if the plan was taken off since the forward, whose graph has saved weights that are in float32 by now."""
+        if self.is_over:
+            raise ApplyError(
+                f"{self.technique} was taken off between the forward and the backward pass, which has weights in bfloat16; run the forward again"
+            )
+
+
+class _PassesUnderWay:
+    """Calls a function when no backward pass to some parameters is under way: one goes on with the weights that it has begun with."""
+
+    def __init__(self, parameters: Mapping[torch.Tensor, None]) -> None:
+        self._parameters = parameters
+        self._num = 0
+        self._waiting: list[Callable[[], None]] = []
+
+    def concerned_parameters(self) -> Mapping[torch.Tensor, None]:
+        """As `tightfit.torch_hooks.backward.BackwardOwner`."""
+        return self._parameters
+
+    def around_backward(self, backward: BackwardPass) -> Any:
+        """As `tightfit.torch_hooks.backward.BackwardOwner`."""
+        self._num += 1
+        try:
+            return backward.run()
+        finally:
+            self._num -= 1
+            self._go_on()
+
+    def when_ended(self, function: Callable[[], None]) -> None:
+        """Calls it now, or at the end of the pass."""
+        self._waiting.append(function)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        while self._waiting and not self._num:
+            self._waiting.pop(0)()
 
 
 def apply_pure_bf16(session: Session, chosen: Sequence[Choice]) -> None:
@@ -97,12 +137,12 @@ def lower_model(
             "the program holds on to where gradients of parameters arrive (register_multi_grad_hook, or a hook on such a node), which a cast "
             f"replaces; {remedy}"
         )
-    _lower(session, lowered, [update_of(optimizer, lowered) for optimizer in session.optimizers])
+    refuse = _Refusing(session.verdict, technique)
+    _lower(session, lowered, [update_of(optimizer, lowered) for optimizer in session.optimizers], refuse)
     for optimizer in session.optimizers:
         wide = WideStates()
         session.hook(optimizer.register_load_state_dict_pre_hook, wide.before)
         session.hook(optimizer.register_load_state_dict_post_hook, wide.after)
-    refuse = _Refusing(session.verdict, technique)
     for module in session.model.modules():
         # Scripts call parts of a model as well.
         if module is not session.model and any(p in lowered for p in module.parameters(recurse=False)):
@@ -156,7 +196,7 @@ def _whole_in_bfloat16(refuse: _Refusing, forward: Callable[..., Any], /, *args:
     args, kwargs = cast((args, kwargs), torch.float32, torch.bfloat16)
     with _told_of_types(refuse):
         result = forward(*args, **kwargs)
-    return cast_results(result, torch.float32, refuse)
+    return cast_results(result, torch.float32, refuse, refuse.check)
 
 
 @contextlib.contextmanager
@@ -185,7 +225,9 @@ def _refuse_copy(remedy: str, *_: object) -> Never:
     )
 
 
-def _lower(session: Session, lowered: Mapping[torch.Tensor, None], updates: Sequence[MasterWeights]) -> None:
+def _lower(
+    session: Session, lowered: Mapping[torch.Tensor, None], updates: Sequence[MasterWeights], refuse: _Refusing
+) -> None:
     """Casts parameters and buffers to bfloat16 in place, so that all references see it."""
     # A number without dimensions decides no operator's dtype and takes no memory, and is what a program keeps its own statistics in.
     buffers = [b for b in session.model.buffers() if b.dtype == torch.float32 and b.dim()]
@@ -193,13 +235,17 @@ def _lower(session: Session, lowered: Mapping[torch.Tensor, None], updates: Sequ
     before = session.before
 
     def raise_again() -> None:
+        refuse.is_over = True
         for parameter in lowered:
             values = [update.whole(parameter) for update in updates if update.holds(parameter)]
             _raise(parameter, before, values[0] if values else None)
         for buffer in buffers:
             _raise(buffer, before, None)
 
-    session.when_undone(raise_again)
+    passes = _PassesUnderWay(lowered)
+    leave = on_backward(passes)
+    session.when_undone(lambda: passes.when_ended(raise_again))
+    session.when_undone(leave)
     for tensor in (*lowered, *buffers):
         plain = tensor.detach()
         # Not seen by the version of the tensor: only what writes to it is.

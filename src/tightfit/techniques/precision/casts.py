@@ -1,11 +1,12 @@
 """Casts of a model's inputs and outputs for a forward in another floating-point dtype."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tightfit.techniques.wrappers.first_order import Refuse
+from tightfit.techniques.wrappers.first_order import Refuse, are_transforms_active
 
 
 class _CastBesides(torch.autograd.Function):
@@ -27,11 +28,30 @@ class _CastBesides(torch.autograd.Function):
         return grad_outputs[0].to(ctx.source), None, None
 
 
-def cast_results(values: Any, target: torch.dtype, refuse: Refuse) -> Any:
-    """What a model returns, its tensors in bfloat16 as tensors of type `target`. `watch_inputs_of_backward` is to be on."""
+class _CastBack(torch.autograd.Function):
+    """The result as another type; `check` is called when its backward pass begins."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, target: torch.dtype, check: Callable[[], None]) -> torch.Tensor:
+        ctx.source, ctx.check = value.dtype, check
+        return value.to(target)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:  # pyrefly: ignore[bad-override]
+        ctx.check()
+        return grad_outputs[0].to(ctx.source), None, None
+
+
+def cast_results(values: Any, target: torch.dtype, refuse: Refuse, check: Callable[[], None] | None = None) -> Any:
+    """What a model returns, its tensors in bfloat16 as tensors of type `target`. `watch_inputs_of_backward` is to be on. `check` is called when the backward
+    pass of a single one begins."""
     waiting = [v for v in tree_leaves(values) if isinstance(v, torch.Tensor) and v.dtype == torch.bfloat16]
     if sum(v.requires_grad for v in waiting) < 2:
-        return cast(values, torch.bfloat16, target)
+        # Functions of Python's have no forward-mode derivative, and no batched one.
+        if check is None or are_transforms_active() or not any(v.requires_grad for v in waiting):
+            return cast(values, torch.bfloat16, target)
+        known = {id(v): _CastBack.apply(v, target, check) if v.requires_grad else v.to(target) for v in waiting}
+        return tree_map(lambda v: known.get(id(v), v), values)
     known = {id(v): _CastBesides.apply(v, target, refuse) if v.requires_grad else v.to(target) for v in waiting}
     return tree_map(lambda v: known.get(id(v), v), values)
 

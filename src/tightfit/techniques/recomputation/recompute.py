@@ -34,6 +34,7 @@ from tightfit.effects.ambient import (
 )
 from tightfit.effects.asked_of_saved import told
 from tightfit.effects.fingerprints import Fingerprint, Fingerprints, first_mismatch
+from tightfit.effects.optimizer_marks import OptimizerMarks
 from tightfit.effects.outside_calls import without_outside_calls
 from tightfit.effects.run_settings import RunSettings
 from tightfit.effects.state import (
@@ -60,7 +61,6 @@ from tightfit.techniques.recomputation.call_arguments import (
 from tightfit.techniques.recomputation.recompute_checks import (
     CheckSchedule,
     InnerModules,
-    OptimizerMarks,
     ParameterMarks,
     StoredTensors,
 )
@@ -138,6 +138,10 @@ class Recomputed:
     def is_selective(self) -> bool:
         """Whether some of its results are saved for the second run."""
         return self.contexts is not None
+
+    def note_reach(self, before: Snapshot) -> None:
+        """Notes whether code that is run again may read an optimizer."""
+        self._verdict.may_read_optimizers |= bool(before.reach.optimizers)
 
     def refusal(self, why: str) -> ApplyError:
         """The error that this module cannot be recomputed, with the remedy."""
@@ -333,6 +337,7 @@ class RecomputedCall:
         return result
 
     def _end_first(self) -> None:
+        self._owner.note_reach(self._before)
         self._owner.num_saved = len(self.saved)
         if self.saved.question:
             raise self._owner.refusal(told(self.saved.question))

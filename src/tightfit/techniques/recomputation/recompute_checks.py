@@ -2,8 +2,7 @@
 
 import operator
 import weakref
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -149,34 +148,3 @@ def _marks_of(parameters: Sequence[torch.nn.Parameter]) -> tuple[list[torch.Tens
             for parameter, gradient in zip(parameters, gradients, strict=True)
         ]
     return gradients, marks
-
-
-class OptimizerMarks:
-    """The settings and states of the optimizers that code can reach: a rate that a block lowers is lowered twice by two runs of it."""
-
-    def __init__(self, references: Iterable[weakref.ref[torch.optim.Optimizer]]) -> None:
-        self._optimizers = [
-            optimizer for optimizer in [reference() for reference in references] if optimizer is not None
-        ]
-        self._marks = [*map(_marks_of_optimizer, self._optimizers)]
-
-    def change(self) -> str:
-        """What was done to one of them since, in words; empty if nothing was."""
-        is_same = self._marks == [*map(_marks_of_optimizer, self._optimizers)]
-        return "" if is_same else "changes an optimizer"
-
-
-def _marks_of_optimizer(optimizer: torch.optim.Optimizer) -> Any:
-    groups = [
-        [(name, [*map(id, value)] if name == "params" else _mark(value)) for name, value in group.items()]
-        for group in optimizer.param_groups
-    ]
-    # Those of a technique are made when they are read, and only then.
-    states = optimizer.state if type(optimizer.state) is defaultdict else {}
-    return groups, [[(name, _mark(value)) for name, value in state.items()] for state in states.values()]
-
-
-def _mark(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return id(value), -1 if value.is_inference() else value._version
-    return value

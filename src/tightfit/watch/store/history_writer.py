@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import json
-import os
 import sqlite3
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -12,24 +11,20 @@ from typing import Any
 
 from tightfit.watch.machine.machine_state import Episode, Outlook
 from tightfit.watch.machine.readings import CardReading
-from tightfit.watch.store.levels import Retention, drop_ended, drop_half, drop_old, roll_up
+from tightfit.watch.store.history_file import NO_DATABASE, PRIMARY, HistoryFile
+from tightfit.watch.store.levels import Retention, drop_ended, drop_old, roll_up
 from tightfit.watch.store.reserve import Reserve
-from tightfit.watch.store.schema import SPANS, open_to_write
+from tightfit.watch.store.schema import SPANS
 from tightfit.watch.store.series_names import SeriesNames
 
 _MAX_WAITING = 600
 _MAX_SKIPPED = 31
 _NO_SPACE = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
-_NO_DATABASE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 _OF_THE_MACHINE = (
     *(sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN),
     *(sqlite3.SQLITE_PERM, sqlite3.SQLITE_PROTOCOL),
 )
-_PRIMARY = 0xFF
-"""The lower byte of SQLite's extended result codes."""
 _NUM_EPISODES = 1000
-_WAL_SHARE = 8
-"""The file written ahead may be an eighth of what the history may be: a checkpoint keeps it at 4 MiB, unless a reader is in the way."""
 _OUTLOOK = f"INSERT OR REPLACE INTO outlooks (series, {', '.join(Outlook.__slots__)}) VALUES (?{', ?' * len(Outlook.__slots__)})"
 _EPISODE = (
     "INSERT INTO episodes (rule, subject, message, fired_at, resolved_at) VALUES (?, ?, ?, ?, ?) "
@@ -57,15 +52,14 @@ class HistoryWriter:
             WatchError: it is the history of another version, or another program's database.
             sqlite3.Error: it cannot be opened at all.
         """
-        self._path, self._max_bytes, self._retention = path, max_bytes, retention
+        self._file, self._retention = HistoryFile(path, max_bytes=max_bytes), retention
         self._reserve = Reserve(path.with_name("reserve"))
         self._waiting: deque[TimedReading] = deque(maxlen=_MAX_WAITING)
         self._beside: deque[tuple[str, tuple[object, ...]]] = deque(maxlen=10 * _MAX_WAITING)
         self._num_to_skip = self._num_skipped = 0
         self.trouble = ""
-        self._connection = self._open()
-        self.names = SeriesNames(self._connection)
-        (last,) = self._connection.execute("SELECT max(time) FROM moments").fetchone()
+        self.names = SeriesNames(self._file.connection)
+        (last,) = self._file.connection.execute("SELECT max(time) FROM moments").fetchone()
         self.last_time: int = last or 0
         """The time of the last reading in the history, in milliseconds; 0 for a new one."""
         self._reserve.fill()
@@ -79,7 +73,7 @@ class HistoryWriter:
             return
         self._num_skipped = 0
         try:
-            if self._is_held_open():
+            if self._file.is_held_open():
                 self._num_to_skip = _MAX_SKIPPED
                 self.trouble = (
                     f"another program holds the history open and lets it grow; {len(self._waiting)} readings wait"
@@ -104,7 +98,7 @@ class HistoryWriter:
 
     def close(self) -> None:
         """Closes the file; SQLite then writes everything into it."""
-        self._connection.close()
+        self._file.connection.close()
 
     def _write(self, status: Mapping[str, Any]) -> None:
         """All that waits, in one transaction.
@@ -112,7 +106,7 @@ class HistoryWriter:
         Raises:
             sqlite3.Error: it could not be written; nothing of it is.
         """
-        connection = self._connection
+        connection = self._file.connection
         connection.execute("BEGIN IMMEDIATE")
         for statement, row in (*self.names.new, *self._beside):
             connection.execute(statement, row)
@@ -145,69 +139,33 @@ class HistoryWriter:
             (json.dumps({name: getattr(card, name) for name in CardReading.__slots__}), last.time, card.uuid)
             for card in last.cards
         ]
-        self._connection.executemany("UPDATE cards SET reading = ?, time = ? WHERE uuid = ?", rows)
+        self._file.connection.executemany("UPDATE cards SET reading = ?, time = ? WHERE uuid = ?", rows)
 
     def _look_after(self) -> None:
         """What is due once a minute."""
         self.names.forget_unused()
         self._reserve.fill()
-        # SQLite would go on writing to a file that was deleted.
-        if not self._is_same_file():
+        if not self._file.is_same_file():
             self._move()
 
     def _failed(self, error: sqlite3.Error) -> None:
         # Errors that Python's own layer raises, as for a connection that is closed, have no code.
-        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & _PRIMARY
-        if code not in (*_NO_SPACE, *_NO_DATABASE, *_OF_THE_MACHINE):
+        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & PRIMARY
+        if code not in (*_NO_SPACE, *NO_DATABASE, *_OF_THE_MACHINE):
             raise error
         self.trouble = f"the history is not written: {error}; {len(self._waiting)} readings wait"
         with contextlib.suppress(sqlite3.Error):
-            if self._connection.in_transaction:
-                self._connection.execute("ROLLBACK")
+            if self._file.connection.in_transaction:
+                self._file.connection.execute("ROLLBACK")
             if code in _NO_SPACE:
                 self.trouble = f"no space for the history ({error}): the older half of it is dropped"
-                self._make_room()
-        if code in _NO_DATABASE:
+                self._reserve.give_up()
+                self._file.make_room()
+        if code in NO_DATABASE:
             self._move()
 
-    def _is_held_open(self) -> bool:
-        """Whether the file written ahead is large and cannot be emptied, because a reader's transaction does not end: it would take the whole disk."""
-        try:
-            if os.stat(f"{self._path}-wal").st_size < self._max_bytes // _WAL_SHARE:
-                return False
-        except OSError:
-            return False
-        (is_busy, *_) = self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-        return bool(is_busy)
-
-    def _make_room(self) -> None:
-        self._reserve.give_up()
-        self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        drop_half(self._connection)
-        self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-
-    def _is_same_file(self) -> bool:
-        try:
-            return os.stat(self._path).st_ino == self._inode
-        except OSError:
-            return False
-
     def _move(self) -> None:
-        """Goes on with a new file, as the old one is gone or damaged; tried again at the next reading if that cannot be."""
-        self._connection.close()
-        with contextlib.suppress(sqlite3.Error, OSError):
-            self._connection = self._open()
-            self.names.move_to(self._connection)
-
-    def _open(self) -> sqlite3.Connection:
-        try:
-            connection = open_to_write(self._path, max_bytes=self._max_bytes)
-        except sqlite3.DatabaseError as error:
-            if getattr(error, "sqlite_errorcode", 0) & _PRIMARY not in _NO_DATABASE:
-                raise
-            self._path.replace(self._path.with_name(f"{self._path.name}.damaged"))
-            for suffix in ("-wal", "-shm"):
-                Path(f"{self._path}{suffix}").unlink(missing_ok=True)
-            connection = open_to_write(self._path, max_bytes=self._max_bytes)
-        self._inode = os.stat(self._path).st_ino
-        return connection
+        """Goes on with a new file; tried again at the next reading if that cannot be."""
+        if self._file.begin_anew():
+            with contextlib.suppress(sqlite3.Error):
+                self.names.move_to(self._file.connection)

@@ -24,11 +24,10 @@ from tightfit.capture.observe.host_python import spends
 from tightfit.cost.host_python import HostWork
 from tightfit.effects.ambient import dispatch_modes_of_program
 from tightfit.effects.class_questions import ClassQuestion
-from tightfit.effects.state import RegionState
 from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.code_in_graphs import CodeInGraph, runs_own_code
 from tightfit.techniques.lazy_tensors.deferred_gradients import REMEDY, deferred_gradient, settle
-from tightfit.techniques.lazy_tensors.programs_code import ProgramsCode
+from tightfit.techniques.lazy_tensors.programs_code import ProgramsCode, RegionStates
 from tightfit.techniques.lazy_tensors.retained_graphs import (
     KeptPass,
     told_of_gradients,
@@ -226,7 +225,7 @@ class _Steps:
 
     def _can_update_in(self, kept: KeptPass) -> bool:
         """Whether parameters may be updated within the second pass: not in the first steps, in which a trial runs, nor if a tensor was written to
-        since the first pass, or if an autograd function of the program's own may read any tensor.
+        since the first pass, or if an autograd function of the program's own, or a region that is recomputed, may read what an update changes.
         """
         if self._num_checked < self.session.check_steps:
             self._num_checked += 1
@@ -236,7 +235,8 @@ class _Steps:
         # after its first steps.
         if not self.session.check_steps:
             return True
-        is_uncertain = self._reads_later or runs_own_code(kept.backward.nodes())
+        may_read = self._reads_later or self.session.verdict.may_read_optimizers
+        is_uncertain = may_read or runs_own_code(kept.backward.nodes())
         if is_uncertain:
             self.session.statistics["backward passes with gradients in host memory"] += 1
             note = f"gradients wait in the host's memory, because a backward pass may read parameters after their gradients ({REMEDY})"
@@ -275,7 +275,7 @@ class Updates:
         self._passes = _KeptPasses()
         self._inputs: list[torch.Tensor] = []  # of the model's calls since the last backward pass
         self._question = ClassQuestion(session.model)
-        self._state = RegionState()
+        self._states = RegionStates()
         self._steps = _Steps(session, self._steppers, self._passes)
         self.is_over = False
 
@@ -367,7 +367,9 @@ class Updates:
         checkpoints = within.checkpoints()
         if not checkpoints:
             return None, ""
-        code = None if None in checkpoints else ProgramsCode(self._state, self.session.model, checkpoints)
+        code = None if None in checkpoints else ProgramsCode(self._states, self.session.model, checkpoints)
+        if code is not None and code.reaches(self._steppers):
+            return code, "code that the program recomputes by itself may read its optimizer"
         is_closed = code is None or code.reaches_outside
         return code, "code that the program recomputes by itself may reach outside of the process" if is_closed else ""
 
@@ -434,6 +436,8 @@ class Updates:
 
     def model_is_given(self, given: Any) -> None:
         """Remembers the tensors that the model is called with."""
+        # A graph whose gradients the program has cleared, as after a step that was skipped or run again, is not held while the next one grows.
+        self._passes.forget_done()
         self._inputs += [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
 
 

@@ -1,0 +1,115 @@
+"""Detects what the program changes between the forward and the backward pass, of all that a plain backward pass would read then.
+
+The backward pass of each part has run within the forward. A plain one reads what its graph has saved when it runs, and with it what was written there
+meanwhile past autograd (through `.data`, numpy, an address): buffers, frozen weights, class weights, constants, results that the program keeps. Checkpoints
+of the program's run code again, which reads attributes and globals too.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from tightfit.effects.contents import StoredAt, checksum_of, contents_of, is_any_written
+from tightfit.effects.value_checks import checksum
+from tightfit.techniques.lazy_tensors.code_in_graphs import CodeInGraph
+from tightfit.techniques.lazy_tensors.saved_and_shared import saved_and_shared, unpack_hooks
+from tightfit.torch_hooks.backward import nodes_behind
+
+# The node of a re-entrant checkpoint.
+_REENTRANT = "CheckpointFunctionBackward"
+
+
+class SavedByParts:
+    """What the graphs of parts have saved, and something outside of them may write to. It refers to it weakly."""
+
+    def __init__(self) -> None:
+        self._constants: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._stored: list[tuple[StoredAt, int]] = []
+        self._borrowed: list[torch.Tensor] = []
+        self.runs_again = False
+        """Whether a plain backward pass runs code of the program's again (a checkpoint)."""
+
+    def add(self, loss: torch.Tensor, model: torch.nn.Module, known: Sequence[torch.Tensor]) -> None:
+        """Adds what the graph of a part's loss has saved besides `known`, before its backward pass frees it."""
+        nodes = list(nodes_behind([loss]))
+        for tensor in saved_and_shared(nodes, known):
+            # A result is saved as another tensor with its memory, which goes with the graph; anything else as it is.
+            self._constants[id(tensor)] = weakref.ref(tensor)
+            if (sum_of_words := checksum_of(tensor)) is not None:
+                self._stored.append((StoredAt(tensor), sum_of_words))
+            # The memory of an array of numpy's outlives the storage that torch has made of it.
+            if not tensor.untyped_storage().resizable():
+                self._borrowed.append(tensor)
+        code = CodeInGraph()
+        is_hidden = False
+        for node in nodes:
+            code.reason_of_hooks(node)
+            is_hidden = is_hidden or any(True for _ in unpack_hooks(node))
+            self.runs_again = self.runs_again or type(node).__name__ == _REENTRANT
+        self.runs_again = self.runs_again or bool(code.checkpoints())
+        # What is saved behind hooks is not looked at.
+        if is_hidden or self.runs_again:
+            left_out = {id(tensor) for tensor in known}
+            of_model = (*model.parameters(), *model.buffers())
+            self._constants |= {id(tensor): weakref.ref(tensor) for tensor in of_model if id(tensor) not in left_out}
+
+    def constants(self) -> list[torch.Tensor]:
+        """The tensors that are still there."""
+        return [tensor for reference in self._constants.values() if (tensor := reference()) is not None]
+
+    def is_any_written(self) -> bool:
+        """Whether memory at the host that a part has saved, and that is still there, holds something else now."""
+        return any((now := place.checksum()) is not None and now != before for place, before in self._stored)
+
+
+class Unchanged:
+    """Checks that weights, the batch and what parts have saved are unchanged when the loss's backward pass runs: by address, version and values.
+
+    Values on a card are read with `has_checksum` alone, as they are waited for. It refers to them weakly: a batch that was freed cannot be changed.
+    `state` says what else of the model's state has changed since.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[torch.Tensor],
+        batch: Sequence[torch.Tensor],
+        saved: SavedByParts,
+        *,
+        has_checksum: bool,
+        state: Callable[[], str] | None = None,
+    ) -> None:
+        self._saved = saved
+        self._state = state
+        constants = saved.constants()
+        tensors = [*weights, *batch, *constants]
+        self._names = [
+            *("a weight was changed" for _ in weights),
+            *("the batch was overwritten" for _ in batch),
+            *("what was saved for the backward pass was written to" for _ in constants),
+        ]
+        self._tensors = [weakref.ref(tensor) for tensor in tensors]
+        self._places = [_place(tensor) for tensor in tensors]
+        self._contents = contents_of(tensors)
+        self._checksums = [checksum([tensor]) for tensor in tensors] if has_checksum else None
+
+    def what_changed(self) -> str:
+        """The change in words; empty if there is none."""
+        for number, reference in enumerate(self._tensors):
+            tensor = reference()
+            if tensor is None:
+                continue
+            is_same = _place(tensor) == self._places[number] and (
+                self._checksums is None or checksum([tensor]) == self._checksums[number]
+            )
+            if not is_same or is_any_written([self._contents[number]], [tensor]):
+                return self._names[number]
+        if self._saved.is_any_written():
+            return "what was saved for the backward pass was written to"
+        return "" if self._state is None else self._state()
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    version = -1 if tensor.is_inference() else tensor._version
+    return (0 if isinstance(tensor, FakeTensor) else tensor.data_ptr()), version
