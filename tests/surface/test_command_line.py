@@ -76,6 +76,7 @@ OPTIONS = {
             "--json",
         ),
         *(
+            "--ladder",
             "--largest-batch",
             "--lora-rank",
             "--margin",
