@@ -25,7 +25,7 @@ from tightfit.simulate.estimate import needed_bytes
 
 NUM_STEPS = 8
 BATCH_SIZE = 16
-NUM_PLANS = 4
+NUM_PLANS = 3
 DEVICE = "RTX 4090"
 
 

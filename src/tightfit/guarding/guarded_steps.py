@@ -23,11 +23,13 @@ import torch
 from tightfit.errors import UsageError
 from tightfit.guarding.attempted_step import run_step
 from tightfit.guarding.attempts import Attempts
+from tightfit.guarding.ballast import Ballast
 from tightfit.guarding.named_values import attributes_named_by
 from tightfit.guarding.replayed_batches import Batch, ReplayedBatches
 from tightfit.guarding.rungs import CALM_STEPS, Rungs
 from tightfit.planner.plan import Plan
 from tightfit.runtime.apply import has_plan
+from tightfit.units import to_bytes
 
 Result = TypeVar("Result")
 
@@ -43,6 +45,7 @@ class GuardedSteps:
         *,
         folder: Path,
         calm_steps: int,
+        ballast_bytes: int,
         on_terminate: Callable[[], object] | None,
     ) -> None:
         self._on_terminate = on_terminate
@@ -52,6 +55,7 @@ class GuardedSteps:
             rungs=Rungs(plans, lambda: model, lambda: optimizers, calm_steps=calm_steps),
             folder=folder,
             models=lambda: [model],
+            ballast=Ballast(ballast_bytes, lambda: _device_of(model), calm_steps=calm_steps),
         )
         self.statistics = self._attempts.statistics
         self._batches: list[ReplayedBatches[Any]] = []
@@ -111,6 +115,7 @@ def guard(
     on_terminate: Callable[[], object] | None = None,
     post_mortems: str | Path = ".",
     calm_steps: int = CALM_STEPS,
+    ballast: str | int = 0,
 ) -> Iterator[GuardedSteps]:
     """Guards the steps that are run by `guarded.step(function, batch)` inside of the `with` block.
 
@@ -118,8 +123,10 @@ def guard(
     error the plan before is tried again. `on_terminate` is called once, after the step that was running when the process was told to end (SIGTERM); the
     signal is then what it was before. A step that fails for good leaves a file `tightfit-out-of-memory-STEP.json` in the folder `post_mortems`.
 
+    `ballast` ("512MiB" or bytes) is held on the model's device without need, and given up at the first error.
+
     Raises:
-        UsageError: the model has a plan already, and `plans` were given.
+        UsageError: the model has a plan already, and `plans` were given; `ballast` is no size.
         PlanError: a file is not a plan.
     """
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
@@ -129,13 +136,23 @@ def guard(
             f"this {type(model).__name__} has a plan already: undo its session, and give the plan to guard as the first of `plans`"
         )
     guarded = GuardedSteps(
-        model, optimizers, ladder, folder=Path(post_mortems), calm_steps=calm_steps, on_terminate=on_terminate
+        model,
+        optimizers,
+        ladder,
+        folder=Path(post_mortems),
+        calm_steps=calm_steps,
+        ballast_bytes=to_bytes(ballast, "ballast"),
+        on_terminate=on_terminate,
     )
     try:
         with _on_sigterm(guarded._terminate if on_terminate else None):
             yield guarded
     finally:
         guarded.end()
+
+
+def _device_of(model: torch.nn.Module) -> torch.device | None:
+    return next((parameter.device for parameter in model.parameters()), None)
 
 
 @contextmanager

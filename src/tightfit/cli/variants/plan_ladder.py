@@ -36,7 +36,7 @@ def plan_ladder(target: str, device: str, line: ProgressLine, *, files: list[Pat
     """Makes, writes and prints the plans. Returns the exit code: 1 if nothing fits."""
     from tightfit.fit.ladder import ladder
     from tightfit.reports.plans import write_plan
-    from tightfit.reports.text.ladder import write_ladder
+    from tightfit.reports.text.ladder_table import write_ladder
 
     with line:
         found = ladder(target, device, num_plans=len(files), on_progress=line.report, **settings)
