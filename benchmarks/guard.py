@@ -155,16 +155,19 @@ ARCHITECTURES = {
 }
 
 
-class _Training:
-    def __init__(self, name: str) -> None:
+class Training:
+    """One of the architectures, with its optimizer and batches: the same from the same seed."""
+
+    def __init__(self, name: str, *, num_steps: int = NUM_STEPS, batch_size: int = 4) -> None:
         torch.manual_seed(0)
         make, optimizer = ARCHITECTURES[name]
         self.model, self._loss = make()
         self.model.train()
         self.optimizer = optimizer(self.model.parameters(), lr=1e-3)
-        self.batches = list(torch.randint(0, 200, (NUM_STEPS, 4, 64)))
+        self.batches = list(torch.randint(0, 200, (num_steps, batch_size, 64)))
 
     def step(self, batch: torch.Tensor) -> torch.Tensor:
+        """One step, with clipping; its loss."""
         self.optimizer.zero_grad()
         loss = self._loss(batch)
         loss.backward()
@@ -173,6 +176,7 @@ class _Training:
         return loss.detach()
 
     def result(self, losses: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Losses, weights, optimizer states and the random state."""
         states = [
             value
             for state in self.optimizer.state.values()
@@ -184,7 +188,7 @@ class _Training:
 
 def plain(name: str) -> tuple[list[torch.Tensor], int]:
     """The results of the plain run, and its number of operators."""
-    training = _Training(name)
+    training = Training(name)
     with Failing() as failing, failing.counting():
         losses = [training.step(batch) for batch in training.batches]
     return training.result(losses), failing.num_operators
@@ -192,7 +196,7 @@ def plain(name: str) -> tuple[list[torch.Tensor], int]:
 
 def guarded(name: str, at: int) -> tuple[list[torch.Tensor], Counter[str]]:
     """The results of a guarded run with an error at the operator `at`."""
-    training, failing = _Training(name), Failing(at)
+    training, failing = Training(name), Failing(at)
 
     def step(batch: torch.Tensor) -> torch.Tensor:
         with failing.counting():

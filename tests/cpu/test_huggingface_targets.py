@@ -47,7 +47,7 @@ def run(target, steps=2):
     """The generator after `steps` steps, with the losses and the locals of its frame."""
     generator = workload(target, device="cpu")
     losses = [next(generator) for _ in range(steps)]
-    return losses, generator.gi_frame.f_locals
+    return losses, dict(generator.gi_frame.f_locals)
 
 
 @pytest.mark.parametrize(

@@ -82,8 +82,11 @@ def test_profilers_of_the_program_stay(tmp_path: Path) -> None:
         sys.setprofile(before)
     if before is None:
         with cProfile.Profile() as of_c:
-            assert seen_in(lambda: os.mkdir(tmp_path / "other")) == ""
-            assert sys.getprofile() is of_c
+            # From Python 3.12 on a profiler in C takes no place that ours could take from it.
+            is_alone = sys.getprofile() is None
+            assert bool(seen_in(lambda: os.mkdir(tmp_path / "other"))) == is_alone
+            assert sys.getprofile() is (None if is_alone else of_c)
+        assert any("mkdir" in str(row.code) for row in of_c.getstats())
 
 
 def test_a_region_within_another_is_part_of_it_and_other_threads_are_not() -> None:

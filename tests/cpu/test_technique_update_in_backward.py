@@ -416,6 +416,14 @@ def test_clipping_on_the_virtual_gpu_makes_no_gradient_of_one_number(tmp_path):
     assert "aten.mul_.Tensor" in [tape.strings[name] for name in tape.operators.name]
 
 
+def test_clipping_on_the_virtual_gpu_makes_no_gradient_beside_memory_of_the_host_that_was_not_written(tmp_path):
+    # Whether an operator reads such memory is asked by the storages of its arguments, and a gradient that is not kept has none.
+    blank = SCALED.replace("    while True:", "    waiting = torch.empty(1 << 20)\n    while True:")
+    (tmp_path / "program.py").write_text(blank)
+    tape = capture(f"{tmp_path}/program.py:workload", device=DEVICE, tracing=TraceSettings(steps=2))
+    assert len(tape.operators.name)
+
+
 def test_nothing_is_offered_where_gradients_are_read_before_the_step():
     for averages, is_offered in ((0, True), (1, True), (8, False)):
         assert bool(list(UpdateInBackward().options(Profile(traced(averages=averages), find(DEVICE))))) == is_offered

@@ -122,10 +122,10 @@ thread.join()
 """
 
 
-def traced(tmp_path: Path, program: str, *arguments: str) -> Tape:
+def traced(tmp_path: Path, program: str, *arguments: str, seconds: float = 60) -> Tape:
     path = tmp_path / "threads.py"
     path.write_text(HEAD + program)
-    return capture(str(path), device="RTX 4090", arguments=arguments, tracing=TraceSettings(timeout=60))
+    return capture(str(path), device="RTX 4090", arguments=arguments, tracing=TraceSettings(timeout=seconds))
 
 
 def batches_at_the_peak(tape: Tape) -> int:
@@ -175,3 +175,45 @@ def test_an_exception_in_a_thread_that_is_waited_for_is_the_programs(tmp_path: P
 def test_a_thread_that_trains_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CaptureError, match=r"threads\.py:\d+ runs a model in a thread of the program's own"):
         traced(tmp_path, TRAINS)
+
+
+# Of a thread that only uses tensors that are there already, torch says nothing: their class takes the operator.
+EVALUATES = """
+held = torch.zeros(4096, 1024, device="cuda")
+seen = []
+
+
+def evaluate():
+    try:
+        with torch.no_grad():
+            seen.append(held @ model.weight.T)
+    except Exception:
+        pass
+
+
+for batch in data():
+    thread = threading.Thread(target=evaluate)
+    thread.start()
+    step(batch.cuda())
+    thread.join()
+"""
+
+
+def test_a_thread_that_computes_with_what_is_there_is_followed(tmp_path: Path) -> None:
+    tape = traced(tmp_path, EVALUATES)
+    assert any("take turns while it is traced" in one.what for one in tape.assumptions)
+    # What it has computed counts: one result for each step, which the program keeps.
+    assert (tape.storages.num_bytes == 4096 * 8 * 4).sum() >= 3
+    assert columns(traced(tmp_path, EVALUATES)) == columns(tape)
+
+
+def test_a_thread_that_runs_a_model_beside_a_backward_pass_is_refused(tmp_path: Path) -> None:
+    program = EVALUATES.replace("held @ model.weight.T", "model(held)").replace("except Exception", "except KeyError")
+    with pytest.raises(CaptureError, match=r"threads\.py:\d+ runs a model in a thread of the program's own"):
+        traced(tmp_path, program)
+
+
+def test_a_thread_that_never_waits_is_named(tmp_path: Path) -> None:
+    program = EVALUATES.replace("    try:\n", "    while True:\n").replace("    except Exception:\n        pass\n", "")
+    with pytest.raises(CaptureError, match=r"while a thread of its own was at .*threads\.py:\d+: in a trace"):
+        traced(tmp_path, program, seconds=10)

@@ -150,7 +150,7 @@ def test_broken_events_are_named(column, values, complaint):
         ("waits", "event", [-1, 70_000, -1], "without the event"),
         ("waits", "event", [70_000, 70_000, 4], "another with one"),
         ("waits", "stream", [-1, -1, 0], "without the stream"),
-        ("waits", "kind", [0, 2, 7], "no WaitKind"),
+        ("waits", "kind", [0, 2, 8], "no WaitKind"),
     ],
 )
 def test_broken_copies_and_waits_are_named(table, column, values, complaint):

@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import importlib
+import inspect
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -57,7 +58,7 @@ def is_private(name: str) -> bool:
 def names_of_torchs_objects() -> set[str]:
     """Private attributes of torch's own classes, by which an attribute that our classes have too is told to be torch's."""
     found = {name for kind in _CLASSES for name in dir(kind)}
-    found |= {name for kind in _CLASSES for base in kind.__mro__ for name in vars(base).get("__annotations__", ())}
+    found |= {name for kind in _CLASSES for base in kind.__mro__ for name in inspect.get_annotations(base)}
     return {name for name in found if is_private(name)}
 
 

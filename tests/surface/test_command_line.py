@@ -76,6 +76,7 @@ OPTIONS = {
             "--json",
         ),
         *(
+            "--ladder",
             "--largest-batch",
             "--lora-rank",
             "--margin",
@@ -102,8 +103,8 @@ OPTIONS = {
         ),
     ],
     "run": [
-        *("--allow", "--allow-network", "--allow-writes", "--budget", "--check-steps", "--device", "--disk-folder"),
-        *("--fallback", "--guard", "--plan", "--post-mortems", "--used", "--virtual"),
+        *("--allow", "--allow-network", "--allow-writes", "--ballast", "--budget", "--check-steps", "--device"),
+        *("--disk-folder", "--fallback", "--guard", "--plan", "--post-mortems", "--used", "--virtual"),
     ],
     "replay": ["--alloc-conf", "--device", "--json", "--memory", "--tune"],
     "record": [

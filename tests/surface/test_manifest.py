@@ -17,7 +17,17 @@ from tightfit.torch_hooks import manifest as of_user
 ROWS = (*of_child.IN_BOTH, *of_child.IN_CHILD, *of_user.IN_USERS_PROCESS)
 # Private identifiers of others, by where they are from.
 NOT_OF_TORCH = {
-    "python": ("_exit", "_getframe", "_current_frames", "_inst", "_fields", "_lru_cache_wrapper", "_SimpleCData"),
+    "python": (
+        "_active",
+        "_DummyThread",
+        "_exit",
+        "_getframe",
+        "_current_frames",
+        "_inst",
+        "_fields",
+        "_lru_cache_wrapper",
+        "_SimpleCData",
+    ),
     "numpy": ("_rand", "_bit_generator"),
     "lightning": ("_compiler_ctx", "_step_fn"),
     "native symbols": (of_child.GUARD_REGISTRY.name, of_child.CUDA_HOOKS.name),

@@ -16,7 +16,7 @@ PARAMETERS = {
     "estimate": "target device | arguments parameters options steps until timeout largest_batch alloc_conf margin calibration show_output allow_writes allow_network meanwhile used on_progress",
     "plan": "target device | budget host disk allow without arguments parameters options steps until timeout largest_batch alloc_conf margin calibration show_output prove allow_writes allow_network say used on_progress",
     "apply": "plan model optimizer | check_steps disk_folder",
-    "guard": "model optimizer | plans on_terminate post_mortems calm_steps",
+    "guard": "model optimizer | plans on_terminate post_mortems calm_steps ballast",
     "replay": "recording | alloc_conf memory device",
     "record": "path | stacks max_events",
     "leaks": "| quiet",

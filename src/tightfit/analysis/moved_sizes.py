@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from tightfit.analysis.hidden_copies import TimeForCopies, copy_time
 from tightfit.analysis.recomputable import RecomputableBlock
+from tightfit.cost.host_python import HostWork
 from tightfit.planner.option import Change
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class MovedSizes:
     ) -> None:
         self._profile = profile
         self._num_calls = len(block.calls)
+        self._num_alike = max(1, sum(other.equivalence_class == block.equivalence_class for other in profile.blocks))
         self._following = following
         self._sizes = sizes
         self._to_disk = to_disk
@@ -60,7 +62,8 @@ class MovedSizes:
             found += copy_time(self._profile, after, to_disk=self._to_disk).exposed_seconds(
                 bytes_of(sizes), sizes.total()
             )
-        return found / self._profile.num_steps
+        in_python = len(self._sizes) * HostWork.OFFLOADED_CALL.value / self._profile.num_steps
+        return found / self._profile.num_steps + self._profile.bound.added(0.0, in_python, num_alike=self._num_alike)
 
 
 def largest_hidden(there: Sizes, times: Sequence[TimeForCopies]) -> Sizes:

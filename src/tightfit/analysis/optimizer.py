@@ -39,6 +39,7 @@ class OptimizerProfile:
         self.operator_seconds = profile.seconds
         self.is_kernel = profile.is_kernel
         self.num_steps = profile.num_steps
+        self.bound = profile.bound
         self.block_bytes = profile.modules.block_bytes
         self.allocated_at = profile.allocated_at
         self.freed_at = profile.modules.freed_at

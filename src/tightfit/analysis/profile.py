@@ -9,12 +9,14 @@ from functools import cached_property
 import numpy as np
 
 from tightfit.analysis.attention import ScoreRun, score_runs
+from tightfit.analysis.host_bound import StepBound
 from tightfit.analysis.loss_head import LossHead, loss_heads
 from tightfit.analysis.modules import ModuleCalls
 from tightfit.analysis.optimizer import OptimizerProfile
 from tightfit.analysis.recomputable import RecomputableBlock, blocks
 from tightfit.analysis.sequences import LayerSequence, layer_sequences
 from tightfit.analysis.trained_parts import TrainedParts
+from tightfit.cost.efficiency import efficiency_of
 from tightfit.cost.roofline import is_kernel, operator_seconds
 from tightfit.cost.steps import step_operators
 from tightfit.devices.device import Device
@@ -44,6 +46,17 @@ class Profile:
     def num_steps(self) -> int:
         """Steps of the program's loop; 1 where the tape has none, as it is a divisor."""
         return max(1, len(step_operators(self.tape)))
+
+    @cached_property
+    def bound(self) -> StepBound:
+        """What bounds a step, in the mean of all of them; copies run beside kernels."""
+        kernels = np.delete(self.seconds, self.tape.copies.operator)
+        issue = efficiency_of(self.device).issue_seconds
+        return StepBound(
+            on_card=float(kernels.sum()) / self.num_steps,
+            on_host=issue * int(self.is_kernel.sum()) / self.num_steps,
+            issue_seconds=issue,
+        )
 
     @cached_property
     def allocated_at(self) -> Column:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tightfit.analysis.modules import ModuleCall, ModuleCalls
+from tightfit.cost.host_python import HostWork
 from tightfit.planner.option import Change, Option
 from tightfit.tape import Column
 
@@ -63,11 +64,13 @@ def recompute_option(
 ) -> Option:
     """The option of recomputing `block`, except for the saved storages that `kept` marks.
 
+    Its seconds are those of the card and of the host that issues the second run, as they bound a step, with the Python of the wrapper.
+
     The storages that a call saves for backward are freed from the end of its forward to the beginning of its backward pass, where all of them are
     allocated again. The input is retained until then if the plain run frees it earlier.
     """
     module_calls, seconds = profile.modules, profile.seconds
-    changes, added = [], 0.0
+    changes, added, num_issued = [], 0.0, 0
     for call in block.calls:
         stays = np.zeros(len(call.saved), dtype=bool) if kept is None else kept(call)
         gone = call.saved[~stays]
@@ -81,16 +84,30 @@ def recompute_option(
         if kept is not None:
             again[module_calls.tape.storages.operator[call.saved[stays]] - call.begin] = False
         added += float(seconds[call.begin : call.end][again].sum())
+        num_issued += int(profile.is_kernel[call.begin : call.end][again].sum())
+    in_python = seconds_in_python(block, keeps_some=kept is not None)
+    longer = profile.bound.added(
+        added / profile.num_steps,
+        (num_issued * profile.bound.issue_seconds + in_python) / profile.num_steps,
+        num_alike=sum(other.equivalence_class == block.equivalence_class for other in profile.blocks) or 1,
+    )
     return Option(
         technique=technique,
         where=block.path,
         equivalence_class=f"{technique}:{block.equivalence_class}",
         changes=tuple(changes),
-        seconds=added / profile.num_steps,
-        seconds_in_backward=added / profile.num_steps,
+        seconds=longer,
+        seconds_in_backward=longer,
         exact=True,
         slots=block.slots,
     )
+
+
+def seconds_in_python(block: RecomputableBlock, *, keeps_some: bool = False) -> float:
+    """The processor's time of the wrapper around `block` in all of its calls; it `keeps_some` of the results."""
+    num_modules = len(block.slots)
+    of_module = HostWork.RECOMPUTED_MODULE.value + keeps_some * HostWork.SELECTED_MODULE.value
+    return len(block.calls) * (HostWork.RECOMPUTED_CALL.value + num_modules * of_module)
 
 
 def input_kept(module_calls: ModuleCalls, call: ModuleCall) -> list[Change]:

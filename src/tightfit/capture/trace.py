@@ -24,7 +24,7 @@ from tightfit.capture.processes.trace_progress import StatusReader, TraceProgres
 from tightfit.capture.targets import Target, words_of
 from tightfit.capture.trace_settings import DEFAULT_NUM_STEPS, DEFAULT_TIMEOUT_SECONDS
 from tightfit.errors.faults import answering, kept_file
-from tightfit.errors.program_errors import IN_A_THREAD
+from tightfit.errors.program_errors import says_of_a_thread
 from tightfit.tape import Assumption, Coverage, Tape
 from tightfit.tape.verify import verify_tape
 
@@ -145,7 +145,7 @@ def _with_threads(
         try:
             return _attempt(fields, words_of(target), policy, on_progress, meanwhile)
         except errors.ProgramError as error:
-            if IN_A_THREAD not in str(error):
+            if not says_of_a_thread(str(error)):
                 raise
         # Threads that take turns are not quite what the program has, so only one that needs it is traced so.
         _programs_with_threads.add(program)
@@ -181,7 +181,8 @@ def _attempt(
             stack = Path(f"{request}.stack")
             where = stack.read_text(errors="replace") if stack.exists() else ""
             if where:
-                raise errors.CaptureError(no_step(label, where, fields["timeout_seconds"]))
+                follows = bool(fields.get("follows_threads"))
+                raise errors.CaptureError(no_step(label, where, fields["timeout_seconds"], takes_turns=follows))
             raise errors.CaptureError(_death(label, process.wait(), said))
         result = _answer(request)
         # Keys of JSON are strings.
@@ -234,10 +235,19 @@ def _noted(tape: Tape, notes: Iterable[tuple[str, str]], folder: Path) -> Tape:
     return dataclasses.replace(tape, assumptions=(*tape.assumptions, *own))
 
 
-def no_step(label: str, said: str, timeout_seconds: float) -> str:
-    """The error message for a program that has not come to its next step; `said` is faulthandler's output, the main thread last."""
+def no_step(label: str, said: str, timeout_seconds: float, *, takes_turns: bool = False) -> str:
+    """The error message for a program that has not come to its next step; `said` is faulthandler's output, the main thread last.
+
+    `takes_turns`: the program's threads were traced in turns.
+    """
     place = user_place(said)
     where = f"; it was at {place}" if place else ""
+    of_others, _, _ = said.rpartition("\n\n")
+    if takes_turns and (other := user_place(of_others)):
+        return (
+            f"{label}: no step ended within {timeout_seconds:g} s{where}, while a thread of its own was at {other}: in a trace a thread runs until it waits "
+            "for another one, so a thread that never waits keeps the others from running; leave it out, at least while it is traced"
+        )
     return f"{label}: no step ended within {timeout_seconds:g} s{where}; if it only needs longer, give it more with --timeout SECONDS"
 
 

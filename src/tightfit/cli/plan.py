@@ -23,6 +23,7 @@ from tightfit.cli.arguments.used import used_now
 from tightfit.cli.shared.local_cards import own_card
 from tightfit.cli.shared.progress import ProgressLine
 from tightfit.cli.variants.plan_cards import ONE_CARD, Cards, check_alone, plan_cards
+from tightfit.cli.variants.plan_ladder import files_of, plan_ladder
 from tightfit.errors import UsageError
 from tightfit.output_files import check_outputs
 from tightfit.reports.redacted import redacted
@@ -72,6 +73,7 @@ def plan(
     device: str | None = None,
     parameter: Annotated[tuple[str, ...], SEVERAL, Parameter(alias="-p")] = (),
     search: str | None = None,
+    ladder: int | None = None,
     output: Annotated[Path | None, Parameter(alias="-o")] = None,
     json: bool = False,
     as_code: bool = False,
@@ -98,6 +100,8 @@ def plan(
     search
         Find the largest batch size: the name of the parameter of the generator function, or of the script's option, that sets it (batch_size).
         The answer has the largest size that fits without changes, the largest with techniques, and the fastest.
+    ladder
+        Make so many plans, from the fastest to the one that holds least, for tightfit run --guard: with -o plan.json the files plan-1.json and so on.
     output
         Write the plan to this file (JSON), for tightfit run --plan; with --export that tool's file.
     json
@@ -115,34 +119,43 @@ def plan(
     check_outputs({"--output": output}, inputs=(target, gpu.calibration, device))
     if as_code and (json or search is not None):
         raise UsageError("--as-code prints lines of Python: it goes with neither --json nor --search")
+    is_for_one = search is None and not (as_code or redact) and cards == ONE_CARD
+    files = [] if ladder is None else files_of(output, ladder, goes=is_for_one)
     card = device or own_card()
     if cards != ONE_CARD:
         is_plain = not (search or as_code or redact) and gpu == AS_KNOWN
         check_alone(is_plain and bounds == dataclasses.replace(NO_BOUNDS, budget=bounds.budget), cards, output)
         traced = {"arguments": arguments, "parameters": parameter, "options": model.given(), "tracing": tracing}
         return plan_cards(target, card, cards, budget=bounds.budget, output=output, json=json, **traced)
-    settings: dict[str, Any] = {
-        "budget": None if bounds.budget is None else with_unit("--budget", bounds.budget),
-        "used": used_now(gpu.used, card, is_own=device is None),
-        "allow": bounds.allow,
-        "without": bounds.without,
-        "margin": bounds.margin,
+    settings = _settings(bounds, gpu, used_now(gpu.used, card, is_own=device is None)) | {
         "arguments": arguments,
         "parameters": parameter,
         "options": model.given(),
-        "alloc_conf": gpu.alloc_conf,
-        "calibration": gpu.calibration,
     }
     line = ProgressLine(f"plan {target}", timeout_seconds=tracing.timeout, is_rewritten=not tracing.show_output)
     if search is not None:
         settings |= {"tracing": tracing}
         return _search(search, target, card, line, bounds, output=output, json=json, redact=redact, **settings)
     settings |= {"host": bounds.host, "disk": bounds.disk, "prove": not no_prove, **dataclasses.asdict(tracing)}
+    if files:
+        return plan_ladder(target, card, line, files=files, json=json, **settings)
     with line:
         found = find_plan(target, card, on_progress=line.report, **settings)
     found = redacted(found) if redact else found
     _deliver(found, target, output, json=json, as_code=as_code, elapsed_seconds=time.monotonic() - started)
     return 0 if found.fits else 1
+
+
+def _settings(bounds: Bounds, gpu: GpuOptions, used: str | int | None) -> dict[str, Any]:
+    return {
+        "budget": None if bounds.budget is None else with_unit("--budget", bounds.budget),
+        "used": used,
+        "allow": bounds.allow,
+        "without": bounds.without,
+        "margin": bounds.margin,
+        "alloc_conf": gpu.alloc_conf,
+        "calibration": gpu.calibration,
+    }
 
 
 def _deliver(

@@ -111,6 +111,8 @@ def _checked(
         raise UsageError(f"--disk-folder {disk_folder}: there is no such folder")
     if check_steps < 0:
         raise UsageError(f"--check-steps is {check_steps}: give how many steps are to be checked, 0 for none")
+    if guarding.ballast is not None and not guarding.guard:
+        raise UsageError("--ballast is held by a guarded run: give --guard too")
     if guarding.fallback and not guarding.guard:
         raise UsageError("--fallback names plans for a guarded run: give --guard too")
     return parsed

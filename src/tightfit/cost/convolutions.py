@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tightfit.cost.products import ON_CORES, ON_TENSOR_CORES, Floats, Products, ProductTiles, product_seconds
-from tightfit.cost.winograd import Images, Shares, fused_seconds, unfused_seconds
+from tightfit.cost.winograd import ConvolvedImages, Shares, fused_seconds, unfused_seconds
 
 _OF_INPUT, _OF_WEIGHT = 1, 2
 
@@ -104,7 +104,7 @@ def _on_cores(
         return otherwise
     images = np.maximum(passes.images[chosen], 1.0)
     ends = channels[chosen], passes.columns[chosen]
-    sizes = Images(
+    sizes = ConvolvedImages(
         images=images,
         pixels=passes.rows[chosen] / images,
         # The gradient of the input is a convolution from the outputs to the inputs.

@@ -45,7 +45,7 @@ _ITEM = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Images:
+class ConvolvedImages:
     """Convolutions that keep the size of `images` square images of `pixels` pixels, from `channels` to `outputs` channels; each of shape `(n,)`."""
 
     images: Floats
@@ -55,7 +55,7 @@ class Images:
 
 
 def fused_seconds(
-    sizes: Images, *, num_multiprocessors: int, flops_per_second: float, bytes_per_second: float
+    sizes: ConvolvedImages, *, num_multiprocessors: int, flops_per_second: float, bytes_per_second: float
 ) -> Floats:
     """Seconds of each convolution in one kernel of F(2 x 2, 3 x 3); `flops_per_second` is what the multiplications reach."""
     tiles = np.ceil(np.sqrt(sizes.pixels) / _FUSED_PIXELS)
@@ -69,7 +69,7 @@ def fused_seconds(
 
 
 def unfused_seconds(
-    sizes: Images,
+    sizes: ConvolvedImages,
     *,
     is_of_weight: bool,
     num_multiprocessors: int,

@@ -16,13 +16,14 @@ from torch.overrides import handle_torch_function
 
 from tightfit.errors import ApplyError
 
-_OF_C = (
+OF_C = (
     types.BuiltinFunctionType,
     types.MethodDescriptorType,
     types.WrapperDescriptorType,
     types.MethodWrapperType,
     types.ClassMethodDescriptorType,
 )
+"""What functions of C are, which nobody has written in Python."""
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 # By their code, for a program that replaces one of them later.
 _WRITTEN_IN_PYTHON: dict[types.CodeType, Callable[..., Any]] = {
@@ -39,7 +40,7 @@ def dispatched(func: Callable[..., Any]) -> Callable[..., Any]:
     Raises:
         ApplyError: the program has replaced the function, and torch's own is not known.
     """
-    if isinstance(func, _OF_C):
+    if isinstance(func, OF_C):
         return func
     code = getattr(func, "__code__", None)
     passed_on = sys._getframe(1).f_back

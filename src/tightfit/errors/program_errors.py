@@ -12,6 +12,12 @@ _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "p
 _RUNNERS = ("<frozen runpy>", "<frozen importlib._bootstrap", runpy.__file__)
 IN_A_THREAD = "arguments from the 'CUDA' backend"
 """What torch says of an operator on a virtual tensor where no virtual GPU is: in threads that the program has started."""
+# What a build for CUDA says there, which looks for a card first: without a driver, and beside a card that is hidden.
+_NO_CARD = ("Found no NVIDIA driver on your system", "No CUDA GPUs are available")
+_STARTING_THREADS = tuple(
+    os.path.join(sysconfig.get_path("stdlib"), *parts)
+    for parts in (("threading.py",), ("concurrent", "futures", "thread.py"), ("multiprocessing", "pool.py"))
+)
 _ASSUMED = "_tightfit_assumed"
 # What is wrong with an environment and not with a program: what the error says, and what helps.
 _REMEDIES = {
@@ -20,13 +26,28 @@ _REMEDIES = {
         "install the torchvision that was built with your torch (pip install --force-reinstall torchvision, "
         "with --index-url https://download.pytorch.org/whl/cpu beside a CPU build), or uninstall it where nothing needs it"
     ),
-    IN_A_THREAD: (
-        "the program uses the GPU in a thread of its own, where a trace does not follow it: copy to the GPU in the main thread, "
-        "at least while it is traced"
-    ),
     "relative import with no known parent": "it is a module of a package: give it as python -m takes it (package.module), from the folder above the package",
     "EOF when reading a line": "a trace has no standard input: give the program what it asks for in its arguments",
 }
+
+_IN_THE_MAIN_ONE = (
+    "the program uses the GPU in a thread of its own, where a trace does not follow it: copy to the GPU in the main thread, "
+    "at least while it is traced"
+)
+
+
+def is_of_a_thread(error: BaseException) -> bool:
+    """Whether torch says with `error` that the program has used the GPU in a thread that a trace does not follow."""
+    said = " ".join(map(_first_line, chain(error)))
+    frames = (frame for link in chain(error) for frame in traceback.extract_tb(link.__traceback__))
+    return IN_A_THREAD in said or (
+        any(each in said for each in _NO_CARD) and any(frame.filename in _STARTING_THREADS for frame in frames)
+    )
+
+
+def says_of_a_thread(line: str) -> bool:
+    """Whether `line`, of `one_line`, is of such an error."""
+    return _IN_THE_MAIN_ONE in line
 
 
 def note_assumed(error: BaseException, where: str, answer: str) -> None:
@@ -53,6 +74,8 @@ def one_line(label: str, error: BaseException) -> str:
     cause = "" if first is error else f" (caused by {type(first).__name__}{_at(first, place)}: {_first_line(first)})"
     said = " ".join(map(_first_line, links))
     helps = next((f"; {remedy}" for known, remedy in _REMEDIES.items() if known in said), "")
+    if is_of_a_thread(error):
+        helps = f"; {_IN_THE_MAIN_ONE}"
     message = _first_line(error)
     # torch goes on for a screen with what it was built with.
     if IN_A_THREAD in message:

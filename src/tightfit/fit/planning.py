@@ -82,8 +82,81 @@ def plan(
         InternalError: a fault of tightfit itself, on the way.
         KeyboardInterrupt: interrupted before anything better than the plain run was found.
     """
-    host_bytes = 0 if host is None else to_bytes(host, "host")
-    disk_bytes = 0 if disk is None else to_bytes(disk, "disk")
+    made = planner(
+        target,
+        device,
+        budget=budget,
+        host=host,
+        disk=disk,
+        allow=allow,
+        without=without,
+        arguments=arguments,
+        parameters=parameters,
+        options=options,
+        steps=steps,
+        until=until,
+        timeout=timeout,
+        largest_batch=largest_batch,
+        alloc_conf=alloc_conf,
+        margin=margin,
+        calibration=calibration,
+        show_output=show_output,
+        prove=prove,
+        allow_writes=allow_writes,
+        allow_network=allow_network,
+        say=say,
+        used=used,
+        on_progress=on_progress,
+    )
+    return made.within(made.budget_bytes)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Planner:
+    """Plans of one workload for one card: what was traced for one is not traced again for the next. `budget_bytes` is what the caller has asked for."""
+
+    runs: TracedRuns
+    budget_bytes: int
+    allowed: Allowed
+    host_bytes: int
+    disk_bytes: int
+    prove: bool
+
+    def within(self, budget_bytes: int) -> Plan:
+        """The fastest plan within so many bytes, or the one that holds least."""
+        search = Search(self.runs, budget_bytes, self.allowed, host_bytes=self.host_bytes, disk_bytes=self.disk_bytes)
+        on = self.runs.on
+        return with_note(_proven(search, self.runs, self.runs.card, prove=self.prove), on.empty, on.used_bytes)
+
+
+def planner(
+    target: str,
+    device: str,
+    *,
+    budget: str | int | None = None,
+    host: str | int | None = None,
+    disk: str | int | None = None,
+    allow: Iterable[str] = (),
+    without: Iterable[str] = (),
+    arguments: Sequence[str] = (),
+    parameters: Sequence[str] = (),
+    options: Mapping[str, Any] | None = None,
+    steps: Steps = DEFAULT_NUM_STEPS,
+    until: str | int | None = None,
+    timeout: float = DEFAULT_TIMEOUT_SECONDS,
+    largest_batch: bool = False,
+    alloc_conf: str | None = None,
+    margin: str | int = "safe",
+    calibration: str | os.PathLike[str] | None = None,
+    show_output: bool = False,
+    prove: bool = True,
+    allow_writes: bool = False,
+    allow_network: bool = False,
+    say: Callable[[str], None] | None = None,
+    used: Used = None,
+    on_progress: OnProgress | None = None,
+) -> Planner:
+    """What `plan` plans with; the parameters are those of `plan`."""
     on = CardSettings.of(device, alloc_conf=alloc_conf, calibration=calibration, used=used, margin=margin)
     budget_bytes = min(on.budget_bytes(budget), on.card.capacity_bytes)
     runs = TracedRuns(
@@ -101,8 +174,14 @@ def plan(
         ),
         log=ProgressLog(say=say and theirs(say), on_progress=on_progress and theirs(on_progress)),
     )
-    search = Search(runs, budget_bytes, allowed(allow, without), host_bytes=host_bytes, disk_bytes=disk_bytes)
-    return with_note(_proven(search, runs, runs.card, prove=prove), on.empty, on.used_bytes)
+    return Planner(
+        runs=runs,
+        budget_bytes=budget_bytes,
+        allowed=allowed(allow, without),
+        host_bytes=0 if host is None else to_bytes(host, "host"),
+        disk_bytes=0 if disk is None else to_bytes(disk, "disk"),
+        prove=prove,
+    )
 
 
 def _proven(search: Search, runs: TracedRuns, card: Device, *, prove: bool) -> Plan:

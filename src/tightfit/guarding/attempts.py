@@ -1,14 +1,17 @@
 """Attempts at a step: each begins with what is needed to take it back, and one that finds no memory is taken back or refused."""
 
 import dataclasses
+import gc
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tightfit.errors import OutputError
+from tightfit.guarding.ballast import Ballast
 from tightfit.guarding.begun_loaders import BegunLoaders
 from tightfit.guarding.out_of_memory import drop_failed_backward, is_out_of_memory, release_memory
 from tightfit.guarding.post_mortem import bytes_by_holder, explain, write_post_mortem
@@ -20,6 +23,8 @@ from tightfit.guarding.step_state import StepBeginning, StepStates
 from tightfit.techniques.session import Session
 from tightfit.torch_hooks.backward import on_backward
 from tightfit.torch_hooks.replaced import Leave
+
+_RELEASED = "released memory"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +50,7 @@ class Attempts:
         rungs: Rungs,
         folder: Path,
         models: Callable[[], Sequence[torch.nn.Module]],
+        ballast: Ballast,
     ) -> None:
         self.statistics: Counter[str] = Counter()
         self.num_steps = 0
@@ -53,8 +59,9 @@ class Attempts:
         self._folder = folder
         self._session = Session(model=model or torch.nn.Module(), optimizers=optimizers)
         self._rungs = rungs
+        self._ballast = ballast
         self._states = StepStates(model, optimizers)
-        self._retries = UpdateRetries(self._session, release_memory, self._learn)
+        self._retries = UpdateRetries(self._session, self._free, self._learn)
         self._running: Attempt | None = None
         self._loaders = BegunLoaders(self._is_drawing)
 
@@ -82,6 +89,7 @@ class Attempts:
             ApplyError: a plan could not be taken off before, and the model is in parts.
         """
         self._rungs.check()
+        self._ballast.hold()
         self._retries.cover(self._optimizers)
         with RetriedOperators(self._retries.freed):
             beginning = self._states.begin(reached, attributes=attributes, names_data=names_data)
@@ -112,6 +120,7 @@ class Attempts:
 
     def climb(self) -> None:
         """After enough good steps, tries the plan before. Only between steps."""
+        self._ballast.step_succeeded()
         if self._rungs.step_succeeded():
             self.statistics["climbs"] += 1
 
@@ -134,14 +143,41 @@ class Attempts:
                     raise error
                 raise self.final(error, tried, why)
             drop_failed_backward()
-        release_memory()
         if is_refusal:
+            release_memory()
             self._rungs.leave_refused(error, tried)
-        elif not tried:
-            tried.append("released memory")
-        elif not self._rungs.try_next(tried):
-            raise self.final(error, tried, "no plan that holds less is left")
+        elif self._ballast.release():
+            # To torch's cache, where the next attempt finds it, and not to the driver, where other processes would.
+            gc.collect()
+            self.statistics["ballast released"] += 1
+            tried.append("released the ballast")
+        else:
+            release_memory()
+            if _RELEASED not in tried:
+                tried.append(_RELEASED)
+            elif not self._rungs.try_next(tried):
+                raise self.final(error, tried, "no plan that holds less is left")
         self.statistics["replays"] += 1
+
+    @contextmanager
+    def up_to_updates(self) -> Iterator[None]:
+        """The step of an optimizer raises `UpdateReached` in here."""
+        self._retries.stops_before = True
+        try:
+            yield
+        finally:
+            self._retries.stops_before = False
+
+    def undo(self, attempt: Attempt) -> str:
+        """Restores the state at the beginning of an attempt that has come to its end; why that cannot be done, empty if it was."""
+        with RetriedOperators(self._free):
+            why_not = self._why_not(attempt, lambda: "") or self._restore(attempt)
+        release_memory()
+        return why_not
+
+    def to_the_top(self) -> None:
+        """Puts the first plan of the ladder that can be used on again, or takes the present one off where it ends above all plans."""
+        self._rungs.to_the_top()
 
     def _why_not(self, attempt: Attempt, refusal: Callable[[], str]) -> str:
         """Why the state at the beginning cannot be restored; empty if it can."""
@@ -190,10 +226,16 @@ class Attempts:
 
     def end(self) -> None:
         """Takes everything off the models and optimizers."""
+        self._ballast.release()
         self._rungs.end()
         self._session.undo()
         self._loaders.end()
         self.statistics["retried operators"] = self._retries.num_retries
+
+    def _free(self) -> None:
+        """Frees memory for an operator that is run again."""
+        self._ballast.release()
+        release_memory()
 
     def _is_drawing(self) -> bool:
         running = self._running

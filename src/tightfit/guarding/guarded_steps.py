@@ -19,15 +19,21 @@ from types import FrameType
 from typing import Any, TypeVar
 
 import torch
+from torch.utils.data import DataLoader
 
+from tightfit.capture.largest_batches import shapes_of
 from tightfit.errors import UsageError
 from tightfit.guarding.attempted_step import run_step
 from tightfit.guarding.attempts import Attempts
+from tightfit.guarding.ballast import Ballast
+from tightfit.guarding.largest_batch_of import largest_batch_of
 from tightfit.guarding.named_values import attributes_named_by
+from tightfit.guarding.rehearsal import Rehearsal, rehearse_step
 from tightfit.guarding.replayed_batches import Batch, ReplayedBatches
 from tightfit.guarding.rungs import CALM_STEPS, Rungs
 from tightfit.planner.plan import Plan
 from tightfit.runtime.apply import has_plan
+from tightfit.units import to_bytes
 
 Result = TypeVar("Result")
 
@@ -43,6 +49,7 @@ class GuardedSteps:
         *,
         folder: Path,
         calm_steps: int,
+        ballast_bytes: int,
         on_terminate: Callable[[], object] | None,
     ) -> None:
         self._on_terminate = on_terminate
@@ -52,6 +59,7 @@ class GuardedSteps:
             rungs=Rungs(plans, lambda: model, lambda: optimizers, calm_steps=calm_steps),
             folder=folder,
             models=lambda: [model],
+            ballast=Ballast(ballast_bytes, lambda: _device_of(model), calm_steps=calm_steps),
         )
         self.statistics = self._attempts.statistics
         self._batches: list[ReplayedBatches[Any]] = []
@@ -75,6 +83,36 @@ class GuardedSteps:
         )
         self._succeeded()
         return result
+
+    def rehearse(
+        self, function: Callable[..., object], loader: DataLoader[Any], /, *args: Any, **kwargs: Any
+    ) -> Rehearsal:
+        """Tries `function(batch, *args, **kwargs)` on the largest batch that `loader` can give, before the first step: up to its first update, all of which is
+        taken back. The data set is looked through in a forked process, for 10 s at most; random states, the loader and its data set are as before.
+
+        Raises:
+            torch.OutOfMemoryError: there is no room for its forward and backward pass, with any plan.
+            ApplyError: what the function has changed cannot be taken back.
+        """
+        if self._attempts.is_running:
+            raise UsageError("guarded.rehearse was called within a guarded step; call it before the first one")
+        found = largest_batch_of(loader)
+        if isinstance(found, str):
+            return Rehearsal(why_not=found)
+        reached = {
+            "the step": function,
+            "the batch": found.batch,
+            **{f"argument {n}": a for n, a in enumerate(args, 2)},
+        }
+        plan = rehearse_step(
+            self._attempts,
+            functools.partial(function, found.batch, *args, **kwargs),
+            reached | kwargs,
+            names_data=lambda: "data" in attributes_named_by(function),
+        )
+        return Rehearsal(
+            shapes=shapes_of(found.batch), num_seen=found.num_seen, num_examples=found.num_examples, plan=plan
+        )
 
     @property
     def plan_in_use(self) -> int:
@@ -111,6 +149,7 @@ def guard(
     on_terminate: Callable[[], object] | None = None,
     post_mortems: str | Path = ".",
     calm_steps: int = CALM_STEPS,
+    ballast: str | int = 0,
 ) -> Iterator[GuardedSteps]:
     """Guards the steps that are run by `guarded.step(function, batch)` inside of the `with` block.
 
@@ -118,8 +157,10 @@ def guard(
     error the plan before is tried again. `on_terminate` is called once, after the step that was running when the process was told to end (SIGTERM); the
     signal is then what it was before. A step that fails for good leaves a file `tightfit-out-of-memory-STEP.json` in the folder `post_mortems`.
 
+    `ballast` ("512MiB" or bytes) is held on the model's device without need, and given up at the first error.
+
     Raises:
-        UsageError: the model has a plan already, and `plans` were given.
+        UsageError: the model has a plan already, and `plans` were given; `ballast` is no size.
         PlanError: a file is not a plan.
     """
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
@@ -129,13 +170,23 @@ def guard(
             f"this {type(model).__name__} has a plan already: undo its session, and give the plan to guard as the first of `plans`"
         )
     guarded = GuardedSteps(
-        model, optimizers, ladder, folder=Path(post_mortems), calm_steps=calm_steps, on_terminate=on_terminate
+        model,
+        optimizers,
+        ladder,
+        folder=Path(post_mortems),
+        calm_steps=calm_steps,
+        ballast_bytes=to_bytes(ballast, "ballast"),
+        on_terminate=on_terminate,
     )
     try:
         with _on_sigterm(guarded._terminate if on_terminate else None):
             yield guarded
     finally:
         guarded.end()
+
+
+def _device_of(model: torch.nn.Module) -> torch.device | None:
+    return next((parameter.device for parameter in model.parameters()), None)
 
 
 @contextmanager

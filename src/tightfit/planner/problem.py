@@ -7,7 +7,7 @@ choice leaves somewhere else. The few hundred that remain are equivalent to all.
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -111,6 +111,13 @@ def with_taken(problem: Problem, taken: Sequence[Option]) -> Problem:
         changes=np.where(changes < 0, changes * share, changes).astype(np.int64),
         conflicts=_conflicts(options),
     )
+
+
+def without(problem: Problem, keys: Collection[str]) -> Problem:
+    """The problem without the options of these keys."""
+    left = [i for i, option in enumerate(problem.options) if option.key not in keys]
+    options = tuple(problem.options[i] for i in left)
+    return dataclasses.replace(problem, options=options, changes=problem.changes[left], conflicts=_conflicts(options))
 
 
 def total_changes(num_events: int, options: Iterable[Option]) -> Bytes:

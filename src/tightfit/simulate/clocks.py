@@ -21,7 +21,8 @@ from tightfit.simulate.step_work import NUM_ENGINES, Item, WorkKind
     _HOST_FOR_STREAM,
     _HOST_FOR_DEVICE,
     _HOST_READS,
-    _HOST_UPDATES,
+    _,
+    _,
 ) = map(int, list(WorkKind))
 # A step settles on a period, or on a cycle of a few rounds (two buffers in turn); one that does not in so many rounds is averaged over the last half.
 _MAX_ROUNDS = 32

@@ -103,7 +103,7 @@ class Followed:
             self._host = max(self._host, self._streams[stream])
         elif kind == WorkKind.HOST_FOR_DEVICE:
             self._host = max(self._host, *self._streams)
-        elif kind == WorkKind.HOST_UPDATES:
+        elif kind in (WorkKind.HOST_UPDATES, WorkKind.HOST_RUNS):
             self._host = self._node(self._host, number, HOST, seconds)
         else:
             ready = max(self._host, self._streams[stream])

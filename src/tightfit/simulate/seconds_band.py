@@ -125,5 +125,6 @@ def _scaled(prices: PricedTape, chosen: Column, kind: ErrorKind, doubt: float) -
             issue_seconds=prices.issue_seconds * factor,
             read_seconds=prices.read_seconds * factor,
             update_seconds_per_byte=prices.update_seconds_per_byte * factor,
+            python_factor=prices.python_factor * factor,
         )
     return dataclasses.replace(prices, seconds=np.where(chosen, factor * prices.seconds, prices.seconds))

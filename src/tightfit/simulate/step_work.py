@@ -13,6 +13,7 @@ import numpy as np
 from tightfit.cost.copies import copy_seconds
 from tightfit.cost.efficiency import efficiency_of
 from tightfit.cost.host_bandwidth import HOST_BYTES_PER_SECOND, host_bytes_per_second
+from tightfit.cost.host_python import MICROSECOND, REFERENCE_SECONDS
 from tightfit.cost.roofline import is_kernel, operator_seconds
 from tightfit.cost.traced_collectives import traced_collective_seconds
 from tightfit.devices.calibration import Calibration
@@ -35,6 +36,7 @@ class WorkKind(enum.IntEnum):
     HOST_FOR_DEVICE = 7
     HOST_READS = 8  # stream, -, seconds
     HOST_UPDATES = 9  # -, -, seconds
+    HOST_RUNS = 10  # -, -, seconds
 
 
 Item = tuple[int, int, float, float, float]
@@ -50,7 +52,7 @@ _KIND_OF_WAIT = np.array([WorkKind[kind.name] for kind in WaitKind])
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PricedTape:
     """A tape with the seconds of each operator on the card, those to issue it from the host, those to read a value back, and those in which the host
-    itself reads or writes a byte as it updates parameters.
+    itself reads or writes a byte as it updates parameters. `python_factor` is how long Python of techniques takes, against where it was measured.
     """
 
     tape: Tape
@@ -58,6 +60,7 @@ class PricedTape:
     issue_seconds: Column
     read_seconds: float
     update_seconds_per_byte: float = 1.0 / HOST_BYTES_PER_SECOND
+    python_factor: float = 1.0
 
 
 def priced(
@@ -73,12 +76,14 @@ def priced(
     seconds = operator_seconds(tape, device, calibration, tf32_matmul=tf32_matmul, tf32_convolution=tf32_convolution)
     if node is not None and len(tape.collectives):
         seconds[tape.collectives.operator] = traced_collective_seconds(tape, node)
+    efficiency = efficiency_of(device, calibration)
     return PricedTape(
         tape=tape,
         seconds=seconds,
-        issue_seconds=is_kernel(tape) * efficiency_of(device, calibration).issue_seconds,
+        issue_seconds=is_kernel(tape) * efficiency.issue_seconds,
         read_seconds=copy_seconds(0, device, to_card=False, calibration=calibration),
         update_seconds_per_byte=1.0 / host_bytes_per_second(calibration),
+        python_factor=efficiency.python_seconds / REFERENCE_SECONDS,
     )
 
 
@@ -181,6 +186,8 @@ def _waits(priced_tape: PricedTape, own: slice, renamed: dict[int, int]) -> tupl
     is_update = waits.kind[own] == WaitKind.HOST_UPDATES
     seconds = (waits.kind[own] == WaitKind.HOST_READS) * priced_tape.read_seconds
     seconds = seconds + is_update * waits.event[own].astype(np.float64) * KIB * priced_tape.update_seconds_per_byte
+    runs = waits.kind[own] == WaitKind.HOST_RUNS
+    seconds = seconds + runs * waits.event[own] * MICROSECOND * priced_tape.python_factor
     kind = _KIND_OF_WAIT[waits.kind[own]]
     return _columns(waits.operator[own], kind, waits.stream[own], event, seconds, np.zeros(len(event)))
 

@@ -149,7 +149,7 @@ def _idle(prices: PricedTape, work: StepWork, seconds: float) -> dict[str, float
     for kind, _, on_host, copying, number in work.items:
         if kind in (WorkKind.KERNELS, WorkKind.COPY, WorkKind.BLOCKING_COPY):
             busy[HOST] += on_host
-        if kind == WorkKind.HOST_UPDATES:
+        if kind in (WorkKind.HOST_UPDATES, WorkKind.HOST_RUNS):
             busy[HOST] += copying
         if kind in (WorkKind.COPY, WorkKind.BLOCKING_COPY):
             engine = ENGINES[int(number)]

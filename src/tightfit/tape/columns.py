@@ -185,6 +185,7 @@ class WaitKind(enum.IntEnum):
     HOST_FOR_DEVICE = 4
     HOST_READS = 5  # the host reads a value that `stream` has computed: `.item()`, the size that `nonzero` finds
     HOST_UPDATES = 6  # the host itself updates parameters (a fused optimizer on host tensors); `event` is the KiB that it reads and writes
+    HOST_RUNS = 7  # the host runs Python of a technique (`tightfit.cost.host_python`); `event` is the microseconds that it takes there
 
 
 # Tables of their own and no rows of `operators` and `events`: both are few in nearly every program, and every reader of memory events goes on

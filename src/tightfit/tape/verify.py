@@ -200,7 +200,13 @@ def _waits(tape: Tape) -> Iterator[str]:
         yield "a wait of a stream without the stream, or another with one"
 
 
-_OF_EVENTS = (WaitKind.RECORD, WaitKind.STREAM_FOR_EVENT, WaitKind.HOST_FOR_EVENT, WaitKind.HOST_UPDATES)
+_OF_EVENTS = (
+    WaitKind.RECORD,
+    WaitKind.STREAM_FOR_EVENT,
+    WaitKind.HOST_FOR_EVENT,
+    WaitKind.HOST_UPDATES,
+    WaitKind.HOST_RUNS,
+)
 _OF_STREAMS = (WaitKind.RECORD, WaitKind.STREAM_FOR_EVENT, WaitKind.HOST_FOR_STREAM, WaitKind.HOST_READS)
 
 

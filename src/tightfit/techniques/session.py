@@ -22,7 +22,7 @@ from tightfit.effects.card_sums import first_difference
 from tightfit.errors import ApplyError
 from tightfit.techniques.wrappers.forwards import Around, OnlyHere, copied_wrappers, take_off_copied, wrap_forward
 from tightfit.techniques.wrappers.replaced_methods import MethodReplacement
-from tightfit.torch_hooks.step_hooks import take_off_hook
+from tightfit.torch_hooks.optimizer_step_hooks import take_off_hook
 
 Undo = Callable[[], object]
 CHECK_STEPS = 2

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -77,7 +78,7 @@ def main(path: str, parent: str) -> None:
 
     def thread_failed(failed: threading.ExceptHookArgs) -> None:
         # The program may wait for ever for what such a thread does not bring.
-        if failed.exc_value is not None and programs.IN_A_THREAD in str(failed.exc_value):
+        if failed.exc_value is not None and programs.is_of_a_thread(failed.exc_value):
             leave(path, {**_failure(request.label, failed.exc_value, ""), "notes": closed_in.end()})
         in_threads(failed)
 
@@ -164,6 +165,8 @@ def _trace(request: Request, path: str, closed_in: ClosedIn) -> Any:
     with _steps_in_time(session.watch, request.timeout_seconds, f"{path}.stack", status):
         session.run(target_of(request.target))
     raise_what_was_swallowed()
+    if session.gpu.fake.used_in_a_thread is not None:
+        raise session.gpu.fake.used_in_a_thread
     session.tape(target=request.label, versions=_versions()).save(request.tape)
     return report()
 
@@ -184,6 +187,8 @@ def _refuse_in_forks(session: "CaptureSession", label: str, path: str) -> None:
         os.kill(traced, signal.SIGKILL)
         os._exit(1)
 
+    # The trace has a thread of its own, of which Python 3.12 and newer warn whoever forks.
+    warnings.filterwarnings("ignore", r"This process \(pid=\d+\) is multi-threaded", DeprecationWarning)
     os.register_at_fork(after_in_child=lambda: setattr(session.recorder, "operator", refuse))
 
 

@@ -98,7 +98,9 @@ class HostMemory:
 
     def is_blank(self, tensor: torch.Tensor) -> bool:
         """Whether no real data has been written to the storage of `tensor`."""
-        return tensor.layout == torch.strided and tensor.untyped_storage()._cdata in self._blank
+        # A class with an answer of its own (a lazy gradient) would compute its elements to give it, and within an operator.
+        has_memory = tensor.layout == torch.strided and type(tensor).untyped_storage is torch.Tensor.untyped_storage
+        return has_memory and tensor.untyped_storage()._cdata in self._blank
 
     @faults.hands_over
     def run(self, operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

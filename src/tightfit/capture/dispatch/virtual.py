@@ -6,6 +6,7 @@ new storage is recorded, and recorded as freed when Python and autograd have dro
 """
 
 import functools
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
@@ -26,6 +27,7 @@ from tightfit.capture.observe.attribution import Attribution
 from tightfit.capture.observe.kernel_memory import KernelMemory
 from tightfit.capture.observe.recorder import Recorder
 from tightfit.errors import CaptureError, faults
+from tightfit.errors.program_errors import IN_A_THREAD
 from tightfit.tape import Category
 
 aten = torch.ops.aten
@@ -74,7 +76,30 @@ class _DtypeNames(dict["torch.dtype | None", int]):
 
 
 class _SharedFakeMode(FakeTensorMode):
-    """The fake tensors of one virtual GPU. A tensor refers to its mode, and a copy of it belongs to the same one."""
+    """The fake tensors of one virtual GPU. A tensor refers to its mode, and a copy of it belongs to the same one.
+
+    `threads` are those of Python's that the virtual GPU is in; `used_in_a_thread` is the error that an operator has raised in another one.
+    """
+
+    used_in_a_thread: Exception | None = None
+
+    def __init__(self) -> None:
+        # Without fallback kernels: torch would run an operator without a shape rule for real
+        # (`run_fallback_kernel`), whatever its size and without a word. `fallback` does that within bounds.
+        super().__init__(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+        self.cache_enabled = False
+        self.threads = {threading.get_ident()}
+
+    @faults.hands_over
+    def __enter__(self) -> Self:
+        # A virtual tensor's class enters its mode where no mode takes the operator: nothing would record it, and the mode's state is not for two threads
+        # at once. Threads of autograd's own are not Python's.
+        number = threading.get_ident()
+        thread = threading._active.get(number)  # type: ignore[attr-defined]
+        if number not in self.threads and thread is not None and not isinstance(thread, threading._DummyThread):  # type: ignore[attr-defined]
+            self.used_in_a_thread = NotImplementedError(f"Could not run an operator with {IN_A_THREAD}")
+            raise faults.for_torch(self.used_in_a_thread)
+        return super().__enter__()
 
     def __deepcopy__(self, memo: object) -> Self:
         return self
@@ -100,10 +125,7 @@ class VirtualGpu(TorchDispatchMode):
         self.reads = ReadPolicy(self.attribution.where, recorder.assume, self.attribution.modules)
         self.known_values = KnownValues()
         self.host = HostMemory(recorder)
-        # Without fallback kernels: torch would run an operator without a shape rule for real
-        # (`run_fallback_kernel`), whatever its size and without a word. `fallback` does that within bounds.
-        self.fake = _SharedFakeMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
-        self.fake.cache_enabled = False
+        self.fake = _SharedFakeMode()
         self.calls = CallCache(self.fake)
         self.conditions = DataDependentConditions()
         self.storages = DeviceStorages(recorder, self.known_values, self.conditions)
@@ -115,7 +137,7 @@ class VirtualGpu(TorchDispatchMode):
             OpOverload, Handler
         ] = {}  # the operators of process groups, of tensors on the host too
         self._handlers = dict(handlers)
-        self._kernels = kernels
+        self.kernels = kernels
         self._composites = composites
         self._names: dict[OpOverload, int] = {}
         self._dtypes = _DtypeNames(recorder)
@@ -281,7 +303,7 @@ class VirtualGpu(TorchDispatchMode):
         if isinstance(out, torch.Tensor) and out.dtype == torch.bool:
             self.conditions.follow(func, args, out)
         # After the outputs: most kernels ask for their scratch memory then (docs/how-it-works/cuda-rules.md).
-        self._kernels.add(func, args, kwargs, out, None if call is None else call.scratch)
+        self.kernels.add(func, args, kwargs, out, None if call is None else call.scratch)
         if call is None or call.has_small_outputs or known.is_mutable:
             self.known_values.follow(func, known, args, kwargs, outputs)
         if known.is_mutable:

@@ -37,6 +37,9 @@ class KernelMemory:
         self._recorder = recorder
         self._card = card
         self._kept: set[tuple[str, int, int]] = set()
+        # The library handles of threads, by number, and those that threads which have ended left in the pool, the last one on top.
+        self._handles: dict[int, int] = {}
+        self._pool: list[int] = []
         # By address, as torch hashes operators in Python; with each operator, whether it is a product and whether its kernel asks for memory.
         self._uses: dict[int, tuple[OpOverload, bool, bool]] = {}
 
@@ -72,10 +75,22 @@ class KernelMemory:
             # PyTorch keeps workspaces by (handle, stream), and pools handles by thread
             # (aten/src/ATen/cuda/CublasHandlePool.cpp). Autograd's thread here is torch's own, so its identity
             # is the true one.
-            key = (workspace.kind, threading.get_ident(), recorder.stream)
+            key = (workspace.kind, self._handle(), recorder.stream)
             if key not in self._kept:
                 self._kept.add(key)
                 recorder.allocate(workspace.num_bytes, Category.WORKSPACE, _SOURCES[workspace.kind])
+
+    def _handle(self) -> int:
+        thread = threading.get_ident()
+        if thread not in self._handles:
+            self._handles[thread] = self._pool.pop() if self._pool else len(self._handles)
+        return self._handles[thread]
+
+    def thread_ends(self) -> None:
+        """The thread that calls gives its handles back to the pool, as its thread-locals do at its end (aten/src/ATen/cuda/detail/DeviceThreadHandles.h)."""
+        handle = self._handles.pop(threading.get_ident(), None)
+        if handle is not None:
+            self._pool.append(handle)
 
     def _run_scratch(self, events: Sequence[int]) -> None:
         blocks: list[int] = []

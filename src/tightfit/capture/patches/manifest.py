@@ -217,7 +217,7 @@ IN_BOTH: tuple[Name, ...] = (
     known(
         "torch:UntypedStorage._cdata",
         "to tell storages apart",
-        "capture/collectives capture/dispatch capture/patches capture/steps effects engine guarding runtime techniques",
+        "capture/collectives capture/dispatch capture/observe capture/patches capture/steps effects engine guarding runtime techniques",
     ),
     # Hooks and parts of modules, tensors and optimizers.
     known("torch.nn.modules.module:_global_backward_hooks", "to see hooks on all modules", "effects techniques"),

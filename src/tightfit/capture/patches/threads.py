@@ -110,6 +110,7 @@ class ThreadsFollowed:
         del thread.__dict__["run"]
         self.turns.enter(member)
         entered.release()
+        self._gpu.fake.threads.add(_thread.get_ident())
         member.begin()
         try:
             with self._gpu:
@@ -125,6 +126,7 @@ class ThreadsFollowed:
                 self._failed = error
                 self.turns.must_ask = True
         finally:
+            self._gpu.kernels.thread_ends()
             self.turns.leave(member)
 
     @faults.hands_over

@@ -13,7 +13,7 @@ from cyclopts import Group, Parameter
 from tightfit.capture.targets import Script, run_script
 from tightfit.cli.arguments.options import SEVERAL
 from tightfit.cli.arguments.programs import exit_code_of
-from tightfit.cli.arguments.sizes import with_unit
+from tightfit.cli.arguments.sizes import Size, with_unit
 from tightfit.cli.shared.local_cards import LocalCard, local_cards
 from tightfit.devices.catalogue import find
 from tightfit.errors import UsageError
@@ -35,12 +35,15 @@ class Guarding:
         Take a training step that runs out of memory back, and run it again. No plan is made then; --plan may name one.
     fallback
         A plan to change to where memory does not suffice, from the fastest to the one that holds least; repeatable.
+    ballast
+        GPU memory to hold without need, such as 512MiB, and to give up when a step finds none, before anything else is tried.
     post_mortems
         The folder for the file about a step that failed for good. Default: the current one.
     """
 
     guard: bool = False
     fallback: Annotated[tuple[Path, ...], SEVERAL] = ()
+    ballast: Size | None = None
     post_mortems: Path = Path()
 
 
@@ -77,8 +80,17 @@ def run_guarded(
         _limit(with_unit("--budget", budget))
     plans = [Plan.load(each) for each in ([] if plan is None else [plan]) + list(guarding.fallback)]
     folder = None if disk_folder is None else str(disk_folder)
+    ballast_bytes = 0 if guarding.ballast is None else parse(with_unit("--ballast", guarding.ballast))
     return exit_code_of(
-        lambda: _run(script, plans, guarding, has_plan=plan is not None, check_steps=check_steps, disk_folder=folder),
+        lambda: _run(
+            script,
+            plans,
+            guarding,
+            has_plan=plan is not None,
+            check_steps=check_steps,
+            disk_folder=folder,
+            ballast_bytes=ballast_bytes,
+        ),
         script.path,
     )
 
@@ -120,6 +132,7 @@ def _run(
     has_plan: bool,
     check_steps: int,
     disk_folder: str | None,
+    ballast_bytes: int,
 ) -> None:
     from tightfit.runtime.run_script import run
     from tightfit.torch_hooks import manifest
@@ -135,7 +148,9 @@ def _run(
         put = functools.partial(apply, check_steps=check_steps, disk_folder=disk_folder)
         # Next to where the command was given, wherever the script goes.
         folder = guarding.post_mortems.resolve()
-        found.append(GuardedScript(script.path, plans, has_first=has_plan, folder=folder, put=put))
+        found.append(
+            GuardedScript(script.path, plans, has_first=has_plan, folder=folder, put=put, ballast_bytes=ballast_bytes)
+        )
         return found[0].running()
 
     try:

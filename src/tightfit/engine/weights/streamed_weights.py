@@ -15,6 +15,8 @@ from contextlib import contextmanager
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from tightfit.capture.observe.host_python import spends
+from tightfit.cost.host_python import HostWork
 from tightfit.engine.copy_engines import CopyEngine, copies_for
 from tightfit.engine.descriptors import close_gone
 from tightfit.engine.disk.disk_copies import DiskSpace
@@ -161,6 +163,8 @@ class StreamedWeights:
     def use(self, block: StreamedBlock, kind: Pass) -> None:
         """Has the weights of `block` on the card for what is computed from now on, and begins to bring those of the block that follows."""
         use = (kind, block.number)
+        spends(HostWork.STREAMED_CALL)
+        spends(HostWork.STREAMED_PARAMETER, len(block.weights))
         with self._lock:
             # Where the program has set other data (another dtype, another device), that is the weight from now on.
             block.weights = [weight for weight in block.weights if weight.is_ours()]

@@ -13,12 +13,15 @@ from tightfit.fit.searching.offers import Offers
 from tightfit.fit.searching.variants import Variant, Variants
 from tightfit.fit.traced_runs import TracedRun, TracedRuns
 from tightfit.planner.option import Option
-from tightfit.planner.problem import Problem
+from tightfit.planner.problem import Problem, without
 from tightfit.planner.solution import Solution, validate
 from tightfit.planner.solve import least, solve
 from tightfit.units import format_bytes, format_seconds
 
 MAX_LIMITS = 16
+# A lowest peak that was traced to be above the promised one by more than this share is looked for once more without the option that promised most.
+_SHORT = 0.1
+_MAX_SHORT = 3
 SOLVER_SECONDS = 10.0
 
 
@@ -117,21 +120,29 @@ class Candidates:
         if run is None:
             return None
         best: Candidate | None = None
+        # Options that were traced to save much less than they promise.
+        short: set[str] = set()
         for _ in range(MAX_LIMITS):
             variant = self.variant(run, retaining)
             if run.options and not variant.is_predicted:
-                best = self._seen(self._settings.smallest(run), variant, _nothing_more(variant))
+                alone = self._seen(self._settings.smallest(run), variant, _nothing_more(variant))
+                best = _smaller(best, alone)
+            variant = dataclasses.replace(variant, problem=without(variant.problem, short))
             solution = _solve(variant.problem, 0)
             if not solution.chosen and not variant.is_predicted:
                 return best
-            traced = self.traced((*variant.run.options, *(variant.problem.options[i] for i in solution.chosen)))
+            chosen = [variant.problem.options[i] for i in solution.chosen]
+            traced = self.traced((*variant.run.options, *chosen))
             # What was refused changes the problem.
             if traced is None:
                 continue
             # The fastest of those with the lowest peak: nothing is known of what is faster and holds more.
             unbound = dataclasses.replace(solution, bound_seconds=min(0.0, solution.seconds), is_proven=False)
-            found = self._seen(self._settings.smallest(traced), variant, unbound)
-            return found if best is None or found.run.needed_bytes < best.run.needed_bytes else best
+            best = _smaller(best, self._seen(self._settings.smallest(traced), variant, unbound))
+            is_short = traced.estimate.peak.allocated_bytes > (1 + _SHORT) * solution.peak_bytes
+            if not (is_short and chosen) or len(short) >= _MAX_SHORT:
+                return best
+            short.add(max(chosen, key=lambda o: max((-c.num_bytes for c in o.changes), default=0)).key)
         return best
 
     def with_solution(self, variant: Variant, solution: Solution) -> Candidate | None:
@@ -173,6 +184,11 @@ class Candidates:
             for each in (one, other)
         ]
         return one if ranks[0] <= ranks[1] else other
+
+
+def _smaller(one: Candidate | None, other: Candidate) -> Candidate:
+    """The one that holds less; the first where they are alike."""
+    return other if one is None or other.run.needed_bytes < one.run.needed_bytes else one
 
 
 def _solve(problem: Problem, limit: int) -> Solution:

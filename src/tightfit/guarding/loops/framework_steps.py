@@ -16,6 +16,7 @@ import torch
 
 from tightfit.guarding.attempted_step import run_step
 from tightfit.guarding.attempts import Attempts
+from tightfit.guarding.ballast import Ballast
 from tightfit.guarding.loops.outside_effects import OutsideEffects
 from tightfit.guarding.rungs import Rungs
 from tightfit.planner.plan import Plan
@@ -121,7 +122,14 @@ class FrameworkGuard(StepOwner):
     ) -> None:
         own = [_innermost(optimizer) for optimizer in optimizers if optimizer is not None]
         rungs = Rungs(plans, lambda: model, lambda: own)
-        self._attempts = Attempts(model, own, rungs=rungs, folder=folder, models=lambda: [model])
+        self._attempts = Attempts(
+            model,
+            own,
+            rungs=rungs,
+            folder=folder,
+            models=lambda: [model],
+            ballast=Ballast(0, lambda: None, calm_steps=0),
+        )
         self._step_of = STEPS[name]
         self._of = of
         self._effects = OutsideEffects()

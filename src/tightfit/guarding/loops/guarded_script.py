@@ -15,6 +15,7 @@ import torch
 
 from tightfit.errors import ApplyError
 from tightfit.guarding.attempts import Attempts
+from tightfit.guarding.ballast import Ballast
 from tightfit.guarding.loops.find_loops import GuardedProgram, training_loops
 from tightfit.guarding.loops.framework_steps import STEPS, run_framework_step
 from tightfit.guarding.loops.guarded_loops import LoopGuard
@@ -45,6 +46,7 @@ class GuardedScript(StepOwner):
         folder: Path,
         put: Put = apply,
         calm_steps: int = CALM_STEPS,
+        ballast_bytes: int = 0,
     ) -> None:
         self._program = GuardedProgram.of(Path(path))
         self._models: WeakTable[torch.nn.Module, None] = WeakTable()
@@ -59,7 +61,12 @@ class GuardedScript(StepOwner):
             calm_steps=calm_steps,
         )
         self._attempts = Attempts(
-            None, _Living(self._optimizers), rungs=rungs, folder=folder, models=lambda: list(self._models)
+            None,
+            _Living(self._optimizers),
+            rungs=rungs,
+            folder=folder,
+            models=lambda: list(self._models),
+            ballast=Ballast(ballast_bytes, _current_card, calm_steps=calm_steps),
         )
         self._guard = LoopGuard(self._attempts, OutsideEffects(), lambda: None)
         self._frameworks: dict[Name, Leave] = {}
@@ -151,6 +158,11 @@ class GuardedScript(StepOwner):
         if not any(sizes.values()):
             raise ApplyError("no model with an optimizer was called yet")
         return max(sizes, key=lambda model: sizes[model])
+
+
+def _current_card() -> torch.device | None:
+    """The GPU that the script uses, once it uses one."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else None
 
 
 class _Living(Sequence[torch.optim.Optimizer]):

@@ -22,10 +22,16 @@ from tightfit.techniques.technique import Choice
 from tightfit.torch_hooks.backward import BackwardPass, on_backward
 from tightfit.torch_hooks.manifest import STORAGE_USES, TENSOR_USES
 
-# References to a gradient that only its parameter keeps, while `_is_shared` runs: the parameter, two names and
-# an argument; and to its storage: the gradient and a name.
-_OWN_REFERENCES = 4
 
+def _references_by_name() -> int:
+    """How many references `sys.getrefcount` sees of a name that it is called with: Python 3.14 hands on a name without one of its own."""
+    named = object()
+    return sys.getrefcount(named)
+
+
+# References to a gradient that only its parameter keeps, while `_is_shared` runs: the parameter, the caller's name, and its own.
+_OWN_REFERENCES = 2 + _references_by_name()
+# And to its storage: the gradient and a name.
 _OWN_USES = 2
 # Of the gradient in C++: the parameter's and Python's. What exports it without a copy (DLPack) is one more.
 _OWN_HANDLES = 2
@@ -63,7 +69,7 @@ class _Freed:
             if gradient is None:
                 continue
             deferred = deferred_gradient(parameter)
-            if deferred is not None or _is_shared(gradient):
+            if deferred is not None or _is_shared(parameter):
                 # A lazy gradient handles `zero_` itself; a view of the script's own buffer is filled in place.
                 with torch.no_grad():
                     gradient.detach_() if gradient.grad_fn is not None else gradient.requires_grad_(False)
@@ -109,8 +115,13 @@ def _add_to_zeros(parameter: torch.Tensor) -> None:
         parameter.grad.add_(0.0)
 
 
-def _is_shared(gradient: torch.Tensor) -> bool:
-    """Whether anything but the parameter refers to this memory: it is a view or has one, or the program keeps the tensor."""
+def _is_shared(parameter: torch.Tensor) -> bool:
+    """Whether anything but the parameter refers to the memory of its gradient: it is a view or has one, or the program keeps the tensor.
+
+    The caller has one name for the gradient. It is not an argument, which has a reference of its own or not, by the release of Python.
+    """
+    gradient = parameter.grad
+    assert gradient is not None
     if gradient.layout != torch.strided or isinstance(gradient, LazyTensor):
         return True
     storage = gradient.untyped_storage()

@@ -5,6 +5,7 @@ so that nothing is assumed about labels: ignored targets, class weights and `red
 """
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from tightfit.effects.dispatched import dispatched
+from tightfit.effects.dispatched import OF_C, dispatched
 from tightfit.effects.random_operators import draws
 from tightfit.effects.reads import is_called_by_us
 from tightfit.errors import ApplyError
@@ -64,6 +65,9 @@ class LossWatch(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if isinstance(func, OF_C) and _is_of_no_interest(func.__name__):
+            # Most calls are such, and each is the processor's time of a step.
+            return func(*args, **kwargs) if kwargs else func(*args)
         func = dispatched(func)
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
@@ -112,6 +116,14 @@ class LossWatch(TorchFunctionMode):
     def noted(self, term: Term, inputs: Mapping[str, Any], *, is_of_classes: bool) -> None:
         """Keeps a term; `inputs` are the arguments of the loss function."""
         self.terms.append(term)
+
+
+@functools.cache
+def _is_of_no_interest(name: str) -> bool:
+    """Whether a function of torch in C of this name is no norm, no loss, draws nothing, and reads nothing that code goes on by."""
+    losses = {function.__name__ for function in (*_OF_CLASSES, *_OF_ELEMENTS)}
+    others = ("batch_norm", "instance_norm", "scaled_dot_product_attention", "gumbel_softmax", *_DROPOUTS, *_DECIDES)
+    return name not in losses and name not in others and not draws(name)
 
 
 def active_watch() -> LossWatch | None:

@@ -25,8 +25,8 @@ from tightfit.techniques.lazy_tensors.code_in_graphs import CodeInGraph
 from tightfit.techniques.micro_batches.batches import AbstractBatch, Batch
 from tightfit.techniques.micro_batches.example_wise_check import BatchProofs
 from tightfit.techniques.micro_batches.loss_means import LossWatch
+from tightfit.techniques.micro_batches.saved_by_parts import Unchanged
 from tightfit.techniques.micro_batches.split_outputs import Outputs, Sums, find_loss
-from tightfit.techniques.micro_batches.unchanged import Unchanged
 from tightfit.techniques.wrappers.first_order import Refuse, are_transforms_active
 from tightfit.torch_hooks.backward import nodes_behind, of_a_part
 from tightfit.torch_hooks.node_hooks import is_any_node_hooked, moment, on_node_hooks

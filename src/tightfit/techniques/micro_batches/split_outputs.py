@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from tightfit.effects.independence.totals import ROWS
 from tightfit.errors import ApplyError
 from tightfit.techniques.micro_batches.loss_means import Term
-from tightfit.techniques.micro_batches.unchanged import SavedByParts, Unchanged
+from tightfit.techniques.micro_batches.saved_by_parts import SavedByParts, Unchanged
 from tightfit.techniques.wrappers.first_order import Refuse, first_order
 
 # By how much shares of whole numbers, and of sums of class weights, may differ.

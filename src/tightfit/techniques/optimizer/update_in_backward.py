@@ -22,6 +22,7 @@ from tightfit.analysis.updates import (
     states_come_early,
     waiting_for_second_pass,
 )
+from tightfit.cost.host_python import HostWork
 from tightfit.planner.option import Change, Option
 from tightfit.planner.suggestion import Suggestion
 from tightfit.techniques.optimizer.optimizer_kernel import seconds_of_fused
@@ -52,13 +53,15 @@ class UpdateInBackward(AbstractTechnique):
         clips, longer = bool(readers_of_gradients(run)), waiting_for_second_pass(run)
         kernels = ["same", *(["fused"] if family_of(run) != "other" and implementation_of(run) != "fused" else [])]
         again, passes = seconds_of_second_pass(run), retained_passes(run)
+        num_updates = sum(len(run.gradients(step_range)) for step_range in run.steady)
+        in_python = run.bound.added(0.0, num_updates * HostWork.UPDATED_PARAMETER.value)
         return [
             Option(
                 technique=self.name,
                 where="optimizer",
                 settings={"kernel": kernel, "clips": clips},
                 changes=(*_changes(run, kernel), *longer),
-                seconds=_update_seconds(run, kernel) - run.seconds + again,
+                seconds=_update_seconds(run, kernel) - run.seconds + again + in_python,
                 exact=self.exact,
                 slots=frozenset({"optimizer", BACKWARD_SLOT}),
                 retains=passes,

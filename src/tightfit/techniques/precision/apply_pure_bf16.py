@@ -279,7 +279,10 @@ def _are_accumulators_held(parameters: Iterable[torch.Tensor]) -> bool:
     """Whether the program itself refers to the AccumulateGrad node of a parameter, and not only a graph does."""
     with torch.enable_grad():
         # A view's graph leads to the node that is there, or to a new one.
-        nodes = [p.view_as(p).grad_fn.next_functions[0][0] for p in parameters if p.requires_grad]  # pyrefly: ignore[missing-attribute]
+        found = [p.view_as(p).grad_fn.next_functions[0][0] for p in parameters if p.requires_grad]  # pyrefly: ignore[missing-attribute]
+    # Of a list Python 3.13 makes a tuple for the call, and counts that as a holder.
+    nodes = tuple(found)
+    del found
     return any(holder is not nodes for holder in gc.get_referrers(*nodes))
 
 

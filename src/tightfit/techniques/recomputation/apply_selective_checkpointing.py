@@ -53,6 +53,9 @@ def keeping_contexts(keep: frozenset[int]) -> tuple[AbstractContextManager[Any],
         return CheckpointPolicy.MUST_SAVE if number in keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     first, later = create_selective_checkpoint_contexts(policy)
+    # torch 2.14 asks whether what is kept goes to the hooks for saved tensors around it, as it will by default one day. As ever it does not: those of the
+    # first run are ours. Older ones do not look.
+    setattr(first, "respect_saved_tensors_hooks", False)  # noqa: B010 - no attribute of it that a type checker knows
     return first, _Later(later, counts)
 
 

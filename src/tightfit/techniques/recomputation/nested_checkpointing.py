@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, final
 
 from tightfit.analysis.modules import ModuleCalls
 from tightfit.analysis.profile import Profile
-from tightfit.analysis.recomputable import RecomputableBlock
+from tightfit.analysis.recomputable import RecomputableBlock, seconds_in_python
 from tightfit.analysis.sequences import saved_bytes
 from tightfit.planner.option import Change, Option
 from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
@@ -22,6 +22,8 @@ _LENGTHS = (2, 4, 8, 16)
 _FEWEST_BLOCKS = 6
 # Of all that waits for the backward pass: what the inputs of a stack's blocks must come to.
 _SMALLEST_SHARE = 0.02
+# Each run of a block is half of what a call of it costs the processor.
+_OF_A_RUN = 0.5
 
 
 @final
@@ -80,10 +82,13 @@ def _outputs_bytes(module_calls: ModuleCalls, block: RecomputableBlock) -> int:
 
 def _option(technique: str, profile: Profile, segment: Sequence[RecomputableBlock]) -> Option:
     module_calls, seconds = profile.modules, profile.seconds
-    changes, added = [], 0.0
+    changes, added, num_issued = [], 0.0, 0
+    in_python = sum(map(seconds_in_python, segment)) + _OF_A_RUN * sum(map(seconds_in_python, segment[:-1]))
     for calls in zip(*(block.calls for block in segment), strict=True):
         again = [float(seconds[call.begin : call.end].sum()) for call in calls]
         added += sum(again) + sum(again[:-1])
+        issued = [int(profile.is_kernel[call.begin : call.end].sum()) for call in calls]
+        num_issued += sum(issued) + sum(issued[:-1])
         for call in calls:
             gone = module_calls.bytes_of(call.saved)
             changes.append(Change(begin=call.end_event, end=call.back_event, num_bytes=-gone))
@@ -94,14 +99,22 @@ def _option(technique: str, profile: Profile, segment: Sequence[RecomputableBloc
                 size = int(module_calls.block_bytes[output])
                 changes.append(Change(begin=following.end_event, end=back, num_bytes=-size))
     parent, _, first = segment[0].path.rpartition(".")
+    longer = profile.bound.added(
+        added / profile.num_steps,
+        (num_issued * profile.bound.issue_seconds + in_python) / profile.num_steps,
+        num_alike=max(
+            1.0,
+            sum(other.equivalence_class == segment[0].equivalence_class for other in profile.blocks) / len(segment),
+        ),
+    )
     return Option(
         technique=technique,
         where=parent,
         equivalence_class=f"{technique}:{segment[0].equivalence_class}:{len(segment)}",
         settings={"begin": int(first), "end": int(first) + len(segment)},
         changes=tuple(changes),
-        seconds=added / profile.num_steps,
-        seconds_in_backward=added / profile.num_steps,
+        seconds=longer,
+        seconds_in_backward=longer,
         exact=True,
         slots=frozenset[str]().union(*(block.slots for block in segment)),
     )

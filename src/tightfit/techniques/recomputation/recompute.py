@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 
+from tightfit.capture.observe.host_python import spends
+from tightfit.cost.host_python import HostWork
 from tightfit.effects.ambient import (
     Ambient,
     are_saved_tensor_hooks_refused,
@@ -275,6 +277,7 @@ class RecomputedCall:
         )
         self._copies = owner.copies(self._before, of_all=self._of_all)
         self._own_writes: frozenset[str] = frozenset()
+        self._spend()
         # Snapshots refer to tensors with a graph weakly. Those that the first run may read must be alive for
         # the second, whatever the program drops in between.
         in_graphs = self._before.in_graphs()
@@ -361,6 +364,7 @@ class RecomputedCall:
         """
         owner, module = self._owner, self._owner.owner()
         owner.num_second_runs += 1
+        self._spend()
         # As a rule nothing has changed since, and the first snapshot is that of the present state too.
         is_same = self._held is None and owner.state.is_still(self._before)
         now = self._before if is_same else owner.state.snapshot(module)
@@ -398,6 +402,16 @@ class RecomputedCall:
             kept.clear()
             if change := marks[0].change() or marks[1].change():
                 raise owner.refusal(f"{change} in its forward, which a second run would do once more")
+
+    def _spend(self) -> None:
+        """Half of what a call costs the processor, in each of its runs."""
+        if self._owner.schedule.has_values:
+            return
+        num_modules = 0.5 * sum(1 for _ in self._owner.owner().modules())
+        spends(HostWork.RECOMPUTED_CALL, 0.5)
+        spends(HostWork.RECOMPUTED_MODULE, num_modules)
+        if self._owner.is_selective:
+            spends(HostWork.SELECTED_MODULE, num_modules)
 
     def _is_written_since(self, now: Snapshot, held: Snapshot | None) -> bool:
         if now is self._before and self._owner.state.is_still(now):

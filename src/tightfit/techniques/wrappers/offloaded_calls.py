@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tightfit.capture.observe.host_python import spends
+from tightfit.cost.host_python import HostWork
 from tightfit.effects.ambient import (
     are_saved_tensor_hooks_refused,
     may_saved_tensors_be_written,
@@ -148,6 +150,8 @@ class _Around(OnlyHere):
         """Calls `forward`, whose saved tensors are offloaded."""
         if self._is_left_alone():
             return self._inside(forward, *args, **kwargs)
+        if self._selection is not None:
+            spends(HostWork.OFFLOADED_CALL)
         try:
             with self._saved.call(self._selection, label=self._technique):
                 result = self._inside(forward, *args, **kwargs)

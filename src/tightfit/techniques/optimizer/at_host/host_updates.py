@@ -16,6 +16,8 @@ from typing import Any, final
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from tightfit.capture.observe.host_python import spends
+from tightfit.cost.host_python import HostWork
 from tightfit.engine.copy_engines import CopyEngine, Ticket
 from tightfit.engine.host_slab import HostSlab, Part
 from tightfit.techniques.lazy_tensors.lazy_tensor import LazyTensor
@@ -78,6 +80,7 @@ class HostUpdates:
         """Updates them in order; when this returns, what is computed from then on sees the new weights."""
         if not parameters:
             return
+        spends(HostWork.OFFLOADED_PARAMETER, len(parameters))
         self._forget_changed(parameters)
         self._make_room(max(parameter.nbytes for parameter in parameters))
         left, under_way, uploads = deque(enumerate(parameters)), deque[_Coming](), list[Ticket]()

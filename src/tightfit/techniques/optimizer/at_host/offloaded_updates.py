@@ -12,6 +12,7 @@ from tightfit.analysis.updates import moments_of_updates
 from tightfit.cost.copies import copy_seconds
 from tightfit.cost.efficiency import efficiency_of
 from tightfit.cost.host_bandwidth import HOST_BYTES_PER_SECOND
+from tightfit.cost.host_python import HostWork
 from tightfit.tape import Column, Phase
 from tightfit.techniques.optimizer.at_host.streamed_updates import Streamed, StreamedUpdate, streamed
 from tightfit.techniques.optimizer.states.quantized_state_options import num_results
@@ -136,7 +137,8 @@ def _with_costs(
     num_copies = 2 * num_states * int(is_large.sum())
     return OffloadedUpdates(
         updates=(*updates, *_the_rest(updates, num_tensors, launch, traffic, numbers, all_numbers)),
-        issue_seconds=efficiency.issue_seconds * (num_kernels + num_copies),
+        issue_seconds=efficiency.issue_seconds * (num_kernels + num_copies)
+        + HostWork.OFFLOADED_PARAMETER.value * int(is_large.sum()),
     )
 
 

@@ -8,6 +8,8 @@ from typing import Protocol, final
 
 import torch
 
+from tightfit.capture.observe.host_python import spends
+from tightfit.cost.host_python import HostWork
 from tightfit.techniques.optimizer.states.state_codecs import AbstractCodec
 from tightfit.techniques.optimizer.states.update_window import StateMove, UpdateWindow
 
@@ -60,6 +62,7 @@ class StatesAhead:
         """Called before the update of a parameter; returns whether it was expected, and then `after` is to be called."""
         place = self._places.get(parameter)
         if place is not None and place == self._next:
+            spends(HostWork.OFFLOADED_PARAMETER)
             self._make(self._window.before(place))
             # Not kept: what was at the host is given back when it is taken, and what leaves takes its place there.
             del self._come[place]

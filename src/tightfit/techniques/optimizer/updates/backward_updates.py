@@ -20,6 +20,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
+from tightfit.capture.observe.host_python import spends
+from tightfit.cost.host_python import HostWork
 from tightfit.effects.ambient import dispatch_modes_of_program
 from tightfit.effects.class_questions import ClassQuestion
 from tightfit.errors import ApplyError
@@ -250,6 +252,7 @@ class _Steps:
         return not is_uncertain and not kept.may_be_other()
 
     def _update_one(self, parameter: torch.Tensor, optimizer: torch.optim.Optimizer, group: int) -> None:
+        spends(HostWork.UPDATED_PARAMETER)
         self._steppers[optimizer].update(parameter, group)
         self.session.statistics["parameters updated in backward"] += 1
 

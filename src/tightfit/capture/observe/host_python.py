@@ -1,0 +1,15 @@
+"""Notes on the tape of a traced run what Python of a technique will cost the processor in a real one."""
+
+from tightfit.capture.processes.process_role import is_simulated
+from tightfit.cost.host_python import HostWork, microseconds
+
+
+def spends(work: HostWork, number: float = 1) -> None:
+    """The host spends so much work here. Outside of a traced run it really does, and nothing is noted."""
+    if not is_simulated():
+        return
+    # Only where a run is traced.
+    from tightfit.capture.observe.streams import VirtualStream
+    from tightfit.tape import WaitKind
+
+    VirtualStream.recorder.wait(WaitKind.HOST_RUNS, event=microseconds(work, number))

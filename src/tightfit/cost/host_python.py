@@ -1,0 +1,58 @@
+"""The processor's time of this package's own Python that runs in every step of a plan, beside the operators that it runs, which are priced as any others.
+
+Eager torch is as fast as its host: a plan whose wrappers keep the processor busy takes longer on a card that waits for it. Measured by
+`python -m benchmarks.wrappers` on one core of a server of 2.5 GHz (`NUM_LAYERS` small layers, where a plain step takes 14 ms): what a step takes beyond the plain one
+and beyond the forwards that are run again, by place; for recomputation by blocks of 1, 5, 13 and 161 modules. `tightfit calibrate` times a fixed piece of Python
+on another processor, by which all of it is scaled: what a kernel takes to be issued is the driver's time as well.
+"""
+
+import enum
+
+REFERENCE_SECONDS = 0.36e-3
+"""What `reference_work` took where these were measured."""
+_NUM_CELLS = 1_000
+
+
+MICROSECOND = 1e-6
+
+
+class HostWork(enum.Enum):
+    """A kind of work with its seconds of processor time."""
+
+    RECOMPUTED_CALL = 0.45e-3
+    """A call of a recomputed region, both of its runs together."""
+    RECOMPUTED_MODULE = 0.07e-3
+    """Each module inside of it, whose state is looked at."""
+    SELECTED_MODULE = 0.17e-3
+    """Each module of a region that keeps some results: torch's modes for that see each operator in Python."""
+    OFFLOADED_CALL = 1.0e-3
+    """A call whose saved tensors move."""
+    UPDATED_PARAMETER = 0.25e-3
+    """An update within a second backward pass, whose gradient is compared with the first one's."""
+    OFFLOADED_PARAMETER = 0.19e-3
+    """An update whose states come to the card, or that the host makes."""
+    STREAMED_CALL = 0.2e-3
+    """A call of a module whose weights come to the card, in either pass."""
+    STREAMED_PARAMETER = 0.1e-3
+    """Each weight of it."""
+
+
+def microseconds(work: HostWork, number: float = 1) -> int:
+    """Of so much work, as the tape has it."""
+    return round(work.value * number / MICROSECOND)
+
+
+class _Cell:
+    """An object with attributes, as wrappers read them."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.rows = {number: (number, number)}
+
+
+def reference_work() -> int:
+    """A fixed piece of Python, of calls, attributes, tuples and dicts: what it takes tells processors apart."""
+    total = 0
+    for cell in [_Cell(number) for number in range(_NUM_CELLS)]:
+        total += sum(map(len, cell.rows.values())) + cell.number
+    return total
