@@ -112,6 +112,32 @@ def test_the_first_step_may_fail_before_the_optimizer_has_states() -> None:
         assert is_same(by_hand(variants, found.plans), found)
 
 
+def test_the_first_step_may_fail_more_often_than_it_takes_to_learn_what_it_writes() -> None:
+    def run(num_failures: int) -> tuple[list[Any], int]:
+        model, optimizer = applied.made()
+        failing = Failing(*range(1, num_failures + 1))
+
+        def step(number: int) -> float:
+            rows, classes = applied.batch_of(number)
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(model(rows), classes)
+            loss.backward()
+            with failing, failing.counting():
+                torch.zeros(1)
+            optimizer.step()
+            return float(loss.detach())
+
+        plans = [applied.plan_of([each]) for each in applied.CHOICES]
+        with tightfit.guard(model, optimizer, plans=plans) as guard:
+            losses = [guard.step(step, number) for number in range(3)]
+        return [*losses, *model.state_dict().values()], guard.statistics["replays"]
+
+    (expected, _), (found, num_replays) = run(0), run(4)
+    assert num_replays == 4
+    # The statistics of batch normalisation, which count their batches, among them.
+    assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(expected, found, strict=True))
+
+
 @pytest.mark.parametrize("variant", OF_KINDS)
 def test_states_that_are_saved_on_a_lower_rung_go_on_without_a_plan(variant: str) -> None:
     def saved_and_loaded(loads: bool) -> list[Any]:

@@ -124,6 +124,16 @@ class Rungs:
         self._calm_steps = min(2 * self._calm_steps, _MOST_CALM_STEPS)
         return False
 
+    def to_the_top(self) -> None:
+        """Puts the first usable plan on again, or none where the ladder ends above all plans.
+
+        Raises:
+            ApplyError: the present plan could not be taken off, for want of memory.
+        """
+        for position in range(self._top, self._at):
+            if position not in self._useless and not self._put(position):
+                return
+
     def end(self) -> None:
         """Takes the present plan off."""
         with RetriedOperators(release_memory):

@@ -151,6 +151,7 @@ class KeptPass:
         self._refuse = refuse
         self._versions: list[tuple[torch.Tensor, int]] = []
         self._comparison = _Comparison()
+        self._leaves: frozenset[int] | None = None
         self._drawn_from: AllRandom | None = None
         """Where code of the program's draws within the pass."""
 
@@ -221,6 +222,12 @@ class KeptPass:
 
         self._run_again(waiting, made, is_last=True)
         self.check_same()
+
+    def goes_to(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Whether the pass leads to one of them: an update of it, by whomever, is seen by a further run."""
+        if self._leaves is None:
+            self._leaves = frozenset(map(id, self.backward.leaves()))
+        return any(id(parameter) in self._leaves for parameter in parameters)
 
     def shares_graph_with(self, backward: BackwardPass) -> bool:
         """Whether another pass goes through nodes of this graph."""
