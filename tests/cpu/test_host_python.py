@@ -14,7 +14,7 @@ from tightfit.analysis.profile import Profile
 from tightfit.analysis.recomputable import seconds_in_python
 from tightfit.capture.targets import GeneratorFunction
 from tightfit.capture.trace import Preparation, trace
-from tightfit.cost.host_python import HostWork
+from tightfit.cost.host_python import REFERENCE_SECONDS, HostWork
 from tightfit.cost.steps import step_operators
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.catalogue import find
@@ -149,7 +149,7 @@ def test_a_step_that_waits_for_the_card_hides_it() -> None:
 def test_a_slower_processor_takes_longer_for_it() -> None:
     keys = tuple(option.key for option in offered(*SMALL, "checkpointing"))
     planned = tape_of(*SMALL, keys, "checkpointing")
-    slow = Calibration(device=CARD, seconds={"issue": 10e-6})
+    slow = Calibration(device=CARD, seconds={"issue": 10e-6, "python": 2 * REFERENCE_SECONDS})
     assert priced(planned, find(CARD), slow).python_factor == pytest.approx(2.0)
     assert seconds_of_step(priced(planned, find(CARD), slow)) == pytest.approx(2 * seconds_of(planned), rel=0.01)
 

@@ -1,7 +1,7 @@
 """The fixed costs of an operator: on the GPU per kernel (`launch`) and per matmul (`ramp`), and on the host (`issue`).
 
 Launch and ramp are measured inside CUDA graphs, where the host does not limit them; issue is the host's time to dispatch small operators one by
-one with autograd recording, as training does.
+one with autograd recording, as training does. A fixed piece of Python tells how fast the host runs what techniques do in each step.
 """
 
 import functools
@@ -13,6 +13,7 @@ import torch
 
 from tightfit.calibration.instruments import Expected, Findings, Instruments, seconds_on_card, summary, times
 from tightfit.cost.efficiency import efficiency_of
+from tightfit.cost.host_python import reference_work
 from tightfit.cost.roofline import kernel_seconds
 from tightfit.devices.calibration import Calibration
 
@@ -22,7 +23,7 @@ _LARGE_SIDE = 4096
 
 
 def launches(instruments: Instruments) -> Findings:
-    """The fixed costs `launch`, `ramp` and `issue`, in seconds."""
+    """The fixed costs `launch`, `ramp` and `issue`, in seconds, and how fast the host runs Python."""
     predicted = efficiency_of(instruments.card)
     small = torch.ones(256, device="cuda")
     launch = _in_graph(
@@ -31,12 +32,14 @@ def launches(instruments: Instruments) -> Findings:
     launch_seconds = statistics.median(launch)
     ramps = _ramps(instruments, launch_seconds)
     issue = _issue(instruments)
+    python = _python(instruments)
     rows = [
         summary("launch of a kernel", "s", launch, predicted.launch_seconds),
         summary("ramp of a matrix product", "s", ramps, predicted.ramp_seconds),
         summary("issue of an operator on the host", "s", issue, predicted.issue_seconds),
+        summary("a piece of Python on the host", "s", python, predicted.python_seconds),
     ]
-    figures = {name: row.median for name, row in zip(("launch", "ramp", "issue"), rows, strict=True)}
+    figures = {name: row.median for name, row in zip(("launch", "ramp", "issue", "python"), rows, strict=True)}
     return Findings(rows=rows, tables={"seconds": figures})
 
 
@@ -103,3 +106,12 @@ def _issue(instruments: Instruments) -> list[float]:
         torch.cuda.synchronize()
         samples.append(instruments.seconds_of(run, expected) / _NUM_KERNELS)
     return samples
+
+
+def _python(instruments: Instruments) -> list[float]:
+    """Seconds of a fixed piece of Python."""
+
+    def expected(calibration: Calibration | None) -> float:
+        return efficiency_of(instruments.card, calibration).python_seconds
+
+    return [instruments.seconds_of(reference_work, expected) for _ in range(instruments.sizes.num_samples)]

@@ -49,7 +49,7 @@ def figures_of(card: Device) -> Calibration:
             name: _OF_THE_CATALOGUE * min(published.of_bandwidth[name], published.of_flops[name, "bfloat16"])
             for name in OPERATOR_CLASSES
         },
-        seconds={"launch": 2e-6, "ramp": 3e-6, "issue": 6e-6},
+        seconds={"launch": 2e-6, "ramp": 3e-6, "issue": 6e-6, "python": 0.5e-3},
         link=copies | {"latency_seconds": 8e-6},
         overlap={
             "product_beside_to_card": 1.05,

@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from typing import cast
 
 from tightfit.cost.classes import TENSOR_CORE_CLASSES
+from tightfit.cost.host_python import REFERENCE_SECONDS
 from tightfit.devices.calibration import OPERATOR_CLASSES, Calibration, OperatorClass
 from tightfit.devices.device import DTYPES, Device, DType
 
@@ -87,14 +88,14 @@ _BANDWIDTH: Mapping[OperatorClass, float] = {
     "embedding": 0.3,
     "other": 0.7,
 }
-_SECONDS = {"launch": 3e-6, "ramp": 3.5e-6, "issue": 5e-6}
+_SECONDS = {"launch": 3e-6, "ramp": 3.5e-6, "issue": 5e-6, "python": REFERENCE_SECONDS}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
     """Fractions of the peak FLOP/s, by class and type of arithmetic, and of the bandwidth by class; `of_tiles` of kernels whose
     tiles are known, which lose the rest of `of_flops` by their tiles. Above 1 where a card runs above its stated clock. Fixed costs are per kernel, per matrix
-    product, and per issue on the host. `measured_convolutions`: types whose convolutions a calibration has measured."""
+    product, and per issue on the host; `python_seconds` is what `host_python.reference_work` takes there. `measured_convolutions`: types whose convolutions a calibration has measured."""
 
     of_flops: Mapping[tuple[OperatorClass, DType], float]
     of_tiles: Mapping[tuple[OperatorClass, DType], float]
@@ -103,6 +104,7 @@ class Efficiency:
     launch_seconds: float
     ramp_seconds: float
     issue_seconds: float
+    python_seconds: float
 
 
 def efficiency_of(device: Device, calibration: Calibration | None = None) -> Efficiency:
@@ -155,6 +157,7 @@ def efficiency_of(device: Device, calibration: Calibration | None = None) -> Eff
         launch_seconds=seconds["launch"],
         ramp_seconds=seconds["ramp"],
         issue_seconds=seconds["issue"],
+        python_seconds=seconds["python"],
     )
 
 

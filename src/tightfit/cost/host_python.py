@@ -2,14 +2,15 @@
 
 Eager torch is as fast as its host: a plan whose wrappers keep the processor busy takes longer on a card that waits for it. Measured by
 `python -m benchmarks.wrappers` on one core of a server of 2.5 GHz (`NUM_LAYERS` small layers, where a plain step takes 14 ms): what a step takes beyond the plain one
-and beyond the forwards that are run again, by place; for recomputation by blocks of 1, 5, 13 and 161 modules. A calibrated issue time scales it, as both are
-Python of the same processor.
+and beyond the forwards that are run again, by place; for recomputation by blocks of 1, 5, 13 and 161 modules. `tightfit calibrate` times a fixed piece of Python
+on another processor, by which all of it is scaled: what a kernel takes to be issued is the driver's time as well.
 """
 
 import enum
 
-REFERENCE_ISSUE_SECONDS = 5e-6
-"""What the host takes to issue a kernel where these were measured."""
+REFERENCE_SECONDS = 0.36e-3
+"""What `reference_work` took where these were measured."""
+_NUM_CELLS = 1_000
 
 
 MICROSECOND = 1e-6
@@ -39,3 +40,19 @@ class HostWork(enum.Enum):
 def microseconds(work: HostWork, number: float = 1) -> int:
     """Of so much work, as the tape has it."""
     return round(work.value * number / MICROSECOND)
+
+
+class _Cell:
+    """An object with attributes, as wrappers read them."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.rows = {number: (number, number)}
+
+
+def reference_work() -> int:
+    """A fixed piece of Python, of calls, attributes, tuples and dicts: what it takes tells processors apart."""
+    total = 0
+    for cell in [_Cell(number) for number in range(_NUM_CELLS)]:
+        total += sum(map(len, cell.rows.values())) + cell.number
+    return total

@@ -6,7 +6,7 @@ A calibration is a TOML file with `schema = 2` (1 is read too), the name of the 
     [workspaces]  cublas_bytes, cublaslt_bytes          scratch memory of the libraries
     [efficiency]  matmul = 0.79, copy = 0.9, ...        fraction of the peak that a class of operators reaches
     [efficiency.bfloat16]  matmul = 0.79, ...           the same for arithmetic of one type
-    [seconds]     launch, ramp, issue                   fixed costs of an operator (see `tightfit.cost.roofline`)
+    [seconds]     launch, ramp, issue, python           fixed costs of an operator (see `tightfit.cost.roofline`)
     [link]        to_card_registered_bytes_per_second ..., latency_seconds
     [overlap] [allocation] [host] [disk]                what a runtime that moves memory needs to know
     [[measured]]                                        every figure with its spread, for people

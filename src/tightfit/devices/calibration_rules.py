@@ -26,7 +26,7 @@ OperatorClass = Literal[
     "other",
 ]
 OPERATOR_CLASSES: tuple[OperatorClass, ...] = get_args(OperatorClass)
-FIXED_COSTS: tuple[str, ...] = ("launch", "ramp", "issue")
+FIXED_COSTS: tuple[str, ...] = ("launch", "ramp", "issue", "python")
 LIBRARIES: tuple[str, ...] = ("cublas", "cublaslt", "cudnn")
 CONTEXT_KEYS = ("num_bytes", "low_bytes", "high_bytes")
 

@@ -3,7 +3,8 @@
 import dataclasses
 import gc
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,7 @@ class Attempts:
         Raises:
             ApplyError: a plan could not be taken off before, and the model is in parts.
         """
-        self._rungs.check()
+        self._rungs.begin()
         self._ballast.hold()
         self._retries.cover(self._optimizers)
         with RetriedOperators(self._retries.freed):
@@ -157,6 +158,26 @@ class Attempts:
             elif not self._rungs.try_next(tried):
                 raise self.final(error, tried, "no plan that holds less is left")
         self.statistics["replays"] += 1
+
+    @contextmanager
+    def up_to_updates(self) -> Iterator[None]:
+        """The step of an optimizer raises `UpdateReached` in here."""
+        self._retries.stops_before = True
+        try:
+            yield
+        finally:
+            self._retries.stops_before = False
+
+    def undo(self, attempt: Attempt) -> str:
+        """Restores the state at the beginning of an attempt that has come to its end; why that cannot be done, empty if it was."""
+        with RetriedOperators(self._free):
+            why_not = self._why_not(attempt, lambda: "") or self._restore(attempt)
+        release_memory()
+        return why_not
+
+    def to_the_top(self) -> None:
+        """Puts the first plan of the ladder that can be used on again, or takes the present one off where it ends above all plans."""
+        self._rungs.to_the_top()
 
     def _why_not(self, attempt: Attempt, refusal: Callable[[], str]) -> str:
         """Why the state at the beginning cannot be restored; empty if it can."""

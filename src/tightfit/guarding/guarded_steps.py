@@ -19,12 +19,16 @@ from types import FrameType
 from typing import Any, TypeVar
 
 import torch
+from torch.utils.data import DataLoader
 
+from tightfit.capture.largest_batches import shapes_of
 from tightfit.errors import UsageError
 from tightfit.guarding.attempted_step import run_step
 from tightfit.guarding.attempts import Attempts
 from tightfit.guarding.ballast import Ballast
+from tightfit.guarding.largest_batch_of import largest_batch_of
 from tightfit.guarding.named_values import attributes_named_by
+from tightfit.guarding.rehearsal import Rehearsal, rehearse_step
 from tightfit.guarding.replayed_batches import Batch, ReplayedBatches
 from tightfit.guarding.rungs import CALM_STEPS, Rungs
 from tightfit.planner.plan import Plan
@@ -79,6 +83,36 @@ class GuardedSteps:
         )
         self._succeeded()
         return result
+
+    def rehearse(
+        self, function: Callable[..., object], loader: DataLoader[Any], /, *args: Any, **kwargs: Any
+    ) -> Rehearsal:
+        """Tries `function(batch, *args, **kwargs)` on the largest batch that `loader` can give, before the first step: up to its first update, all of which is
+        taken back. The data set is looked through in a forked process, for 10 s at most; random states, the loader and its data set are as before.
+
+        Raises:
+            torch.OutOfMemoryError: there is no room for its forward and backward pass, with any plan.
+            ApplyError: what the function has changed cannot be taken back.
+        """
+        if self._attempts.is_running:
+            raise UsageError("guarded.rehearse was called within a guarded step; call it before the first one")
+        found = largest_batch_of(loader)
+        if isinstance(found, str):
+            return Rehearsal(why_not=found)
+        reached = {
+            "the step": function,
+            "the batch": found.batch,
+            **{f"argument {n}": a for n, a in enumerate(args, 2)},
+        }
+        plan = rehearse_step(
+            self._attempts,
+            functools.partial(function, found.batch, *args, **kwargs),
+            reached | kwargs,
+            names_data=lambda: "data" in attributes_named_by(function),
+        )
+        return Rehearsal(
+            shapes=shapes_of(found.batch), num_seen=found.num_seen, num_examples=found.num_examples, plan=plan
+        )
 
     @property
     def plan_in_use(self) -> int:

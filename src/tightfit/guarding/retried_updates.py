@@ -17,16 +17,21 @@ from tightfit.torch_hooks.manifest import NUM_DISPATCH_MODES
 from tightfit.torch_hooks.weak_references import WeakTable
 
 
+class UpdateReached(BaseException):
+    """A step that was to run up to its first update has come there. No `Exception`: a program may catch those."""
+
+
 class UpdateRetries:
     """Puts itself around the steps of the session's optimizers. `free` is called before an operator is run again.
 
-    `is_done` is whether a step has ended since it was set to False; `half_done` says after an error which optimizer had changed some of its weights or states and not all; it is empty where none had.
+    With `stops_before` a step raises `UpdateReached` in place of its beginning. `is_done` is whether a step has ended since it was set to False; `half_done` says after an error which optimizer had changed some of its weights or states and not all; it is empty where none had.
     """
 
     def __init__(self, session: Session, free: Callable[[], object], when_begun: Callable[[], object]) -> None:
         self.num_retries = 0
         self.is_done = False
         self.half_done = ""
+        self.stops_before = False
         # While no step of the loop is under way, this is the number of no stack of modes.
         self._num_modes = -1
         self._thread = 0
@@ -65,6 +70,8 @@ class UpdateRetries:
 
         A state that was made in this step is dropped then: it would be made anew.
         """
+        if self.stops_before:
+            raise UpdateReached
         self._when_begun()
         states = {parameter: dict(state) for parameter, state in optimizer.state.items()}
         again = RetriedOperators(self.freed)

@@ -57,6 +57,7 @@ class StepBeginning:
         settings: OptimizerSettings,
         sums: WeightSums | None,
     ) -> None:
+        self.is_learned = False
         self.snapshots = snapshots
         self.settings = settings
         self.gradients = StepGradients(leaves)
@@ -119,7 +120,8 @@ class StepStates:
         # The regions of all modules that steps were seen to reach, with the modules.
         self._regions: dict[int, tuple[weakref.ref[torch.nn.Module], RegionState]] = {}
         self._written: set[str] = set()
-        self._num_steps = 0
+        # Attempts that failed before they had written all that they write do not count.
+        self._num_learned = 0
         self._is_updated_by_hand = False
 
     def begin(
@@ -129,7 +131,6 @@ class StepStates:
 
         `names_data`: whether its code names an attribute `data`.
         """
-        self._num_steps += 1
         of_function = snapshot_of_arguments(reached, attributes=attributes)
         known = [] if self._model is None else [self._model]
         self._know([*known, *filter(None, (reference() for reference in of_function.reach.modules))])
@@ -142,7 +143,7 @@ class StepStates:
             leaves_of(parameters, snapshots),
             OptimizerSettings(self._optimizers),
             WeightSums(parameters)
-            if self._num_steps <= _FIRST_STEPS or self._is_updated_by_hand or names_data()
+            if self._num_learned < _FIRST_STEPS or self._is_updated_by_hand or names_data()
             else None,
         )
 
@@ -160,7 +161,10 @@ class StepStates:
         """Before the first update of a step: remembers which tensors it has written until here. Later steps copy them when they begin."""
         if beginning.sums is not None and beginning.sums.changed():
             self._is_updated_by_hand = True
-        if self._num_steps > _STEPS_TO_LEARN:
+        if not beginning.is_learned:
+            beginning.is_learned = True
+            self._num_learned += 1
+        if self._num_learned > _STEPS_TO_LEARN:
             return
         for change in beginning.changes(self.now(beginning)):
             if change.tensor is not None and change.what == _WRITTEN:
@@ -189,7 +193,7 @@ class StepStates:
         return list({id(p): p for p in held if not is_lazy(p)}.values())
 
     def _copies(self, snapshots: list[Snapshot], parameters: set[int]) -> dict[int, _Copied]:
-        is_first = self._num_steps <= _FIRST_STEPS
+        is_first = self._num_learned < _FIRST_STEPS
         copies: dict[int, _Copied] = {}
         num_bytes = 0
         for snapshot in snapshots:

@@ -13,7 +13,7 @@ import numpy as np
 from tightfit.cost.copies import copy_seconds
 from tightfit.cost.efficiency import efficiency_of
 from tightfit.cost.host_bandwidth import HOST_BYTES_PER_SECOND, host_bytes_per_second
-from tightfit.cost.host_python import MICROSECOND, REFERENCE_ISSUE_SECONDS
+from tightfit.cost.host_python import MICROSECOND, REFERENCE_SECONDS
 from tightfit.cost.roofline import is_kernel, operator_seconds
 from tightfit.cost.traced_collectives import traced_collective_seconds
 from tightfit.devices.calibration import Calibration
@@ -76,14 +76,14 @@ def priced(
     seconds = operator_seconds(tape, device, calibration, tf32_matmul=tf32_matmul, tf32_convolution=tf32_convolution)
     if node is not None and len(tape.collectives):
         seconds[tape.collectives.operator] = traced_collective_seconds(tape, node)
-    issue_seconds = efficiency_of(device, calibration).issue_seconds
+    efficiency = efficiency_of(device, calibration)
     return PricedTape(
         tape=tape,
         seconds=seconds,
-        issue_seconds=is_kernel(tape) * issue_seconds,
+        issue_seconds=is_kernel(tape) * efficiency.issue_seconds,
         read_seconds=copy_seconds(0, device, to_card=False, calibration=calibration),
         update_seconds_per_byte=1.0 / host_bytes_per_second(calibration),
-        python_factor=issue_seconds / REFERENCE_ISSUE_SECONDS,
+        python_factor=efficiency.python_seconds / REFERENCE_SECONDS,
     )
 
 

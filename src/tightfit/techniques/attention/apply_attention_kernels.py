@@ -1,22 +1,25 @@
 """Puts `attention` on live objects: see `tightfit.techniques.attention.attention_kernels` for what it is and where it comes from."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tightfit.effects.ambient import modes_of_program
+from tightfit.effects.ambient import dispatch_modes_of_program, modes_of_program
 from tightfit.effects.class_questions import ClassQuestion
 from tightfit.effects.dispatched import dispatched
 from tightfit.errors import ApplyError
-from tightfit.techniques.attention.deferred_scores import started
+from tightfit.techniques.attention.deferred_scores import Reads, started
 from tightfit.techniques.lazy_tensors.asked_gradients import watch_inputs_of_backward
 from tightfit.techniques.lazy_tensors.deferral import name_of
+from tightfit.techniques.lazy_tensors.written_since import WrittenSince
 from tightfit.techniques.session import Session, Verdict
 from tightfit.techniques.technique import Choice
 from tightfit.techniques.wrappers.first_order import Refuse, are_transforms_active
 from tightfit.techniques.wrappers.forwards import are_forwards_plain
+from tightfit.torch_hooks.backward import BackwardPass, on_backward
 from tightfit.torch_hooks.saved_tensor_hooks import packs_by_itself
 
 _NAME = "attention"
@@ -25,18 +28,26 @@ _NAME = "attention"
 def apply_attention_kernels(session: Session, chosen: Sequence[Choice]) -> None:
     """Wraps the `forward` of the modules that the choices name."""
     places = [place for choice in chosen for place in choice.settings["modules"]]
-    question = ClassQuestion(session.model)
+    question, kernels = ClassQuestion(session.model), _Kernels()
     for place, module in [(place, session.module(place)) for place in places]:
-        session.wrap_forward(module, _Deferring(place, session.verdict, question))
+        session.wrap_forward(module, _Deferring(place, session.verdict, question, kernels))
     watch_inputs_of_backward(session)
+    before = _BeforeBackward(session.model, session.verdict, kernels)
+    leave = on_backward(before)
+
+    def end(_: object = before) -> None:  # which keeps it
+        leave()
+
+    session.when_undone(end)
 
 
 class _Start(TorchFunctionMode):
     """Intercepts the product of queries and keys."""
 
-    def __init__(self, refuse: Refuse) -> None:
+    def __init__(self, refuse: Refuse, reads: Reads) -> None:
         super().__init__()
         self._refuse = refuse
+        self._reads = reads
 
     def __torch_function__(
         self,
@@ -51,22 +62,88 @@ class _Start(TorchFunctionMode):
             # Deferred scores among the operands: their own class handles the call, as the product with the
             # values.
             is_plain = not any(hasattr(arg, "_attention") for arg in (*args, *given.values()))
-            scores = started(func, tuple(args), given, self._refuse) if is_plain else None
+            scores = started(func, tuple(args), given, self._refuse, self._reads) if is_plain else None
             if scores is not None:
                 return scores
         return func(*args, **given)
 
 
+class _Graph:
+    """Is alive as long as the node is that has it among its metadata."""
+
+
+class _Kernels:
+    """Those of forwards whose backward pass has not run, if there are any: they read masks and biases again in it."""
+
+    def __init__(self) -> None:
+        self.are_in_graph = False
+        self._calls: list[tuple[weakref.ref[_Graph], WrittenSince]] = []
+
+    def note(self, result: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+        """Notes what the kernel with this result reads again."""
+        if result.grad_fn is None or not tensors:
+            return
+        graph, written = _Graph(), WrittenSince()
+        for each in tensors:
+            written.add(each)
+        node: Any = result.grad_fn
+        node.metadata[_NAME] = graph
+        self._calls.append((weakref.ref(graph), written))
+
+    def is_any_written(self) -> bool:
+        """Whether something that a kernel will read again was written to since."""
+        return any(written.is_any_written() for graph, written in self._calls if graph() is not None)
+
+    def forget(self) -> None:
+        """Their backward pass has run."""
+        self.are_in_graph = False
+        self._calls.clear()
+
+
+class _BeforeBackward:
+    """Refuses a backward pass inside of a mode of the program's that the forward was not in, or with other masks."""
+
+    def __init__(self, model: torch.nn.Module, verdict: Verdict, kernels: _Kernels) -> None:
+        self._model = weakref.ref(model)
+        self._verdict = verdict
+        self._kernels = kernels
+
+    def concerned_parameters(self) -> Container[torch.Tensor]:
+        """As `tightfit.torch_hooks.backward.BackwardOwner`."""
+        model = self._model()
+        return dict.fromkeys(model.parameters()) if self._kernels.are_in_graph and model is not None else {}
+
+    def around_backward(self, backward: BackwardPass) -> Any:
+        """As `tightfit.torch_hooks.backward.BackwardOwner`."""
+        if modes := dispatch_modes_of_program():
+            raise self._verdict.refuse(
+                f"the backward pass is run inside of {type(modes[0]).__name__}, which sees each operator, and attention has others there; "
+                "leave attention out of the plan",
+                technique=_NAME,
+            )
+        if self._kernels.is_any_written():
+            raise self._verdict.refuse(
+                "a mask or a bias of attention scores was written to between the forward and the backward pass, in which the kernel reads it again; "
+                "leave attention out of the plan",
+                technique=_NAME,
+            )
+        result = backward.run()
+        if not backward.keeps_graph:
+            self._kernels.forget()
+        return result
+
+
 class _Deferring:
     """The wrapper around the forward of one module."""
 
-    def __init__(self, where: str, verdict: Verdict, question: ClassQuestion) -> None:
+    def __init__(self, where: str, verdict: Verdict, question: ClassQuestion, kernels: _Kernels) -> None:
         self._where = where
         self._verdict = verdict
         self._question = question
+        self._kernels = kernels
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Deferring":
-        return _Deferring(self._where, Verdict(), self._question)
+        return _Deferring(self._where, Verdict(), self._question, _Kernels())
 
     def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         # A function mode and a tensor subclass would end up in the compiled graph, or inside of the transform.
@@ -77,7 +154,8 @@ class _Deferring:
                 f"{line} asks whether a tensor's class is torch.Tensor (type(...) is ...), which that of scores that are not computed is not; "
                 "ask by isinstance, or go on without it: tightfit plan --without attention"
             )
-        with _Start(self._refusal):
+        self._kernels.are_in_graph = True
+        with _Start(self._refusal, self._kernels.note):
             return forward(*args, **kwargs)
 
     def _refusal(self, why: str) -> ApplyError:

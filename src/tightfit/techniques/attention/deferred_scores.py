@@ -25,6 +25,7 @@ from tightfit.techniques.lazy_tensors.lazy_tensor import written_by
 from tightfit.techniques.wrappers.first_order import Refuse, first_order
 
 _Call: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
+Reads: TypeAlias = Callable[[torch.Tensor, Sequence[torch.Tensor]], None]
 
 
 class _Scores:
@@ -50,6 +51,8 @@ class RecordedAttention:
     masks: Masks = Masks()
     is_softmax: bool = False
     refuse: Refuse = ApplyError
+    # Told the result of a kernel, and what that reads again in its backward pass: the masks and biases of the calls.
+    reads: Reads = lambda _, __: None
     versions: tuple[int, ...] = ()
     # The results of kernels, of all that comes from the same scores.
     results: list[None] = dataclasses.field(default_factory=list, compare=False)
@@ -128,6 +131,8 @@ class RecordedAttention:
             mask = mask.unsqueeze(1) if mask is not None and mask.dim() == 3 else mask
         self.results.append(None)
         out = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=self.scale)
+        given = (each for each in self.tensors() if each is not self.query and each is not self.key)
+        self.reads(out, [each for each in given if each.grad_fn is None])
         return out.squeeze(1) if self.query.dim() == 3 else out
 
 
@@ -258,7 +263,11 @@ def deferred_scores(attention: RecordedAttention) -> DeferredScores:
 
 
 def started(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], refuse: Refuse = ApplyError
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    refuse: Refuse = ApplyError,
+    reads: Reads = lambda _, __: None,
 ) -> DeferredScores | None:
     """The deferred scores of a product of queries and keys; None if the call is no such product."""
     found = scores_of(name_of(func), args, kwargs)
@@ -267,7 +276,9 @@ def started(
     query, key = found
     meta = _on_meta(func, (args, kwargs))
     meta = _on_meta(torch.Tensor.to, ((meta, _autocast_type(query) or meta.dtype), {}))
-    attention = RecordedAttention(calls=((func, args, kwargs),), query=query, key=key, meta=meta, refuse=refuse)
+    attention = RecordedAttention(
+        calls=((func, args, kwargs),), query=query, key=key, meta=meta, refuse=refuse, reads=reads
+    )
     return deferred_scores(dataclasses.replace(attention, versions=_versions(attention.tensors())))
 
 

@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from tightfit.effects.contents import StoredAt, checksum_of, contents_of, is_any_written
+from tightfit.effects.contents import contents_of, is_any_written
 from tightfit.effects.value_checks import checksum
 from tightfit.techniques.lazy_tensors.code_in_graphs import CodeInGraph
 from tightfit.techniques.lazy_tensors.saved_and_shared import saved_and_shared, unpack_hooks
+from tightfit.techniques.lazy_tensors.written_since import WrittenSince
 from tightfit.torch_hooks.backward import nodes_behind
 
 # The node of a re-entrant checkpoint.
@@ -26,8 +27,7 @@ class SavedByParts:
 
     def __init__(self) -> None:
         self._constants: dict[int, weakref.ref[torch.Tensor]] = {}
-        self._stored: list[tuple[StoredAt, int]] = []
-        self._borrowed: list[torch.Tensor] = []
+        self._written = WrittenSince()
         self.runs_again = False
         """Whether a plain backward pass runs code of the program's again (a checkpoint)."""
 
@@ -37,11 +37,7 @@ class SavedByParts:
         for tensor in saved_and_shared(nodes, known):
             # A result is saved as another tensor with its memory, which goes with the graph; anything else as it is.
             self._constants[id(tensor)] = weakref.ref(tensor)
-            if (sum_of_words := checksum_of(tensor)) is not None:
-                self._stored.append((StoredAt(tensor), sum_of_words))
-            # The memory of an array of numpy's outlives the storage that torch has made of it.
-            if not tensor.untyped_storage().resizable():
-                self._borrowed.append(tensor)
+            self._written.add(tensor)
         code = CodeInGraph()
         is_hidden = False
         for node in nodes:
@@ -60,8 +56,8 @@ class SavedByParts:
         return [tensor for reference in self._constants.values() if (tensor := reference()) is not None]
 
     def is_any_written(self) -> bool:
-        """Whether memory at the host that a part has saved, and that is still there, holds something else now."""
-        return any((now := place.checksum()) is not None and now != before for place, before in self._stored)
+        """Whether memory that a part has saved, and that is still there, was written to since."""
+        return self._written.is_any_written()
 
 
 class Unchanged:

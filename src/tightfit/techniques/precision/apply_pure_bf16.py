@@ -4,6 +4,7 @@ import contextlib
 import functools
 import gc
 import re
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Never, Protocol
@@ -11,6 +12,7 @@ from typing import Any, Never, Protocol
 import torch
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from tightfit.capture.processes.process_role import is_simulated
 from tightfit.effects.reachable.reach import reach_of
@@ -234,9 +236,18 @@ def _lower(
     # The truncated bits, in case the plan cannot be applied in the end.
     before = session.before
 
+    own = WeakTensorKeyDictionary({p: None for p in session.model.parameters() if p.dtype == torch.bfloat16})
+    # Not the session's, which the session would keep itself by.
+    model_of = weakref.ref(session.model)
+
     def raise_again() -> None:
         refuse.is_over = True
-        for parameter in lowered:
+        model = model_of()
+        # What the program has made of them (a head that grows) as well.
+        made = (
+            [p for p in model.parameters() if p.dtype == torch.bfloat16 and p not in own] if model is not None else []
+        )
+        for parameter in dict.fromkeys([*lowered, *made]):
             values = [update.whole(parameter) for update in updates if update.holds(parameter)]
             _raise(parameter, before, values[0] if values else None)
         for buffer in buffers:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from tightfit.effects.word_sums import sum_of_words
 from tightfit.techniques.optimizer.updates.optimizer_steps import beside, groups_by_parameter, step_of, update_alone
@@ -71,6 +72,9 @@ class LowPrecisionUpdate:
     ) -> None:
         self._optimizer = optimizer
         self._lowered = lowered
+        # What the program itself has in bfloat16 is trained as it was.
+        held = (p for group in optimizer.param_groups for p in group["params"])
+        self._programs_own = WeakTensorKeyDictionary({p: None for p in held if p.dtype == torch.bfloat16})
         self._rounding = rounding
         self._step = step_of(optimizer)
         self._update_whole = update_alone(optimizer)
@@ -82,11 +86,15 @@ class LowPrecisionUpdate:
         groups = groups_by_parameter(self._optimizer)
         updated = [parameter for parameter in groups if parameter.grad is not None]
         for parameter in updated:
-            if parameter in self._lowered:
+            if parameter in self._lowered or self._is_made_of_lowered(parameter):
                 self._update(parameter, groups[parameter])
             else:
                 self._update_whole(parameter, groups[parameter])
         return updated
+
+    def _is_made_of_lowered(self, parameter: torch.Tensor) -> bool:
+        """Whether the program has made it of parameters that are in bfloat16 (a head that grows), with their states, which are in float32."""
+        return parameter.dtype == torch.bfloat16 and parameter not in self._programs_own
 
     def holds(self, parameter: torch.Tensor) -> bool:
         """Whether there is a compensation term for this parameter."""

@@ -112,6 +112,12 @@ class _KeptPasses:
         self.kept.remove(kept)
         self._num_read = 0
 
+    def make_before_step(self, parameters: Collection[torch.Tensor]) -> None:
+        """Materialises all gradients that wait, if a pass leads to one of these, which an optimizer updates by itself."""
+        updated = [parameter for parameter in parameters if parameter.grad is not None]
+        if any(kept.waiting and kept.goes_to(updated) for kept in self.kept):
+            self.make_all()
+
     def make_all(self) -> None:
         """Materialises the gradients that wait."""
         kept = list(self.kept)
@@ -170,6 +176,7 @@ class _Steps:
         mine = [kept for kept, known in on_parameters if any(parameter in groups for parameter in known)]
         others = [kept for kept in self._passes.kept if kept.waiting and kept not in mine]
         if not mine:
+            self._passes.make_before_step(groups.keys())
             return {}
         known = {parameter: deferred for _, found in on_parameters for parameter, deferred in found.items()}
         own = set(map(id, known.values()))
@@ -313,13 +320,15 @@ class Updates:
                 kept.give_up(str(error))
 
     def other_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called before any optimizer's step: one that is not of this session needs materialised gradients."""
+        """Called before any optimizer's step: one that is not of this session needs materialised gradients, and so do passes that lead to what it updates."""
         if optimizer in self._steppers:
             return
-        if any(
-            parameter in _owned(self._steppers) for group in optimizer.param_groups for parameter in group["params"]
-        ):
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        owned = _owned(self._steppers)
+        if any(parameter in owned for parameter in parameters):
             self._passes.make_all()
+        else:
+            self._passes.make_before_step(parameters)
 
     # Backward passes
 
