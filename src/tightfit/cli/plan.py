@@ -113,9 +113,12 @@ def plan(
     no_prove
         Do not verify the plan by values: by default three steps run on the CPU, plain and planned, where that takes 20 s or less (not for scripts).
     """
-    from tightfit.fit.planning import plan as find_plan
+    from tightfit.capture.processes.trace_server import begin_for
 
     started = time.monotonic()
+    begin_for(target, allow_writes=tracing.allow_writes, allow_network=tracing.allow_network)
+    from tightfit.fit.planning import plan as find_plan
+
     check_outputs({"--output": output}, inputs=(target, gpu.calibration, device))
     if as_code and (json or search is not None):
         raise UsageError("--as-code prints lines of Python: it goes with neither --json nor --search")
