@@ -15,13 +15,13 @@ from typing import Any
 from tightfit import errors
 from tightfit.capture.collectives.rank_traces import RankTraces
 from tightfit.capture.collectives.world import World
+from tightfit.capture.processes import trace_server
 from tightfit.capture.processes.children import shared_folder
 from tightfit.capture.processes.containment.policy import CLOSED, Policy, contained
 from tightfit.capture.processes.containment.written import dropped_notes
 from tightfit.capture.processes.fork_server import NOT_CLOSED_IN, ForkedChild, forked_child
 from tightfit.capture.processes.trace_progress import StatusReader, TraceProgress, user_place
-from tightfit.capture.processes.trace_server import PRELOADED, trace_environment
-from tightfit.capture.targets import Target, words_of
+from tightfit.capture.targets import HuggingFaceConfig, Target, words_of
 from tightfit.capture.trace_settings import DEFAULT_NUM_STEPS, DEFAULT_TIMEOUT_SECONDS
 from tightfit.errors.faults import answering, kept_file
 from tightfit.errors.program_errors import says_of_a_thread
@@ -156,9 +156,9 @@ def _attempt(
         with forked_child(
             "tightfit.capture.child_process.child",
             request,
-            environment=trace_environment(policy, fields["world"]),
+            environment=trace_server.trace_environment(policy, fields["world"]),
             reads_errors=not fields["show_output"],
-            preloaded=PRELOADED,
+            preloaded=trace_server.preloaded(is_huggingface=fields["target"]["kind"] == HuggingFaceConfig.__name__),
             containment=containment,
         ) as process:
             if meanwhile is not None:

@@ -22,7 +22,13 @@ PRELOADED = (
     "torch.nn.attention.flex_attention",
     "safetensors.torch",
 )
+_OF_HUGGING_FACE = "tightfit.capture.huggingface.preload:import_transformers"
 _SAVED = (".npz", ".pickle")
+
+
+def preloaded(*, is_huggingface: bool) -> tuple[str, ...]:
+    """What the server imports, and calls, for traces of such a target."""
+    return (*PRELOADED, _OF_HUGGING_FACE) if is_huggingface else PRELOADED
 
 
 def trace_environment(policy: Policy, world: dict[str, Any] | None) -> dict[str, str]:
@@ -40,4 +46,12 @@ def begin_for(target: str, *, allow_writes: bool, allow_network: bool) -> None:
     """Begins the server for traces of `target`, unless that is a saved one."""
     if Path(target).suffix not in _SAVED:
         policy = Policy(allow_writes=allow_writes, allow_network=allow_network)
-        begin(trace_environment(policy, None), PRELOADED, is_kept=not policy.allows_all)
+        names = preloaded(is_huggingface=_names_model(target))
+        begin(trace_environment(policy, None), names, is_kept=not policy.allows_all)
+
+
+def _names_model(target: str) -> bool:
+    """Whether a target looks like a model of Hugging Face, and not like a program; where that is wrong, another server is begun later."""
+    names = target.split(".")
+    is_module = all(map(str.isidentifier, names)) and (len(names) > 1 or Path(f"{target}.py").exists())
+    return not (is_module or target.endswith(".py") or ":" in target)
