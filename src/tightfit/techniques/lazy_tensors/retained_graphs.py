@@ -7,8 +7,9 @@ A parameter may be updated once its gradient is complete and nothing else refers
 gradient are freed by then, so a remaining view may be read later in the pass. Then its gradient is kept for the optimizer step.
 """
 
+import math
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -38,11 +39,17 @@ _SAME_NORM_ON_A_CARD = 1e-3
 
 
 class _Comparison:
-    """The sums of the gradients of a first run, and whether those of another one are equal to them, still on the device."""
+    """The sums of the gradients of a first run, and whether those of another one are equal to them.
+
+    Before an update its gradient must be known to be the same, so the host waits for two numbers of each parameter; those of the first run are read together,
+    and compared here: on the device a comparison is twenty kernels, each of which is the processor's time of a step.
+    """
 
     def __init__(self) -> None:
         self._sums: dict[torch.Tensor, torch.Tensor] = {}
-        self._differ: list[torch.Tensor] = []
+        # Of the first run, once they are read: the norm and the sum.
+        self._first: dict[torch.Tensor, tuple[torch.Tensor, float, float]] = {}
+        self._found: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
     def keep(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """Keeps the sum of the first gradient of `parameter`."""
@@ -50,37 +57,73 @@ class _Comparison:
 
     def forget(self) -> None:
         """Drops the comparisons that were made."""
-        self._differ.clear()
+        self._found.clear()
 
     def found_other(self) -> bool:
-        """Whether a gradient differed since this was asked last."""
-        # Collected on the device and read back together: one synchronisation for all parameters, not one for
-        # each.
-        differ, self._differ = self._differ, []
-        by_device: dict[torch.device, list[torch.Tensor]] = {}
-        for each in differ:
-            by_device.setdefault(each.device, []).append(each)
-        return any(bool(torch.stack(of_device).any()) for of_device in by_device.values())
+        """Whether a gradient differed since this was asked last. Waits for the device."""
+        found, self._found = self._found, []
+        norms, sums = (_values([each[place] for each in found]) for place in (1, 2))
+        for (parameter, _, _), norm, total in zip(found, norms, sums, strict=True):
+            _, first_norm, first_total = self._first[parameter]
+            device = parameter.device.type
+            same_norm = _SAME_NORM.get(device, _SAME_NORM_ON_A_CARD)
+            same_sum = _SAME_SUM.get(device, _SAME_NORM_ON_A_CARD)
+            # The sum finds gradients of another direction and the same norm. Written so that a NaN in both, as in a step that a scaler will skip, counts as the same.
+            if not _is_close(norm, first_norm, same_norm) or abs(total - first_total) > same_sum * first_norm:
+                return True
+        return False
 
-    def compared(self, parameter: torch.Tensor, deferred: Deferred) -> torch.Tensor:
-        """The recomputed gradient, compared with the first one, and with its recorded changes applied."""
+    def compared(
+        self, parameter: torch.Tensor, deferred: Deferred, waiting: Mapping[torch.Tensor, Deferred]
+    ) -> torch.Tensor:
+        """The recomputed gradient, compared with the first one, and with its recorded changes applied. `waiting` are all that are recomputed."""
         assert parameter.grad is not None
-        self.compare(parameter, parameter.grad, deferred)
+        self.compare(parameter, parameter.grad, deferred, waiting)
         return deferred.changed(parameter.grad)
 
-    def compare(self, parameter: torch.Tensor, gradient: torch.Tensor, deferred: Deferred) -> None:
+    def compare(
+        self,
+        parameter: torch.Tensor,
+        gradient: torch.Tensor,
+        deferred: Deferred,
+        waiting: Mapping[torch.Tensor, Deferred],
+    ) -> None:
         """Compares a gradient with the first one, of which norm and sum are known."""
         if deferred.norm is None or isinstance(gradient, FakeTensor):
             return
-        norm, device = deferred.norm, gradient.device.type
-        is_same = torch.isclose(
-            _norm(gradient), norm, rtol=_SAME_NORM.get(device, _SAME_NORM_ON_A_CARD), atol=0.0, equal_nan=True
-        )
-        # The sum finds gradients of another direction and the same norm.
-        other, bound = _sum(gradient) - self._sums[parameter], _SAME_SUM.get(device, _SAME_NORM_ON_A_CARD) * norm
-        # Written so that a NaN in both, as in a step that a scaler will skip, counts as the same.
-        is_same &= ~(other.abs() > bound)
-        self._differ.append(~is_same)
+        if parameter not in self._first or self._first[parameter][0] is not deferred.norm:
+            self._read_first({**waiting, parameter: deferred})
+        self._found.append((parameter, _norm(gradient), _sum(gradient)))
+
+    def _read_first(self, waiting: Mapping[torch.Tensor, Deferred]) -> None:
+        known = {parameter: each.norm for parameter, each in waiting.items() if each.norm is not None}
+        known = {parameter: norm for parameter, norm in known.items() if parameter in self._sums}
+        values = zip(_values([*known.values()]), _values([self._sums[each] for each in known]), strict=True)
+        for (parameter, norm), (norm_value, total) in zip(known.items(), values, strict=True):
+            self._first[parameter] = norm, norm_value, total
+
+
+def _is_close(one: float, other: float, share: float) -> bool:
+    """As `torch.isclose`, with NaN equal to itself."""
+    if one == other or (math.isnan(one) and math.isnan(other)):
+        return True
+    return math.isfinite(one - other) and abs(one - other) <= share * abs(other)
+
+
+def _values(tensors: Sequence[torch.Tensor]) -> list[float]:
+    """The values of tensors of one element, with one wait for all of a device and type."""
+    found = [0.0] * len(tensors)
+    places: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        places.setdefault((tensor.device, tensor.dtype), []).append(place)
+    with torch.no_grad():
+        for own in places.values():
+            values = (
+                torch.stack([tensors[place] for place in own]).tolist() if len(own) > 1 else [tensors[own[0]].item()]
+            )
+            for place, value in zip(own, values, strict=True):
+                found[place] = value
+    return found
 
 
 class KeptPass:
@@ -175,7 +218,7 @@ class KeptPass:
 
         def made(parameter: torch.Tensor) -> None:
             assert parameter.grad is not None
-            waiting[parameter].is_made(self._comparison.compared(parameter, waiting[parameter]))
+            waiting[parameter].is_made(self._comparison.compared(parameter, waiting[parameter], waiting))
 
         self._run_again(waiting, made, is_last=True)
         self.check_same()
@@ -223,7 +266,7 @@ class KeptPass:
 
         def used(parameter: torch.Tensor) -> None:
             deferred = waiting[parameter]
-            gradient = self._comparison.compared(parameter, deferred)
+            gradient = self._comparison.compared(parameter, deferred, waiting)
             self.check_same()
             if parameter in mine and through_host:
                 on_host[parameter] = gradient.cpu()
@@ -255,7 +298,7 @@ class KeptPass:
         def compared(parameter: torch.Tensor) -> None:
             deferred = waiting[parameter]
             assert parameter.grad is not None
-            self._comparison.compare(parameter, parameter.grad, deferred)
+            self._comparison.compare(parameter, parameter.grad, deferred, waiting)
             defer_gradient(parameter, deferred)
             # As an update would: a node that still needs this parameter raises torch's error about its version,
             # or gives other gradients.
