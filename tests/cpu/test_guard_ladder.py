@@ -221,7 +221,7 @@ def test_a_model_in_parts_is_not_trained_on() -> None:
     plans = [applied.plan_of([each]) for each in applied.CHOICES[:2]]
     ladder = rungs.Rungs(plans, lambda: model, lambda: [optimizer], put=put)
     ladder.try_next([])
-    for call in (lambda: ladder.try_next([]), ladder.check):
+    for call in (lambda: ladder.try_next([]), ladder.begin):
         with pytest.raises(ApplyError, match="no memory to take plan 1 off, and the model is in parts"):
             call()
 
@@ -338,3 +338,43 @@ def test_a_script_goes_down_with_its_fallbacks_and_one_that_is_for_another_model
     assert told.returncode == 0, told.stderr
     assert told.stdout.strip() == "[False, True, True, True]"
     assert "4 steps, 2 out of memory, 2 replayed" in told.stderr
+
+
+NEW_OPTIMIZER = """
+import queue
+import torch
+from tests.cpu.applied import batch_of, made
+model, optimizer = made()
+calls, seen = queue.SimpleQueue(), []
+for phase in range(2):
+    if phase:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+    for number in range(3):
+        rows, classes = batch_of(number)
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(rows), classes).backward()
+        calls.put(None)
+        if calls.qsize() in FAILS:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        optimizer.step()
+        seen.append(["forward" in vars(model.layers[number]) for number in (0, 2)])
+print(seen, [float(parameter.double().sum()) for parameter in model.parameters()])
+"""
+
+
+def test_a_new_optimizer_brings_no_second_plan_onto_the_model(tmp_path: Path) -> None:
+    backward = applied.choice("update_in_backward", "optimizer", kernel="same", clips=False)
+    offload = applied.choice(
+        "optimizer_offload", "optimizer", host_bytes=1 << 20, window_bytes=1 << 12, least_elements=1
+    )
+    for name, choices in (("first", (applied.CHOICES[0], backward)), ("small", (applied.CHOICES[1], offload))):
+        applied.plan_of(choices).save(tmp_path / f"{name}.json")
+    command = ("-m", "tightfit", "run", "--guard", "--plan", "first.json", "--fallback", "small.json", "train.py")
+    printed = []
+    for fails in ((), (2, 3)):
+        (tmp_path / "train.py").write_text(NEW_OPTIMIZER.replace("FAILS", repr(fails)))
+        told = forked_python(*command, cwd=tmp_path, env={"PYTHONPATH": str(Path(__file__).parents[2])}, check=True)
+        printed.append(told.stdout.replace("]] [", "]]\n[").split("\n"))
+    (_, expected, *_), (plans, found, *_) = printed
+    assert found == expected
+    assert plans == str([[True, False], *[[False, True]] * 5])

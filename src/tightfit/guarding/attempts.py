@@ -88,7 +88,7 @@ class Attempts:
         Raises:
             ApplyError: a plan could not be taken off before, and the model is in parts.
         """
-        self._rungs.check()
+        self._rungs.begin()
         self._ballast.hold()
         self._retries.cover(self._optimizers)
         with RetriedOperators(self._retries.freed):

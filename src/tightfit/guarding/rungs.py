@@ -61,14 +61,23 @@ class Rungs:
         """The position of the present plan; -1 without one."""
         return self._at
 
-    def check(self) -> None:
-        """Raises what left the model in parts, if something has.
+    def begin(self) -> None:
+        """A step begins: a plan that was put on before the program made another optimizer is put on again.
 
         Raises:
-            ApplyError: a plan could not be taken off.
+            ApplyError: a plan could not be taken off, and has left the model in parts.
         """
         if self._broken:
             raise ApplyError(self._broken)
+        if self._session is None:
+            return
+        known = list(map(id, self._session.optimizers))
+        if any(id(optimizer) not in known for optimizer in self._optimizers()):
+            at = self._at
+            # One that the program has dropped goes with the session that knew it.
+            self._put(-1)
+            release_memory()
+            self._put(at)
 
     def refuses(self, error: BaseException) -> bool:
         """Whether an error is the refusal of a plan that this ladder has applied: it cannot be used for this step."""

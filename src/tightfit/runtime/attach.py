@@ -26,6 +26,7 @@ from tightfit.runtime.apply import (
     num_parameters,
     planned_for,
     root_of,
+    session_on,
     undo_after,
     watch_inputs,
 )
@@ -285,6 +286,11 @@ class Attachment:
         if check is not None:
             check.session.check()
         if not any(self._optimizers.is_new(o) for o in self._optimizers.free_for(module)):
+            return
+        if check is None and session_on(module) is not None:
+            # Another plan has taken the place of this one (a guard's), and whoever has put it there sees to the optimizers.
+            for optimizer in self._optimizers.free_for(module):
+                self._optimizers.give(optimizer, module)
             return
         if check is not None:
             check.session.undo()
