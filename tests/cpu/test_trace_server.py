@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tightfit.capture.processes import fork_server, trace_server
+from tightfit.capture import trace_server
+from tightfit.capture.processes import fork_server
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from tightfit import errors
+from tightfit.capture import trace_server
 from tightfit.capture.collectives.rank_traces import RankTraces
 from tightfit.capture.collectives.world import World
-from tightfit.capture.processes import trace_server
 from tightfit.capture.processes.children import shared_folder
 from tightfit.capture.processes.containment.policy import CLOSED, Policy, contained
 from tightfit.capture.processes.containment.written import dropped_notes

@@ -83,7 +83,7 @@ def estimate(
     save_recording
         Also write the run as a recording of torch's allocator, for torch's viewer and tightfit replay (.pickle; one GPU).
     """
-    from tightfit.capture.processes.trace_server import begin_for
+    from tightfit.capture.trace_server import begin_for
 
     begin_for(target, allow_writes=tracing.allow_writes, allow_network=tracing.allow_network)
     from tightfit import fit

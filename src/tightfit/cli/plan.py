@@ -113,7 +113,7 @@ def plan(
     no_prove
         Do not verify the plan by values: by default three steps run on the CPU, plain and planned, where that takes 20 s or less (not for scripts).
     """
-    from tightfit.capture.processes.trace_server import begin_for
+    from tightfit.capture.trace_server import begin_for
 
     started = time.monotonic()
     begin_for(target, allow_writes=tracing.allow_writes, allow_network=tracing.allow_network)
