@@ -20,6 +20,7 @@ from tightfit.cli.arguments.options import (
 )
 from tightfit.cli.arguments.sizes import Size, with_unit
 from tightfit.cli.arguments.used import used_now
+from tightfit.cli.shared.early_server import begin_server
 from tightfit.cli.shared.local_cards import own_card
 from tightfit.cli.shared.progress import ProgressLine
 from tightfit.cli.variants.plan_cards import ONE_CARD, Cards, check_alone, plan_cards
@@ -113,10 +114,8 @@ def plan(
     no_prove
         Do not verify the plan by values: by default three steps run on the CPU, plain and planned, where that takes 20 s or less (not for scripts).
     """
-    from tightfit.capture.trace_server import begin_for
-
     started = time.monotonic()
-    begin_for(target, allow_writes=tracing.allow_writes, allow_network=tracing.allow_network)
+    begin_server(target, tracing)
     from tightfit.fit.planning import plan as find_plan
 
     check_outputs({"--output": output}, inputs=(target, gpu.calibration, device))
