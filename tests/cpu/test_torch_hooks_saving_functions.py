@@ -1,5 +1,6 @@
 """A hook for saved tensors is told which function of the program's saves, whatever version of torch calls it from Python or from C."""
 
+import gc
 from typing import Any
 
 import pytest
@@ -101,6 +102,8 @@ class _Fails(torch.autograd.Function):
 
 
 def test_torch_is_as_it_was_without_an_owner() -> None:
+    # Blocks of other tests that are not collected yet wait for it too.
+    gc.collect()
     plain = FunctionCtx.save_for_backward
     owner = Owner()
     on_saving_functions(owner)

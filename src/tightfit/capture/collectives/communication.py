@@ -20,7 +20,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from tightfit.capture.collectives import arguments, groups
+from tightfit.capture.collectives import arguments, groups, reducer_times
 from tightfit.capture.collectives.arguments import Collective
 from tightfit.capture.collectives.callers import is_called_by_python, is_called_by_sharding
 from tightfit.capture.collectives.objects import Objects
@@ -97,6 +97,7 @@ class Communication:
             return wait(work, *args, **kwargs)
 
         replace(dist.Work, wait=waited)
+        reducer_times.install()
         gradients_of_data.show_those_unlike()
         _mark_buckets(self._gpu)
         Objects(self._world).install()

@@ -400,6 +400,11 @@ IN_CHILD: tuple[Name, ...] = (
         known(path, purpose, "capture/collectives", is_checked=False)
         for path, purpose in (
             ("torch._C:_jit_get_all_schemas", "to find the operators of collectives"),
+            ("torch.distributed:Reducer._set_static_graph", "to keep the reducer from asking the card for times"),
+            (
+                "torch.distributed:Reducer._set_ddp_runtime_logging_sample_rate",
+                "to keep the reducer from asking the card for times",
+            ),
             ("torch._C._distributed_c10d:_create_work_from_future", "to return what a collective is waited for with"),
             (
                 "torch.distributed.distributed_c10d:_new_process_group_helper",

@@ -67,6 +67,8 @@ class Turns:
         """Whether the main thread is to be asked as soon as the running one waits or ends."""
         self._in_vain_since: float | None = None
         self._ends_others = False
+        # A thread that ended has left it to the main thread, which waits, to see who can run.
+        self._main_chooses = False
 
     def forget(self) -> None:
         """No thread takes turns here: this is a process that was forked, which has none of the others."""
@@ -97,7 +99,10 @@ class Turns:
         del self._members[_thread.get_ident()]
         self.others.remove(member)
         member.has_ended = True
-        chosen = self._chosen()
+        # It does not stay to see who can run: others may wait for its very end (`Thread.join`).
+        chosen = None if self.must_ask else self._ready()
+        self._main_chooses = chosen is None
+        chosen = chosen or self._main
         self._switch(member, chosen)
         chosen.wake.release()
 
@@ -106,11 +111,10 @@ class Turns:
         member = self._members[_thread.get_ident()]
         member.can_run = can_run
         member.deadline = None if timeout is None else time.monotonic() + timeout
-        chosen = self._chosen()
-        if chosen is not member:
-            self._switch(member, chosen)
-            chosen.wake.release()
-            member.wake.acquire()
+        self._pass_on(member)
+        while member is self._main and self._main_chooses:
+            self._main_chooses = False
+            self._pass_on(member)
         member.can_run, member.deadline = _always, None
         if member is not self._main:
             if self._ends_others:
@@ -118,6 +122,13 @@ class Turns:
         elif self.must_ask:
             self.must_ask = False
             self._ask(any(m.deadline is not None for m in self.others))
+
+    def _pass_on(self, member: Member) -> None:
+        chosen = self._chosen()
+        if chosen is not member:
+            self._switch(member, chosen)
+            chosen.wake.release()
+            member.wake.acquire()
 
     def came_from_outside(self) -> None:
         """What the running thread has waited for was done by one that takes no turns."""
@@ -135,16 +146,25 @@ class Turns:
         if self.others and self.own() is self._main and any(member.can_run() for member in self.others):
             self.wait(_always)
 
+    def _ready(self) -> Member | None:
+        for member in (*self.others, self._main):
+            if member.can_run() or (self._ends_others and member is not self._main):
+                return member
+        return None
+
     def _chosen(self) -> Member:
         """Whose turn is next. While all wait, for what other threads or processes do or for the time to pass, so does the thread that asks."""
         while not self.must_ask:
             now = time.monotonic()
-            everyone = (*self.others, self._main)
-            for member in everyone:
-                if member.can_run() or (self._ends_others and member is not self._main):
-                    self._in_vain_since = None
-                    return member
-            first = min((m for m in everyone if m.deadline is not None), key=lambda m: m.deadline or 0.0, default=None)
+            ready = self._ready()
+            if ready is not None:
+                self._in_vain_since = None
+                return ready
+            first = min(
+                (m for m in (*self.others, self._main) if m.deadline is not None),
+                key=lambda m: m.deadline or 0.0,
+                default=None,
+            )
             # Threads that look again and again bring nothing either.
             if self._main.deadline is None:
                 self._in_vain_since = since = now if self._in_vain_since is None else self._in_vain_since
