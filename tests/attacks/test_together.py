@@ -74,3 +74,18 @@ def test_a_clean_program_is_trained_right(program: str, name: str) -> None:
 def test_an_attack_is_trained_right_or_refused(program: str, name: str) -> None:
     verdict = run(attacks()[program], name)
     assert verdict.outcome in (Outcome.RIGHT, Outcome.REFUSED, Outcome.NO_PLACE), verdict.reason
+
+
+@pytest.mark.parametrize("program", ["plain_loop", "frozen_stem", "adamw_with_scheduler"])
+@pytest.mark.parametrize("streaming", ["weight streaming", "trained weight streaming"])
+def test_tiles_of_a_block_whose_weights_come_and_go(program: str, streaming: str, monkeypatch) -> None:
+    parts = ("tiled tokens", streaming)
+
+    def find(model, optimizers):
+        return [choice for part in parts for choice in VARIANTS[part].find(model, optimizers)]
+
+    freezes = VARIANTS[streaming].freezes
+    variant = Variant(name="both", technique="", find=find, is_bitwise=False, is_lossy=False, freezes=freezes)
+    monkeypatch.setitem(VARIANTS, "both", variant)
+    verdict = run(attacks()[program], "both")
+    assert (verdict.outcome, verdict.reason) == (Outcome.RIGHT, "")

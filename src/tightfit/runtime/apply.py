@@ -17,6 +17,7 @@ from tightfit.techniques.registry import technique, techniques
 from tightfit.techniques.session import CHECK_STEPS, Session
 from tightfit.techniques.technique import AbstractTechnique
 from tightfit.techniques.wrappers.forwards import copied_wrappers, take_off_copied
+from tightfit.torch_hooks.optimizer_step_hooks import is_called_by_step_hook
 from tightfit.torch_hooks.weak_references import WeakTable
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -97,6 +98,11 @@ def apply_to(
     Raises:
         ApplyError: one cannot be applied. The session has been undone then.
     """
+    # A hook more would end the program's step with an error of Python's.
+    if any(map(is_called_by_step_hook, session.optimizers)):
+        raise ApplyError(
+            "the plan is put on by a step hook of its own optimizer, while torch goes through them; put it on before the step, or after it"
+        )
     by_name: dict[str, list[Choice]] = {}
     for choice in choices:
         by_name.setdefault(technique(choice.technique).name, []).append(choice)

@@ -314,3 +314,45 @@ def one_of_two_undone(t: Trial) -> None:
         optimizer.step()
         t.note("loss", loss)
         t.end_step()
+
+
+@attack("changes", "the plan is put on by a step hook of the optimizer, after its second step (a callback)")
+def put_on_in_step_hook(t: Trial) -> None:
+    model = Net()
+    optimizer = adamw(model)
+    steps: list[int] = []
+
+    def put_on(*_: Any) -> None:
+        steps.append(1)
+        if len(steps) == 2:
+            t.apply(model, optimizer)
+
+    optimizer.register_step_post_hook(put_on)
+    for step in range(4):
+        loss = model(*tokens(step))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        t.note("loss", loss)
+        t.end_step()
+
+
+@attack("changes", "the plan is taken off, and put on again, by the closure that the optimizer calls within its step")
+def taken_off_in_closure(t: Trial) -> None:
+    model = Net()
+    optimizer = adamw(model)
+    held = [t.apply(model, optimizer)]
+    for step in range(5):
+
+        def closure(step: int = step) -> torch.Tensor:
+            if step == 1:
+                undo(held[0])
+            if step == 3:
+                held[0] = t.apply(model, optimizer)
+            optimizer.zero_grad()
+            loss = model(*tokens(step))
+            loss.backward()
+            return loss
+
+        t.note("loss", optimizer.step(closure))
+        t.end_step()

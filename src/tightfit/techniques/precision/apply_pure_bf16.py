@@ -26,6 +26,7 @@ from tightfit.techniques.session import Session, Verdict
 from tightfit.techniques.technique import Choice
 from tightfit.torch_hooks.backward import BackwardPass, on_backward
 from tightfit.torch_hooks.manifest import STORAGE_USES
+from tightfit.torch_hooks.optimizer_step_hooks import is_stepped
 
 _NAME = "pure_bf16"
 # What a reference from Python to a storage counts, beside those of its tensors.
@@ -120,9 +121,14 @@ def lower_model(
     Raises:
         ApplyError: the model has no float32 parameter, something refers to the memory of one, or an optimizer is not known to update each parameter by itself.
     """
+    remedy = f"leave {technique} out of the plan"
     for optimizer in session.optimizers:
         check_separable(optimizer, technique)
-    remedy = f"leave {technique} out of the plan"
+        # This step would be torch's, with states in float32 and weights in bfloat16.
+        if optimizer.state and is_stepped(optimizer):
+            raise ApplyError(
+                f"the plan is put on within a step of its optimizer, by a closure; put it on before, or {remedy}"
+            )
     lowered: dict[torch.Tensor, None] = {p: None for p in session.model.parameters() if p.dtype == torch.float32}
     if not lowered:
         raise ApplyError(f"{type(session.model).__name__} has no float32 parameter; {remedy}")

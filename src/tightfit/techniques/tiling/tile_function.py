@@ -5,7 +5,7 @@ gradient of the inputs in place, and sums those of the parameters: in float32 if
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.autograd import grad  # torch's own, whatever the program puts in its
 from tightfit.effects.ambient import Ambient
 from tightfit.effects.contents import checksum_of, contents_of, is_any_written
 from tightfit.effects.graph_shapes import graph_shape
+from tightfit.effects.state import MOVED
 from tightfit.effects.value_checks import checksum, sums_differ
 from tightfit.errors import ApplyError, TightfitError
 from tightfit.techniques.wrappers.first_order import Refuse, check_transforms, first_order
@@ -120,7 +121,7 @@ class _Tiled(torch.autograd.Function):
         ctx.tiling, ctx.autocast, ctx.refuse, ctx.ambient = tiling, autocast, tiling.refuse, Ambient.now()
         ctx.checksum = checksum([value, *tiling.parameters]) if tiling.is_checked else None
         ctx.contents = contents_of([value, *tiling.parameters])
-        ctx.addresses = [parameter.data_ptr() for parameter in tiling.parameters]
+        ctx.addresses = _addresses(tiling.parameters)
         # Parameters too, so that autograd checks their versions: an in-place update between the passes raises
         # torch's own error.
         ctx.save_for_backward(value, *trained)
@@ -149,7 +150,7 @@ class _Tiled(torch.autograd.Function):
         tiling = ctx.tiling
         value, *trained = ctx.saved_tensors
         changed = tiling.changed()
-        if not changed and ctx.addresses != [parameter.data_ptr() for parameter in tiling.parameters]:
+        if not changed and ctx.addresses != _addresses(tiling.parameters):
             changed = "a weight was given other data"
         if not changed and not all(parameter.requires_grad for parameter in trained):
             changed = "a weight was frozen"
@@ -190,6 +191,11 @@ class _Tiled(torch.autograd.Function):
                 _put(whole.narrow(tiling.dim, tile.begin, tile.end - tile.begin), found.pop(0), adds=tiling.overlap)
             _add(sums, found)
         return (None, None, whole, *(_cast(s, p) for s, p in zip(sums, trained, strict=True)))
+
+
+def _addresses(parameters: Iterable[torch.Tensor]) -> list[int]:
+    # Weights that are at the host come back to another place.
+    return [-1 if parameter in MOVED else parameter.data_ptr() for parameter in parameters]
 
 
 @contextmanager

@@ -100,6 +100,11 @@ class _Innermost:
         self._update = update
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._num_states = 0
+        self._is_over = False
+
+    def end(self) -> None:
+        """The session is undone, by the step's own closure perhaps: the update is torch's from now on."""
+        self._is_over = True
 
     def before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
         # Gradients that a step has left hidden were those of a step that was interrupted.
@@ -109,6 +114,8 @@ class _Innermost:
 
         def closure_and_update() -> Any:
             loss = closure() if closure is not None else None
+            if self._is_over:
+                return loss
             # The step calls its closure with gradients enabled (torch/optim/adam.py, `step`).
             with torch.no_grad():
                 # Every step of torch.optim skips parameters without a gradient.
@@ -168,6 +175,7 @@ def update_within_step(
     The parameters that it returns are not updated by the step itself.
     """
     innermost = _Innermost(update)
+    session.when_undone(innermost.end)
     session.hook(optimizer.register_step_pre_hook, innermost.before)
     after = session.hook(optimizer.register_step_post_hook, innermost.after)
     hooks: Any = optimizer._optimizer_step_post_hooks
