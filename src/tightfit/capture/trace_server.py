@@ -40,7 +40,7 @@ def trace_environment(policy: Policy, world: dict[str, Any] | None) -> dict[str,
 
 
 def begin_for(target: str, *, allow_writes: bool, allow_network: bool) -> None:
-    """Begins the server for traces of `target`, unless that is a saved one."""
+    """Begins the server for traces of `target`; a saved one needs none."""
     if Path(target).suffix not in _SAVED:
         policy = Policy(allow_writes=allow_writes, allow_network=allow_network)
         names = preloaded(is_huggingface=_names_model(target))
