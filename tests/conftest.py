@@ -12,7 +12,7 @@ import hypothesis
 import pytest
 from tests.process_state import changed_since, process_state
 
-from tightfit.capture import trace
+from tightfit.capture import trace_server
 from tightfit.cli.shared.progress import ProgressLine
 
 # Programs that tests write run in processes of their own, and take their models from this folder.
@@ -36,8 +36,8 @@ hypothesis.settings.load_profile("tightfit")
 
 # Hugging Face's libraries take longer to import than most traces of tests take: these fork from a server that has done it. The commands that tests
 # run in processes of their own import them in each trace, as a user's do.
-_PRELOADED_ANYWHERE = trace._PRELOADED
-trace._PRELOADED += (
+_PRELOADED_ANYWHERE = trace_server.PRELOADED
+trace_server.PRELOADED += (
     "transformers.trainer",
     *(f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama", "t5")),
 )
@@ -46,7 +46,7 @@ trace._PRELOADED += (
 @pytest.fixture
 def traces_import_libraries_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     """As everywhere but in tests: for those that ask what an import does to a trace."""
-    monkeypatch.setattr(trace, "_PRELOADED", _PRELOADED_ANYWHERE)
+    monkeypatch.setattr(trace_server, "PRELOADED", _PRELOADED_ANYWHERE)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -175,7 +176,8 @@ def test_a_card_file_is_told_apart_from_no_file_and_from_another_file(refused: R
         ("raises.py", "raises.py raised ValueError at raises.py:4: no rows (--debug shows the traceback)"),
         (
             "imports.py",
-            "imports.py raised ModuleNotFoundError at imports.py:2: No module named 'no_such_package' (--debug shows the traceback)",
+            "imports.py raised ModuleNotFoundError at imports.py:2: No module named 'no_such_package'; "
+            f"programs run with {sys.executable}: install it there (--debug shows the traceback)",
         ),
         (
             "exits.py",

@@ -6,7 +6,6 @@ comes to no step is ended too.
 
 import dataclasses
 import json
-import os
 import signal
 import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tightfit import errors
+from tightfit.capture import trace_server
 from tightfit.capture.collectives.rank_traces import RankTraces
 from tightfit.capture.collectives.world import World
 from tightfit.capture.processes.children import shared_folder
@@ -21,7 +21,7 @@ from tightfit.capture.processes.containment.policy import CLOSED, Policy, contai
 from tightfit.capture.processes.containment.written import dropped_notes
 from tightfit.capture.processes.fork_server import NOT_CLOSED_IN, ForkedChild, forked_child
 from tightfit.capture.processes.trace_progress import StatusReader, TraceProgress, user_place
-from tightfit.capture.targets import Target, words_of
+from tightfit.capture.targets import HuggingFaceConfig, Target, words_of
 from tightfit.capture.trace_settings import DEFAULT_NUM_STEPS, DEFAULT_TIMEOUT_SECONDS
 from tightfit.errors.faults import answering, kept_file
 from tightfit.errors.program_errors import says_of_a_thread
@@ -31,19 +31,6 @@ from tightfit.tape.verify import verify_tape
 _SECONDS_BETWEEN_LOOKS = 0.25
 _programs_with_threads: set[str] = set()
 """Targets that were seen to use the GPU in threads of their own; a plan traces the same one several times."""
-
-# What every trace imports, and the catalogue that it reads. Three are imported by torch itself, when it makes the first tensor without data and runs
-# the first backward pass; safetensors is patched where it is installed.
-_PRELOADED = (
-    "tightfit.capture.child_process.child",
-    "tightfit.capture.child_process.capture_session",
-    "tightfit.devices.catalogue:all_devices",
-    "torch.fx.experimental.symbolic_shapes",
-    "torch.distributed.tensor",
-    "torch._functorch.config",
-    "torch.nn.attention.flex_attention",
-    "safetensors.torch",
-)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,9 +156,9 @@ def _attempt(
         with forked_child(
             "tightfit.capture.child_process.child",
             request,
-            environment=_environment(policy, fields["world"]),
+            environment=trace_server.trace_environment(policy, fields["world"]),
             reads_errors=not fields["show_output"],
-            preloaded=_PRELOADED,
+            preloaded=trace_server.preloaded(is_huggingface=fields["target"]["kind"] == HuggingFaceConfig.__name__),
             containment=containment,
         ) as process:
             if meanwhile is not None:
@@ -193,13 +180,6 @@ def _attempt(
             faults = verify_tape(traced.tape)
             assert not faults, faults[0]
         return traced
-
-
-def _environment(policy: Policy, world: dict[str, Any] | None) -> dict[str, str]:
-    # Where there is a card, it is hidden: the virtual one is the same everywhere, and no context is made on the real one.
-    hidden = {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
-    distributed = {} if world is None else World(**world).environment()
-    return {**os.environ, **hidden, **policy.environment(), **distributed}
 
 
 def _answer(request: Path) -> dict[str, Any]:

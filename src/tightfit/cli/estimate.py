@@ -24,6 +24,7 @@ from tightfit.cli.arguments.options import (
     TraceOptions,
 )
 from tightfit.cli.arguments.used import used_now
+from tightfit.cli.shared.early_server import begin_server
 from tightfit.cli.shared.local_cards import own_card
 from tightfit.cli.shared.progress import ProgressLine
 from tightfit.devices.calibration import Calibration
@@ -83,6 +84,7 @@ def estimate(
     save_recording
         Also write the run as a recording of torch's allocator, for torch's viewer and tightfit replay (.pickle; one GPU).
     """
+    begin_server(target, tracing)
     from tightfit import fit
     from tightfit.recordings.write import write_tape
     from tightfit.reports.rank_estimates import worst_of
@@ -96,8 +98,7 @@ def estimate(
     check_outputs(
         {"--save-tape": save_tape, "--save-recording": save_recording}, inputs=(target, gpu.calibration, *device)
     )
-    if save_recording is not None and len(cards) > 1:
-        raise UsageError("--save-recording writes the run on one GPU: give one --device")
+    _check_recording(save_recording, len(cards))
     asked = {"arguments": arguments, "parameters": parameter, "options": model.given()}
     how, costs = {"tracing": tracing, "used": used}, {"used": used, "margin": end, "node": ranks.node}
     world = _world(ranks, target, sweep, cards)
@@ -121,6 +122,11 @@ def estimate(
         # Also where a file could not be written: the answer has been worked out by now.
         _print(estimates, _described(found, cards, ranks.node), json=json, elapsed_seconds=elapsed_seconds)
     return 0 if all(e.fits for e in estimates) else 1
+
+
+def _check_recording(save_recording: Path | None, num_cards: int) -> None:
+    if save_recording is not None and num_cards > 1:
+        raise UsageError("--save-recording writes the run on one GPU: give one --device")
 
 
 def _tapes(

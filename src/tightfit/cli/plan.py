@@ -20,6 +20,7 @@ from tightfit.cli.arguments.options import (
 )
 from tightfit.cli.arguments.sizes import Size, with_unit
 from tightfit.cli.arguments.used import used_now
+from tightfit.cli.shared.early_server import begin_server
 from tightfit.cli.shared.local_cards import own_card
 from tightfit.cli.shared.progress import ProgressLine
 from tightfit.cli.variants.plan_cards import ONE_CARD, Cards, check_alone, plan_cards
@@ -113,9 +114,10 @@ def plan(
     no_prove
         Do not verify the plan by values: by default three steps run on the CPU, plain and planned, where that takes 20 s or less (not for scripts).
     """
+    started = time.monotonic()
+    begin_server(target, tracing)
     from tightfit.fit.planning import plan as find_plan
 
-    started = time.monotonic()
     check_outputs({"--output": output}, inputs=(target, gpu.calibration, device))
     if as_code and (json or search is not None):
         raise UsageError("--as-code prints lines of Python: it goes with neither --json nor --search")

@@ -2,6 +2,8 @@
 
 import os
 import runpy
+import shlex
+import sys
 import sysconfig
 import traceback
 
@@ -76,11 +78,25 @@ def one_line(label: str, error: BaseException) -> str:
     helps = next((f"; {remedy}" for known, remedy in _REMEDIES.items() if known in said), "")
     if is_of_a_thread(error):
         helps = f"; {_IN_THE_MAIN_ONE}"
+    helps = helps or _helps_to_find(label, first)
     message = _first_line(error)
     # torch goes on for a screen with what it was built with.
     if IN_A_THREAD in message:
         message = message[: message.index(IN_A_THREAD) + len(IN_A_THREAD)]
     return f"{label} raised {_class_name(error)}{where}: {message}{cause}{helps}{assumed(error)}"
+
+
+def _helps_to_find(label: str, error: BaseException) -> str:
+    """What helps where a file or a module was not found that may be somewhere else."""
+    if isinstance(error, FileNotFoundError) and isinstance(error.filename, str) and not os.path.isabs(error.filename):
+        folder = os.path.dirname(label)
+        if folder and os.path.exists(os.path.join(folder, error.filename)):
+            return (
+                f"; it is beside the program, which runs in the folder that you are in: cd {shlex.quote(folder)} first"
+            )
+    if isinstance(error, ModuleNotFoundError) and error.name is not None:
+        return f"; programs run with {sys.executable}: install it there"
+    return ""
 
 
 def program_trace(error: BaseException) -> str:

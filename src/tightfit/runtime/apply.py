@@ -17,7 +17,7 @@ from tightfit.techniques.registry import technique, techniques
 from tightfit.techniques.session import CHECK_STEPS, Session
 from tightfit.techniques.technique import AbstractTechnique
 from tightfit.techniques.wrappers.forwards import copied_wrappers, take_off_copied
-from tightfit.torch_hooks.step_hooks import is_called_by_step_hook
+from tightfit.torch_hooks.optimizer_step_hooks import is_called_by_step_hook
 from tightfit.torch_hooks.weak_references import WeakTable
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]

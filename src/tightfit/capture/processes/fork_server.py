@@ -243,6 +243,12 @@ def forked_child(
             yield process
 
 
+def begin(environment: Mapping[str, str], preloaded: Sequence[str], *, is_kept: bool) -> None:
+    """Begins the server that `forked_child` will ask with the same environment, modules and containment (`is_kept`), and does not wait for it."""
+    if _IS_SUPPORTED:
+        _server(environment, preloaded, is_kept=is_kept)
+
+
 @contextlib.contextmanager
 def _forked(forked: ForkedChild) -> Iterator[ForkedChild]:
     try:

@@ -26,7 +26,7 @@ from tightfit.techniques.session import Session, Verdict
 from tightfit.techniques.technique import Choice
 from tightfit.torch_hooks.backward import BackwardPass, on_backward
 from tightfit.torch_hooks.manifest import STORAGE_USES
-from tightfit.torch_hooks.step_hooks import is_stepped
+from tightfit.torch_hooks.optimizer_step_hooks import is_stepped
 
 _NAME = "pure_bf16"
 # What a reference from Python to a storage counts, beside those of its tensors.

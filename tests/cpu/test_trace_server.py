@@ -1,0 +1,77 @@
+"""The process that traces are forked from begins early, and is the one that the trace then asks."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tightfit.capture import trace_server
+from tightfit.capture.processes import fork_server
+
+
+@pytest.mark.parametrize(
+    ("target", "names_model"),
+    [
+        ("gpt2", True),
+        ("llama-3.1-8b", True),
+        ("folder/config.json", True),
+        ("train.py", False),
+        ("train.py:workload", False),
+        ("package.module", False),
+        ("package.module:workload", False),
+        ("train", False),
+    ],
+)
+def test_models_are_told_from_programs(
+    target: str, *, names_model: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    begun: list[tuple[str, ...]] = []
+    monkeypatch.setattr(trace_server, "begin", lambda _, names, *, is_kept: begun.append(names))
+    trace_server.begin_for(target, allow_writes=False, allow_network=False)
+    assert begun == [trace_server.preloaded(is_huggingface=names_model)]
+
+
+def test_a_saved_trace_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[str] = []
+    monkeypatch.setattr(trace_server, "begin", lambda *_, **__: begun.append(""))
+    trace_server.begin_for("run.npz", allow_writes=True, allow_network=True)
+    assert not begun
+
+
+_PROGRAM = """
+import sys
+from tightfit.capture.processes import fork_server
+from tightfit.cli.main import run
+started = []
+made = fork_server._Server.__init__
+def note(self, *args, **kwargs):
+    started.append("tightfit.fit" in sys.modules)
+    made(self, *args, **kwargs)
+fork_server._Server.__init__ = note
+try:
+    run(["estimate", *sys.argv[1:], "--device", "RTX 4090", "--json"])
+except SystemExit:
+    pass
+print(started, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("kind", ["model", "program"])
+def test_one_server_is_begun_before_what_computes_is_imported(tmp_path: Path, kind: str) -> None:
+    if not fork_server._IS_SUPPORTED:
+        pytest.skip("no forks here")
+    target = "gpt2"
+    if kind == "program":
+        target = f"{tmp_path / 'small.py'}:workload"
+        (tmp_path / "small.py").write_text(
+            "import torch\ndef workload():\n    w = torch.ones(8, device='cuda', requires_grad=True)\n"
+            "    while True:\n        w.sum().backward()\n        yield\n"
+        )
+    found = subprocess.run(
+        [sys.executable, "-c", _PROGRAM, target], capture_output=True, text=True, env=dict(os.environ), check=False
+    )
+    assert found.stderr.splitlines()[-1] == "[False]", found.stderr
