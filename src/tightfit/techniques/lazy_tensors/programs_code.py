@@ -9,7 +9,6 @@ import types
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -19,6 +18,7 @@ from tightfit.effects.state import RegionState, Snapshot, again, differences, re
 from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.repeated_pass import may_be_statistics
 from tightfit.torch_hooks.manifest import SET_VERSIONS
+from tightfit.torch_hooks.weak_references import WeakTable
 
 # What is written to in place is copied before the first run; larger tensors are refused if they are written to.
 _LARGEST_COPIED_BYTES = 1 << 20
@@ -106,7 +106,7 @@ class RegionStates:
     """Those of modules, by module."""
 
     def __init__(self) -> None:
-        self._known: WeakKeyDictionary[torch.nn.Module, RegionState] = WeakKeyDictionary()
+        self._known: WeakTable[torch.nn.Module, RegionState] = WeakTable()
 
     def of(self, module: torch.nn.Module) -> RegionState:
         """That of a module."""

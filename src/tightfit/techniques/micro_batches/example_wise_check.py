@@ -54,6 +54,9 @@ class Proved:
         return self.decisions == tuple(decisions) and shape in self.shapes
 
 
+_OF_ALL = ("Python's random", "numpy.random")
+
+
 class BatchProofs:
     """The proofs for one model, which it refers to weakly, by the shapes of its batches."""
 
@@ -122,13 +125,14 @@ class BatchProofs:
         return str(found[0]) if found else ""
 
     def changes_from_now(self) -> Callable[[], str]:
-        """A function that says in words what of the model's state has changed since now, but for random states; nothing where nothing has."""
+        """A function that says in words what of the model's state has changed since now, but for the random states of all; nothing where nothing has."""
         before = self._state.snapshot(self._owner(), is_kept=True)
         marks = OptimizerMarks(before.reach.optimizers)
 
         def first_change() -> str:
             found = differences(before, self._state.snapshot(self._owner()))
-            told = next((str(each) for each in found if each.what != "was drawn from"), "")
+            # An array of numpy's is looked at as generators are.
+            told = next((str(each) for each in found if each.path not in _OF_ALL), "")
             return told or ("an optimizer that the model can reach was changed" if marks.change() else "")
 
         return first_change

@@ -29,7 +29,7 @@ class SavedByParts:
         self._constants: dict[int, weakref.ref[torch.Tensor]] = {}
         self._written = WrittenSince()
         self.runs_again = False
-        """Whether a plain backward pass runs code of the program's again (a checkpoint)."""
+        """Whether code is run again, by a checkpoint of the program's or by a plan's, or what is saved is behind hooks."""
 
     def add(self, loss: torch.Tensor, model: torch.nn.Module, known: Sequence[torch.Tensor]) -> None:
         """Adds what the graph of a part's loss has saved besides `known`, before its backward pass frees it."""
@@ -39,14 +39,13 @@ class SavedByParts:
             self._constants[id(tensor)] = weakref.ref(tensor)
             self._written.add(tensor)
         code = CodeInGraph()
-        is_hidden = False
         for node in nodes:
             code.reason_of_hooks(node)
-            is_hidden = is_hidden or any(True for _ in unpack_hooks(node))
-            self.runs_again = self.runs_again or type(node).__name__ == _REENTRANT
+            # What is saved behind hooks, of our own recomputation too, is not looked at: all that the model can reach is.
+            is_hidden = any(True for _ in unpack_hooks(node)) or type(node).__name__ == _REENTRANT
+            self.runs_again = self.runs_again or is_hidden
         self.runs_again = self.runs_again or bool(code.checkpoints())
-        # What is saved behind hooks is not looked at.
-        if is_hidden or self.runs_again:
+        if self.runs_again:
             left_out = {id(tensor) for tensor in known}
             of_model = (*model.parameters(), *model.buffers())
             self._constants |= {id(tensor): weakref.ref(tensor) for tensor in of_model if id(tensor) not in left_out}
