@@ -1,11 +1,10 @@
 """A hook for saved tensors is told which function of the program's saves, whatever version of torch calls it from Python or from C."""
 
-import gc
 from typing import Any
 
 import pytest
 import torch
-from torch.autograd.function import FunctionCtx
+from tests.forked_python import forked_python
 
 from tightfit.torch_hooks.saving_functions import on_saving_functions, saving_function
 
@@ -101,12 +100,23 @@ class _Fails(torch.autograd.Function):
         raise ZeroDivisionError
 
 
+_WITHOUT_AN_OWNER = """
+from torch.autograd.function import FunctionCtx
+from tightfit.torch_hooks.saving_functions import on_saving_functions
+
+class Owner:
+    pass
+
+plain = FunctionCtx.save_for_backward
+owner = Owner()
+on_saving_functions(owner)
+assert FunctionCtx.save_for_backward is not plain
+del owner
+assert FunctionCtx.save_for_backward is plain
+"""
+
+
 def test_torch_is_as_it_was_without_an_owner() -> None:
-    # Blocks of other tests that are not collected yet wait for it too.
-    gc.collect()
-    plain = FunctionCtx.save_for_backward
-    owner = Owner()
-    on_saving_functions(owner)
-    assert FunctionCtx.save_for_backward is not plain
-    del owner
-    assert FunctionCtx.save_for_backward is plain
+    # In a process of its own: blocks of other tests that are not collected yet are owners too.
+    finished = forked_python("-c", _WITHOUT_AN_OWNER)
+    assert finished.returncode == 0, finished.stderr

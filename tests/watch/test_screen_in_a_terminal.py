@@ -49,6 +49,8 @@ def test_a_signal_ends_it_and_a_stop_hands_the_terminal_over(tmp_path: Path) -> 
         assert not COLOUR.search(found.screen(escapes=True))
         found.type("C-z")
         found.wait_for("q quit", gone=True)
+        # What is typed before the shell is back is echoed by it twice.
+        found.wait_for("Stopped")
         found.type("stty -a | grep -o -e '-\\?icanon'", "Enter")
         found.wait_for("\nicanon")
         found.type("fg", "Enter")
