@@ -70,13 +70,12 @@ class RegionState:
         return _taken(*self._looked_through(module, is_kept=is_kept))
 
     def is_still(self, snapshot: Snapshot) -> bool:
-        """Whether the state is that of a snapshot of this region, without making another one; False too where that takes one to tell.
-
-        A function that was replaced since is left to the next snapshot: it may reach other state, but what it has written so far is compared here.
-        """
+        """Whether the state is that of a snapshot of this region, without making another one; False too where that takes one to tell: where a function was replaced
+        since, which may reach other state when it runs."""
         reach = self._reach
         return (
             reach is snapshot.reach
+            and reach.code.is_same()
             and reach.contents is snapshot.contents
             and reach.is_same()
             and _are_others_same(reach)
