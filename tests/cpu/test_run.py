@@ -143,8 +143,8 @@ def test_a_script_without_a_model_is_told_so_where_nothing_was_planned(capfd: py
         (["plan.json"], 2, "there is no script plan.json; run takes a Python file"),
         (["--plan", "nothing.json", "train.py"], 3, "the plan nothing.json cannot be read: No such file or directory"),
         (["--plan", "train.py", "train.py"], 3, "train.py is not a plan"),
-        (["--plan", "other.json", "train.py"], 3, "this is no plan of schema 1; make one with tightfit plan -o FILE"),
-        (["--plan", "lacking.json", "train.py"], 3, "this plan lacks something or has something else: 'baseline'"),
+        (["--plan", "other.json", "train.py"], 3, "other.json: this is no plan; make one with tightfit plan -o FILE"),
+        (["--plan", "lacking.json", "train.py"], 3, "lacking.json: this plan lacks 'baseline'; make it again"),
         (["--plan", "unknown.json", "train.py"], 3, "there is no technique 'magic'; there are "),
         (["--plan", "large.json", "train.py"], 1, "train.py does not fit 512.0 MiB on NVIDIA GeForce RTX 4090"),
         (
