@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
 from tightfit.capture.dispatch.virtual import VirtualGpu
@@ -186,6 +187,9 @@ def _is_of_the_program(thread: threading.Thread) -> bool:
     while isinstance(target, functools.partial):
         target = target.func
     if getattr(target, "__module__", "") == _POOLS:
+        return True
+    # A model is what the program runs there, wherever its code is: `Thread(target=model.generate)`.
+    if isinstance(target, torch.nn.Module) or isinstance(getattr(target, "__self__", None), torch.nn.Module):
         return True
     # A function, a bound method, or an object that is called.
     called = target if hasattr(target, "__code__") else vars(type(target)).get("__call__")
