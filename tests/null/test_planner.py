@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tightfit.planner.option import Change, Option
 from tightfit.planner.problem import Problem, build, with_taken
+from tightfit.planner.sides import Sides
 from tightfit.planner.solution import Solution, validate
 from tightfit.planner.solve import Tricks, _Program, least, solve
 
@@ -23,6 +24,7 @@ def option(
     seconds: float = 1.0,
     slots: tuple[str, ...] = (),
     equivalence_class: str = "",
+    sides: Sides | None = None,
 ) -> Option:
     """An option whose changes are (begin, end, MiB)."""
     return Option(
@@ -31,6 +33,7 @@ def option(
         equivalence_class=equivalence_class,
         changes=tuple(Change(begin=b, end=e, num_bytes=round(n * MIB)) for b, e, n in changes),
         seconds=seconds,
+        sides=sides,
         exact=True,
         slots=frozenset(slots),
     )
@@ -170,8 +173,11 @@ def problems(draw: st.DrawFn) -> Problem:
             begin = draw(st.integers(0, NUM_EVENTS - 1))
             changes.append((begin, draw(st.integers(begin, NUM_EVENTS)), draw(st.integers(-20, 4))))
         slots = tuple(draw(st.sets(st.sampled_from("xyz"), max_size=2)))
-        options.append(option(str(index), *changes, seconds=draw(st.integers(-1, 8)) / 8, slots=slots))
-    return build(timeline(*base), options)
+        on_card, on_host = (draw(st.integers(-1, 8)) / 8 for _ in range(2))
+        sides = draw(st.sampled_from([None, Sides(on_card=on_card, on_host=on_host)]))
+        options.append(option(str(index), *changes, seconds=on_card, slots=slots, sides=sides))
+    step = Sides(on_card=draw(st.integers(0, 16)) / 8, on_host=draw(st.integers(0, 16)) / 8)
+    return build(timeline(*base), options, step=step)
 
 
 @settings(max_examples=60, deadline=None)
@@ -180,7 +186,7 @@ def test_no_choice_is_faster_and_none_of_the_same_speed_holds_less(problem: Prob
     found = solve(problem, budget * MIB)
     assert validate(problem, found, budget * MIB) == []
     assert found.is_proven
-    ranked = [(round(float(problem.seconds[list(c)].sum()), 6), problem.peak_bytes(c)) for c in _choices(problem)]
+    ranked = [(round(problem.seconds_of(c), 6), problem.peak_bytes(c)) for c in _choices(problem)]
     fitting = [r for r in ranked if r[1] <= budget * MIB]
     if fitting:
         assert (round(found.seconds, 6), found.peak_bytes) == min(fitting)

@@ -9,7 +9,6 @@ from functools import cached_property
 import numpy as np
 
 from tightfit.analysis.attention import ScoreRun, score_runs
-from tightfit.analysis.host_bound import StepBound
 from tightfit.analysis.loss_head import LossHead, loss_heads
 from tightfit.analysis.modules import ModuleCalls
 from tightfit.analysis.optimizer import OptimizerProfile
@@ -17,9 +16,11 @@ from tightfit.analysis.recomputable import RecomputableBlock, blocks
 from tightfit.analysis.sequences import LayerSequence, layer_sequences
 from tightfit.analysis.trained_parts import TrainedParts
 from tightfit.cost.efficiency import efficiency_of
+from tightfit.cost.host_python import seconds_of_own_work
 from tightfit.cost.roofline import is_kernel, operator_seconds
 from tightfit.cost.steps import step_operators
 from tightfit.devices.device import Device
+from tightfit.planner.sides import Sides
 from tightfit.tape import Column, EventKind, Tape
 
 
@@ -48,14 +49,19 @@ class Profile:
         return max(1, len(step_operators(self.tape)))
 
     @cached_property
-    def bound(self) -> StepBound:
-        """What bounds a step, in the mean of all of them; copies run beside kernels."""
-        kernels = np.delete(self.seconds, self.tape.copies.operator)
-        issue = efficiency_of(self.device).issue_seconds
-        return StepBound(
-            on_card=float(kernels.sum()) / self.num_steps,
-            on_host=issue * int(self.is_kernel.sum()) / self.num_steps,
-            issue_seconds=issue,
+    def issue_seconds(self) -> float:
+        """The host's time to issue a kernel."""
+        return efficiency_of(self.device).issue_seconds
+
+    @cached_property
+    def step(self) -> Sides:
+        """What the card and the host take for the last step, which stands for all; copies run beside kernels."""
+        begin, end = (step_operators(self.tape) or [(0, len(self.tape.operators))])[-1]
+        seconds = self.seconds.copy()
+        seconds[self.tape.copies.operator] = 0.0
+        issued = self.issue_seconds * int(self.is_kernel[begin:end].sum())
+        return Sides(
+            on_card=float(seconds[begin:end].sum()), on_host=issued + seconds_of_own_work(self.tape, begin, end)
         )
 
     @cached_property

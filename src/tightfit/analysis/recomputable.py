@@ -16,6 +16,7 @@ import numpy as np
 from tightfit.analysis.modules import ModuleCall, ModuleCalls
 from tightfit.cost.host_python import HostWork
 from tightfit.planner.option import Change, Option
+from tightfit.planner.sides import Sides
 from tightfit.tape import Column
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def recompute_option(
 ) -> Option:
     """The option of recomputing `block`, except for the saved storages that `kept` marks.
 
-    Its seconds are those of the card and of the host that issues the second run, as they bound a step, with the Python of the wrapper.
+    Its sides are the card's second run, and the host's that issues it, with the Python of the wrapper.
 
     The storages that a call saves for backward are freed from the end of its forward to the beginning of its backward pass, where all of them are
     allocated again. The input is retained until then if the plain run frees it earlier.
@@ -86,18 +87,18 @@ def recompute_option(
         added += float(seconds[call.begin : call.end][again].sum())
         num_issued += int(profile.is_kernel[call.begin : call.end][again].sum())
     in_python = seconds_in_python(block, keeps_some=kept is not None)
-    longer = profile.bound.added(
-        added / profile.num_steps,
-        (num_issued * profile.bound.issue_seconds + in_python) / profile.num_steps,
-        num_alike=sum(other.equivalence_class == block.equivalence_class for other in profile.blocks) or 1,
+    sides = Sides(
+        on_card=added / profile.num_steps,
+        on_host=(num_issued * profile.issue_seconds + in_python) / profile.num_steps,
     )
     return Option(
         technique=technique,
         where=block.path,
         equivalence_class=f"{technique}:{block.equivalence_class}",
         changes=tuple(changes),
-        seconds=longer,
-        seconds_in_backward=longer,
+        seconds=profile.step.added(sides),
+        sides=sides,
+        in_backward=sides,
         exact=True,
         slots=block.slots,
     )

@@ -8,7 +8,9 @@ import numpy as np
 from tightfit.analysis.gradient_readers import num_backwards_per_update, readers_of_gradients, scales_loss
 from tightfit.analysis.intervals import changes, memory_timeline, runs_of
 from tightfit.analysis.optimizer import OptimizerProfile, events_of
+from tightfit.cost.host_python import HostWork
 from tightfit.planner.option import Change, RetainedPass
+from tightfit.planner.sides import Sides
 from tightfit.tape import Category, Column, EventKind, Phase
 
 # The operators of `torch.nn.utils.clip_grad_norm_`, in its foreach and its for-loop implementation.
@@ -32,10 +34,16 @@ def obstacle(run: OptimizerProfile) -> str:
     return ""
 
 
-def seconds_of_second_pass(run: OptimizerProfile) -> float:
-    """Seconds per step of running the backward passes once more."""
-    step_ranges = runs_of(run.tape.operators.phase == Phase.BACKWARD)
-    return sum(run.seconds_of(begin, end) for begin, end in step_ranges) / run.num_steps
+def sides_of_second_pass(run: OptimizerProfile) -> Sides:
+    """Seconds per step of running the backward passes once more, and of the Python of each update there."""
+    passes = runs_of(run.tape.operators.phase == Phase.BACKWARD)
+    again = sum((run.sides_of(begin, end) for begin, end in passes), Sides()) * (1 / run.num_steps)
+    return again + Sides(on_host=seconds_to_update_in_backward(run))
+
+
+def seconds_to_update_in_backward(run: OptimizerProfile) -> float:
+    """The host's Python per step for updates within a backward pass."""
+    return HostWork.UPDATED_PARAMETER.value * sum(len(run.gradients(step_range)) for step_range in run.steady)
 
 
 def gradients_used_up(run: OptimizerProfile) -> tuple[Change, ...]:

@@ -399,7 +399,7 @@ def _full_checkpointing(found: Found) -> Alternative | None:
     return Alternative(
         name="checkpointing of every block",
         device_bytes=None if is_too_low else device_bytes,
-        seconds_per_step=variant.run.seconds + sum(options[i].seconds for i in outermost),
+        seconds_per_step=variant.run.seconds + variant.problem.seconds_of(outermost),
         fits=None,
         exact=True,
         why="not verified: predicted below the lowest peak that a trace has reached"

@@ -12,12 +12,13 @@ import numpy as np
 
 from tightfit.analysis.gradient_readers import scales_loss
 from tightfit.analysis.intervals import changes, memory_timeline
-from tightfit.analysis.optimizer import OptimizerProfile, passes_of, seconds_of_update
+from tightfit.analysis.optimizer import OptimizerProfile, passes_of, sides_of_update
 from tightfit.analysis.profile import Profile
 from tightfit.analysis.updates import BACKWARD_SLOT
 from tightfit.cost.efficiency import efficiency_of
-from tightfit.cost.roofline import is_kernel, operator_seconds
+from tightfit.cost.roofline import is_kernel
 from tightfit.planner.option import Change, Option, merged
+from tightfit.planner.sides import Sides
 from tightfit.planner.suggestion import Suggestion
 from tightfit.tape import Category, Column, Phase, Tape
 from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
@@ -54,12 +55,14 @@ class MicroBatches(AbstractTechnique):
         is_random = any(name in profile.tape.random_operators for name in _names_of_forward(profile.tape))
         loop = {"loop": profile.tape.loop} if _is_of_loop(run) else {}
         for num_parts in NUMS_PARTS:
+            sides = _sides(run, num_parts)
             yield Option(
                 technique=self.name,
                 where="batch",
                 settings={"num_parts": num_parts, "draws_anew": is_random, **loop},
                 changes=_changes(run, num_parts),
-                seconds=_seconds(run, num_parts),
+                seconds=run.step.added(sides),
+                sides=sides,
                 exact=not is_random,
                 # A part's backward pass runs inside the forward: no other technique may change what happens in
                 # backward passes.
@@ -164,21 +167,13 @@ def _changes(run: OptimizerProfile, num_parts: int) -> tuple[Change, ...]:
     return merged((*gone, *early))
 
 
-def _seconds(run: OptimizerProfile, num_parts: int) -> float:
-    """The extra time of more and smaller kernels: the fixed cost of each, once per part, and the traffic of the sums of gradients.
-
-    A step takes the GPU's time or the host's time to launch the kernels, whichever is longer.
-    """
+def _sides(run: OptimizerProfile, num_parts: int) -> Sides:
+    """The extra time of more and smaller kernels: the fixed cost of each, once per part, and the traffic of the sums of gradients."""
     working, phase = is_kernel(run.tape), run.tape.operators.phase
     in_passes = int((working & np.isin(phase, (Phase.FORWARD, Phase.BACKWARD))).sum()) / run.num_steps
-    # Batches are copied once a step, however many parts they are run in.
-    kernels = np.delete(operator_seconds(run.tape, run.device), run.tape.copies.operator)
-    on_card = float(kernels.sum()) / run.num_steps
-    issued = int(working.sum()) / run.num_steps
     gradients = run.gradients(run.step_ranges[-1])
     total = int(run.block_bytes[gradients].sum())
     efficiency = efficiency_of(run.device)
     more = (num_parts - 1) * (in_passes + len(gradients))
-    sums = seconds_of_update(run, (3 * (num_parts - 1) + 2) * total, 0)
-    longer = on_card + sums + more * efficiency.launch_seconds
-    return max(longer, (issued + more) * efficiency.issue_seconds) - max(on_card, issued * efficiency.issue_seconds)
+    sums = sides_of_update(run, (3 * (num_parts - 1) + 2) * total, 0)
+    return sums + Sides(on_card=more * efficiency.launch_seconds, on_host=more * efficiency.issue_seconds)
