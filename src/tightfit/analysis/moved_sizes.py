@@ -63,7 +63,9 @@ class MovedSizes:
                 bytes_of(sizes), sizes.total()
             )
         in_python = len(self._sizes) * HostWork.OFFLOADED_CALL.value / self._profile.num_steps
-        return Sides(on_card=found / self._profile.num_steps, on_host=in_python)
+        waited = found / self._profile.num_steps
+        # A host that waits for the card in each step waits for these too; another one is ahead of it meanwhile.
+        return Sides(on_card=waited, on_host=in_python + (waited if self._profile.host_waits else 0.0))
 
 
 def largest_hidden(there: Sizes, times: Sequence[TimeForCopies]) -> Sizes:

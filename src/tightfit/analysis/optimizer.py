@@ -39,6 +39,7 @@ class OptimizerProfile:
         self.modules = profile.modules
         self.operator_seconds = profile.seconds
         self.is_kernel = profile.is_kernel
+        self.is_product = profile.is_product
         self.num_steps = profile.num_steps
         self.step = profile.step
         self.block_bytes = profile.modules.block_bytes

@@ -29,7 +29,7 @@ SMALLEST_SHARE = 0.01
 _MIN_TOKENS = 1024  # in a chunk: enough to fill a card with the product
 _FEW_CHUNKS = (4, 16)  # where there are not that many tokens at all
 _SUM_BYTES = 4
-_KERNELS_PER_CHUNK = 16
+_KERNELS_PER_CHUNK: dict[GradientsIn, int] = {"forward": 20, "backward": 29}
 _PRODUCTS_PER_CHUNK: dict[GradientsIn, int] = {"forward": 3, "backward": 4}
 
 
@@ -144,7 +144,7 @@ class _Way:
         if self.gradients_in == "backward" and head.hidden_gradient >= 0:
             traffic += self.num_chunks * 2 * _SUM_BYTES * head.num_tokens * head.width
         num_products = _PRODUCTS_PER_CHUNK[self.gradients_in]
-        num_kernels = self.num_chunks * _KERNELS_PER_CHUNK
+        num_kernels = self.num_chunks * _KERNELS_PER_CHUNK[self.gradients_in]
         fixed = num_kernels * efficiency.launch_seconds
         fixed += (self.num_chunks - 1) * num_products * efficiency.ramp_seconds
         again = product if self.gradients_in == "backward" else 0.0

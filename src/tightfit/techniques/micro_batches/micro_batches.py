@@ -14,6 +14,7 @@ from tightfit.analysis.gradient_readers import scales_loss
 from tightfit.analysis.intervals import changes, memory_timeline
 from tightfit.analysis.optimizer import OptimizerProfile, passes_of, sides_of_update
 from tightfit.analysis.profile import Profile
+from tightfit.analysis.recomputable import BATCH_NORMS
 from tightfit.analysis.updates import BACKWARD_SLOT
 from tightfit.cost.efficiency import efficiency_of
 from tightfit.cost.roofline import is_kernel
@@ -34,7 +35,6 @@ _LOSSES = (
     *("aten.nll_loss_forward", "aten.nll_loss2d_forward", "aten.nll_loss", "aten.mse_loss", "aten.smooth_l1_loss"),
     *("aten.huber_loss", "aten.binary_cross_entropy", "aten.l1_loss"),
 )
-_BATCH_NORMS = ("aten.native_batch_norm", "aten._batch_norm", "aten.cudnn_batch_norm", "aten.miopen_batch_norm")
 
 
 @final
@@ -78,7 +78,7 @@ class MicroBatches(AbstractTechnique):
         if not (run.step_ranges and reason):
             return []
         saved = max((-c.num_bytes for c in _changes(run, 2)), default=0)
-        if len(_operators(profile.tape, _BATCH_NORMS)):
+        if len(_operators(profile.tape, BATCH_NORMS)):
             what = f"half the batch, accumulated over two backward passes, would hold about half the activations, but is not the same training: {reason}"
             return [Suggestion(what=what, saves_bytes=saved, changes="batch")]
         what = (
@@ -107,7 +107,7 @@ def _names_of_forward(tape: Tape) -> Iterator[str]:
 
 def _obstacle(run: OptimizerProfile) -> str:
     """The reason against splitting the batch, as far as a tape shows; empty if there is none."""
-    if len(_operators(run.tape, _BATCH_NORMS)):
+    if len(_operators(run.tape, BATCH_NORMS)):
         return "a batch norm takes its statistics from the whole batch"
     if _is_of_loop(run):
         return ""
@@ -176,4 +176,7 @@ def _sides(run: OptimizerProfile, num_parts: int) -> Sides:
     efficiency = efficiency_of(run.device)
     more = (num_parts - 1) * (in_passes + len(gradients))
     sums = sides_of_update(run, (3 * (num_parts - 1) + 2) * total, 0)
-    return sums + Sides(on_card=more * efficiency.launch_seconds, on_host=more * efficiency.issue_seconds)
+    # A product of few rows does not fill a card.
+    num_products = int((run.is_product & np.isin(phase, (Phase.FORWARD, Phase.BACKWARD))).sum()) / run.num_steps
+    ramps = (num_parts - 1) * num_products * efficiency.ramp_seconds
+    return sums + Sides(on_card=more * efficiency.launch_seconds + ramps, on_host=more * efficiency.issue_seconds)

@@ -35,8 +35,11 @@ def slots_of(profile: Profile, block: WeightBlock) -> frozenset[str]:
     return frozenset(f"weights@{module}" for module in (block.path, *inside))
 
 
-def not_hidden(profile: Profile, uses: StreamedUses, number: int, num_bytes: int, *, from_disk: bool = False) -> Sides:
+def not_hidden(
+    profile: Profile, uses: StreamedUses, number: int, streamed: Column, *, from_disk: bool = False
+) -> Sides:
     """Seconds in a step of the copies to the card, or of reading them `from_disk`, that the block before does not hide, and of the Python that brings them."""
+    num_bytes = profile.modules.bytes_of(streamed)
     copy, found = copy_seconds(num_bytes, profile.device, to_card=True), 0.0
     if from_disk:
         # Piece by piece, so the slower of both counts.
@@ -49,5 +52,5 @@ def not_hidden(profile: Profile, uses: StreamedUses, number: int, num_bytes: int
                 beside = float(profile.seconds[before.begin : use.begin].sum())
             found += max(0.0, copy - beside)
     num_uses = sum(use.block == number for use in uses.uses)
-    of_use = HostWork.STREAMED_CALL.value + HostWork.STREAMED_PARAMETER.value * len(uses.blocks[number].storages)
+    of_use = HostWork.STREAMED_CALL.value + HostWork.STREAMED_PARAMETER.value * len(streamed)
     return Sides(on_card=found, on_host=num_uses * of_use) * (1 / profile.num_steps)

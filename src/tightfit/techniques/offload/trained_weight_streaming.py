@@ -103,7 +103,7 @@ def _options_of(
     ]
     for step_range in run.step_ranges:
         changes += [Change(begin=begin, end=end, num_bytes=-round(share * n)) for begin, end, n in run.held(step_range)]
-    moved = (not_hidden(profile, uses, number, profile.modules.bytes_of(own)) for number, own in streamed.items())
+    moved = (not_hidden(profile, uses, number, own) for number, own in streamed.items())
     sides = sum(moved, Sides(on_card=_not_hidden_of_gradients(profile, uses, streamed)))
     # Each weight and state is read and written, the gradient is read; the card updates the rest meanwhile.
     on_host = (3 * weight_bytes + 2 * state_bytes) / HOST_BYTES_PER_SECOND

@@ -97,7 +97,7 @@ def _option(
     if to_disk:
         disk_bytes = sum(map(in_pages, sizes.tolist()))
         host_bytes = in_pages(buffer_bytes_for(disk_bytes) // _BLOCKS_FOR_BUFFERS)
-    sides = not_hidden(profile, uses, number, num_bytes, from_disk=to_disk)
+    sides = not_hidden(profile, uses, number, streamed, from_disk=to_disk)
     kind = f"{settings['preceding']}:{settings['following']}:{'disk' * to_disk}"
     return Option(
         technique=technique,

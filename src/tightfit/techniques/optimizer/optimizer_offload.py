@@ -22,7 +22,7 @@ from tightfit.analysis.updates import (
     moments_of_updates,
     obstacle,
     retained_passes,
-    seconds_to_update_in_backward,
+    sides_of_updates_in_backward,
     states_come_early,
     waiting_for_second_pass,
 )
@@ -114,7 +114,7 @@ def _in_backward(technique: str, run: OptimizerProfile, *, is_fused: bool) -> It
         held = either(waiting_for_second_pass(run), tuple(while_updated))
         changed = [*smaller_states(run, _CODING), *gradients_used_up(run), *held]
         # The second pass is among the seconds: the states move beside it.
-        sides = sum((each.sides for each in found), Sides(on_host=seconds_to_update_in_backward(run))) - run.sides
+        sides = sum((each.sides for each in found), sides_of_updates_in_backward(run)) - run.sides
         settings = {"in_backward": True, "clips": bool(readers_of_gradients(run))}
         option = _option(technique, run, changed, sides, window_bytes, is_fused=is_fused, settings=settings)
         yield dataclasses.replace(option, slots=frozenset({"optimizer", BACKWARD_SLOT}), retains=retained_passes(run))

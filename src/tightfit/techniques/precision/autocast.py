@@ -13,7 +13,7 @@ from tightfit.analysis.gradient_readers import fraction_in_low_precision, scales
 from tightfit.analysis.intervals import changes, memory_timeline
 from tightfit.analysis.optimizer import OptimizerProfile, passes_of, sides_of_update
 from tightfit.analysis.profile import Profile
-from tightfit.cost.classes import TENSOR_CORE_CLASSES, operator_class
+from tightfit.cost.classes import operator_class
 from tightfit.planner.option import Change, Option
 from tightfit.planner.sides import Sides
 from tightfit.planner.suggestion import Suggestion
@@ -103,10 +103,8 @@ def _parameter_bytes(run: OptimizerProfile) -> int:
 
 
 def _seconds_to_issue_casts(profile: Profile) -> float:
-    tape = profile.tape
-    products = [i for i in np.unique(tape.operators.name) if operator_class(tape.strings[i]) in TENSOR_CORE_CLASSES]
-    is_product = np.isin(tape.operators.name, products) & (tape.operators.phase == Phase.FORWARD)
-    return _CASTS_OF_A_PRODUCT * profile.issue_seconds * int(is_product.sum()) / profile.num_steps
+    num_products = int((profile.is_product & (profile.tape.operators.phase == Phase.FORWARD)).sum())
+    return _CASTS_OF_A_PRODUCT * profile.issue_seconds * num_products / profile.num_steps
 
 
 def _smaller_activations(run: OptimizerProfile) -> tuple[Change, ...]:

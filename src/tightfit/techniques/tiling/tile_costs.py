@@ -157,11 +157,15 @@ class TileAccount:
         kernels = self.profile.is_kernel
         in_forward = int(kernels[call.begin : call.end].sum())
         num_kernels = 2 * in_forward + int(kernels[call.back_begin : call.back_end].sum())
-        # An output and a gradient of the input are copied into place for each tile.
-        num_more = (self.num_tiles - 1) * (num_kernels + 2)
+        # An output and a gradient of the input are copied into place for each tile, and the gradients of the weights are summed.
+        num_more = (self.num_tiles - 1) * (num_kernels + 2 + len(one.weight_gradients))
+        is_product = self.profile.is_product
+        num_products = 2 * int(is_product[call.begin : call.end].sum())
+        num_products += int(is_product[call.back_begin : call.back_end].sum())
+        ramps = (self.num_tiles - 1) * num_products * efficiency.ramp_seconds
         traffic = (self.num_tiles - 1) * 3 * one.sum_bytes + 4 * one.output_bytes
         passed = traffic / (self.profile.device.dram_bytes_per_second * efficiency.of_bandwidth["elementwise"])
         return Sides(
-            on_card=again + more + num_more * efficiency.launch_seconds + passed,
+            on_card=again + more + num_more * efficiency.launch_seconds + ramps + passed,
             on_host=(in_forward + num_more) * efficiency.issue_seconds,
         )

@@ -23,6 +23,8 @@ from tightfit.techniques.optimizer.states.state_sizes import MIN_NUMBERS
 HOST_AHEAD = 2
 # Sums over rows and columns of the bits of a weight, after each update and before the next.
 _PASSES_OF_SUMS = 4
+# The gradient comes down, the weight goes up.
+_COPIES_OF_UPDATE = 2
 # A fused update has a kernel for the step counter besides (torch/optim/adam.py, `_fused_adam`).
 _FUSED_KERNELS = 2
 
@@ -64,7 +66,9 @@ def sides_on_host(run: OptimizerProfile, found: OffloadedUpdates) -> Sides:
         up = max(up, host) + copy_seconds(num_bytes, run.device, to_card=True)
         sums += sides_of_update(run, _PASSES_OF_SUMS * num_bytes, _PASSES_OF_SUMS)
     # The host waits for the card, and the card for the host.
-    return Sides.both(max(up, host) + on_card + sums.on_card)
+    num_moved = sum(1 for update in found.updates if update.num_copies)
+    own = num_moved * (HostWork.OFFLOADED_PARAMETER.value + _COPIES_OF_UPDATE * efficiency_of(run.device).issue_seconds)
+    return Sides.both(max(up, host) + on_card + sums.on_card) + Sides(on_host=own)
 
 
 def updates_in_step(run: OptimizerProfile, step_range: OptimizerRange, *, is_fused: bool) -> OffloadedUpdates:
