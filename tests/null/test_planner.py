@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tightfit.planner.option import Change, Option
-from tightfit.planner.problem import Problem, build, with_taken
+from tightfit.planner.problem import Problem, build, parts_of, together, with_taken
 from tightfit.planner.sides import Sides
 from tightfit.planner.solution import Solution, validate
 from tightfit.planner.solve import Tricks, _Program, least, solve
@@ -204,6 +204,29 @@ def test_a_smaller_budget_never_yields_a_larger_peak_or_a_faster_step(problem: P
     for larger, smaller in itertools.pairwise(fitting):
         assert smaller.peak_bytes <= larger.peak_bytes
         assert smaller.seconds >= larger.seconds - 1e-9
+
+
+@given(
+    step=st.tuples(st.integers(0, 9), st.integers(0, 9)),
+    added=st.lists(st.tuples(st.integers(-2, 9), st.integers(-2, 9)), max_size=5),
+)
+def test_the_parts_of_options_are_what_they_add_together(step: tuple[int, int], added: list[tuple[int, int]]) -> None:
+    sides = Sides(on_card=step[0], on_host=step[1])
+    options = [option("a", sides=Sides(on_card=card, on_host=host)) for card, host in added]
+    assert sum(parts_of(sides, options)) == pytest.approx(sides.added(together(options)), abs=1e-9)
+
+
+def test_what_hides_behind_the_slower_side_is_free_once() -> None:
+    saving = (0, 2, -10)
+    on_host = Sides(on_host=3.0)
+    options = [option(str(i), saving, seconds=0.0, sides=on_host) for i in range(3)]
+    options.append(option("other", (0, 2, -30), seconds=2.0, sides=Sides.both(2.0)))
+    problem = build(timeline(40, 40), options, step=Sides(on_card=10.0, on_host=7.0))
+    one = solve(problem, 30 * MIB)
+    assert (len(one.chosen), one.seconds) == (1, 0.0)
+    # Three of them would add six seconds; the other one adds two, and one of them hides beside it.
+    more = solve(problem, 10 * MIB)
+    assert 3 in more.chosen and len(more.chosen) == 2 and more.seconds == 2.0
 
 
 def chain(num_blocks: int, offers: list[tuple[int, float]], scale: list[int] | None = None) -> Problem:

@@ -135,6 +135,17 @@ def together(options: Iterable[Option]) -> Sides:
     return sum((option.added_sides for option in options), Sides())
 
 
+def parts_of(step: Sides, options: Sequence[Option]) -> list[float]:
+    """The part of each of `options` in what they add together to a step: on the side that is the slower one then, less its share of what that side has to spare."""
+    added = together(options)
+    after = step + added
+    on_card = after.on_card >= after.on_host
+    own = [option.added_sides.on_card if on_card else option.added_sides.on_host for option in options]
+    spare = sum(own) - step.added(added)
+    share = spare / (sum(max(0.0, seconds) for seconds in own) or 1.0)
+    return [seconds - share * max(0.0, seconds) for seconds in own]
+
+
 def total_changes(num_events: int, options: Iterable[Option]) -> Bytes:
     """What `options` together add after each event, shape (events,)."""
     steps = np.zeros(num_events + 1, dtype=np.int64)

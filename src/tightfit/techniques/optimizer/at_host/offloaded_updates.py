@@ -50,7 +50,7 @@ class OffloadedUpdates:
 
 def sides_on_host(run: OptimizerProfile, found: OffloadedUpdates) -> Sides:
     """Seconds of `found` where the host updates what has its states there: gradients come down, new weights go up, beside its own work."""
-    down = up = host = on_card = 0.0
+    down = up = host = on_card = busy = 0.0
     sums = Sides()
     ended: list[float] = []
     for update in found.updates:
@@ -61,14 +61,15 @@ def sides_on_host(run: OptimizerProfile, found: OffloadedUpdates) -> Sides:
         begin = max(down, ended[-1 - HOST_AHEAD]) if len(ended) > HOST_AHEAD else down
         down = begin + copy_seconds(num_bytes, run.device, to_card=False)
         # The weight and each state are read and written, the gradient is read.
-        host = max(host, down) + num_bytes * (3 + 2 * update.num_copies) / HOST_BYTES_PER_SECOND
+        updating = num_bytes * (3 + 2 * update.num_copies) / HOST_BYTES_PER_SECOND
+        host, busy = max(host, down) + updating, busy + updating
         ended.append(host)
         up = max(up, host) + copy_seconds(num_bytes, run.device, to_card=True)
         sums += sides_of_update(run, _PASSES_OF_SUMS * num_bytes, _PASSES_OF_SUMS)
-    # The host waits for the card, and the card for the host.
+    # The card waits for all of it; what the host does besides, it does while the card is in its backward pass.
     num_moved = sum(1 for update in found.updates if update.num_copies)
     own = num_moved * (HostWork.OFFLOADED_PARAMETER.value + _COPIES_OF_UPDATE * efficiency_of(run.device).issue_seconds)
-    return Sides.both(max(up, host) + on_card + sums.on_card) + Sides(on_host=own)
+    return Sides(on_card=max(up, host) + on_card + sums.on_card, on_host=busy + own + sums.on_host)
 
 
 def updates_in_step(run: OptimizerProfile, step_range: OptimizerRange, *, is_fused: bool) -> OffloadedUpdates:
