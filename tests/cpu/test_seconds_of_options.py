@@ -76,6 +76,12 @@ def test_each_way_of_an_optimizer(name: str) -> None:
         is_right("language_model", "RTX 4090", [option])
 
 
+@pytest.mark.parametrize("num_parts", [2, 4])
+def test_parts_of_a_batch(num_parts: int) -> None:
+    options = technique("micro_batches").options(runs_of("language_model", "RTX 4090").run_with(()).profile)
+    is_right("language_model", "RTX 4090", [o for o in options if o.settings["num_parts"] == num_parts])
+
+
 def test_options_of_several_techniques_and_of_blocks_that_differ() -> None:
     model, device = "mixer", "RTX 4060"
     chosen = [

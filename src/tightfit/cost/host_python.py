@@ -39,6 +39,12 @@ class HostWork(enum.Enum):
     """A call of a module whose weights come to the card, in either pass."""
     STREAMED_PARAMETER = 0.1e-3
     """Each weight of it."""
+    MICRO_BATCHED_MODULE = 0.02e-3
+    """Each module of a model whose batch is run in parts, whose state is looked at in each step."""
+    MODULE_IN_PART = 0.025e-3
+    """The same in each part: the functions of torch that it calls, and its nodes in the graph, are looked at."""
+    CHUNKED_LOSS = 0.5e-3
+    """A call of a loss head whose logits are not computed at once, beside the kernels of its chunks."""
 
 
 def microseconds(work: HostWork, number: float = 1) -> int:

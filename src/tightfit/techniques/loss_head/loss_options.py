@@ -15,6 +15,7 @@ from tightfit.analysis.loss_head import LossHead
 from tightfit.analysis.modules import ModuleCalls
 from tightfit.analysis.profile import Profile
 from tightfit.cost.efficiency import efficiency_of
+from tightfit.cost.host_python import HostWork
 from tightfit.planner.option import Change, Option
 from tightfit.planner.sides import Sides
 from tightfit.tape import Column, Phase, Tape
@@ -150,7 +151,7 @@ class _Way:
         again = product if self.gradients_in == "backward" else 0.0
         return Sides(
             on_card=traffic * second_per_byte + fixed + again - plain,
-            on_host=num_kernels * efficiency.issue_seconds,
+            on_host=num_kernels * efficiency.issue_seconds + HostWork.CHUNKED_LOSS.value,
         )
 
 

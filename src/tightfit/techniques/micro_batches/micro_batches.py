@@ -17,6 +17,7 @@ from tightfit.analysis.profile import Profile
 from tightfit.analysis.recomputable import BATCH_NORMS
 from tightfit.analysis.updates import BACKWARD_SLOT
 from tightfit.cost.efficiency import efficiency_of
+from tightfit.cost.host_python import HostWork
 from tightfit.cost.roofline import is_kernel
 from tightfit.planner.option import Change, Option, merged
 from tightfit.planner.sides import Sides
@@ -179,4 +180,9 @@ def _sides(run: OptimizerProfile, num_parts: int) -> Sides:
     # A product of few rows does not fill a card.
     num_products = int((run.is_product & np.isin(phase, (Phase.FORWARD, Phase.BACKWARD))).sum()) / run.num_steps
     ramps = (num_parts - 1) * num_products * efficiency.ramp_seconds
-    return sums + Sides(on_card=more * efficiency.launch_seconds + ramps, on_host=more * efficiency.issue_seconds)
+    # Of each forward pass of a step that accumulates.
+    of_module = HostWork.MICRO_BATCHED_MODULE.value + num_parts * HostWork.MODULE_IN_PART.value
+    in_python = len(run.modules.paths) * of_module * max(1.0, run.modules.num_rounds / run.num_steps)
+    return sums + Sides(
+        on_card=more * efficiency.launch_seconds + ramps, on_host=more * efficiency.issue_seconds + in_python
+    )

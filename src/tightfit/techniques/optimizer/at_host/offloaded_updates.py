@@ -23,8 +23,8 @@ from tightfit.techniques.optimizer.states.state_sizes import MIN_NUMBERS
 HOST_AHEAD = 2
 # Sums over rows and columns of the bits of a weight, after each update and before the next.
 _PASSES_OF_SUMS = 4
-# The gradient comes down, the weight goes up.
-_COPIES_OF_UPDATE = 2
+# The gradient comes down, the weight goes up, and the sums of its bits are made and compared.
+_ISSUED_FOR_UPDATE = 16
 # A fused update has a kernel for the step counter besides (torch/optim/adam.py, `_fused_adam`).
 _FUSED_KERNELS = 2
 
@@ -50,7 +50,7 @@ class OffloadedUpdates:
 
 def sides_on_host(run: OptimizerProfile, found: OffloadedUpdates) -> Sides:
     """Seconds of `found` where the host updates what has its states there: gradients come down, new weights go up, beside its own work."""
-    down = up = host = on_card = busy = 0.0
+    down = up = host = on_card = 0.0
     sums = Sides()
     ended: list[float] = []
     for update in found.updates:
@@ -61,15 +61,16 @@ def sides_on_host(run: OptimizerProfile, found: OffloadedUpdates) -> Sides:
         begin = max(down, ended[-1 - HOST_AHEAD]) if len(ended) > HOST_AHEAD else down
         down = begin + copy_seconds(num_bytes, run.device, to_card=False)
         # The weight and each state are read and written, the gradient is read.
-        updating = num_bytes * (3 + 2 * update.num_copies) / HOST_BYTES_PER_SECOND
-        host, busy = max(host, down) + updating, busy + updating
+        host = max(host, down) + num_bytes * (3 + 2 * update.num_copies) / HOST_BYTES_PER_SECOND
         ended.append(host)
         up = max(up, host) + copy_seconds(num_bytes, run.device, to_card=True)
         sums += sides_of_update(run, _PASSES_OF_SUMS * num_bytes, _PASSES_OF_SUMS)
     # The card waits for all of it; what the host does besides, it does while the card is in its backward pass.
     num_moved = sum(1 for update in found.updates if update.num_copies)
-    own = num_moved * (HostWork.OFFLOADED_PARAMETER.value + _COPIES_OF_UPDATE * efficiency_of(run.device).issue_seconds)
-    return Sides(on_card=max(up, host) + on_card + sums.on_card, on_host=busy + own + sums.on_host)
+    own = num_moved * (
+        HostWork.OFFLOADED_PARAMETER.value + _ISSUED_FOR_UPDATE * efficiency_of(run.device).issue_seconds
+    )
+    return Sides(on_card=max(up, host) + on_card + sums.on_card, on_host=host + own)
 
 
 def updates_in_step(run: OptimizerProfile, step_range: OptimizerRange, *, is_fused: bool) -> OffloadedUpdates:
