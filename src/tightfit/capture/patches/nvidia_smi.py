@@ -49,7 +49,7 @@ def install(
 
 def answer(values: Mapping[str, str], words: Sequence[str]) -> str:
     """What is printed for the arguments `words`; fields that are not known read as they do on a card that has no such figure."""
-    options = dict(word.partition("=")[::2] for word in _joined(words))
+    options = {name: value for name, _, value in (word.partition("=") for word in _joined(words))}
     if "-L" in options or "--list-gpus" in options:
         return f"GPU 0: {values['name']} (UUID: {values['uuid']})\n"
     if any(option.startswith(("--query-compute-apps", "--query-accounted-apps")) for option in options):
