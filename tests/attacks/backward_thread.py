@@ -43,14 +43,14 @@ class BackwardThread:
             return self._engine.run_backward(*args, **kwargs)
         self.num_passes += 1
         state, has_ended = _ThreadState(), _locked()
-        found: list[Any] = []
+        found: list[Any] = [None]
 
         def call() -> None:
             try:
                 with state.taken_over():
-                    found.append(self._engine.run_backward(*args, **kwargs))
+                    found[0] = self._engine.run_backward(*args, **kwargs)
             except BaseException as error:  # noqa: BLE001 - the caller raises it
-                found.append(error)
+                found[0] = error
             has_ended.release()
 
         with self._is_free:
@@ -117,7 +117,7 @@ class _ThreadState:
                 stack.callback(torch._C._pop_torch_function_stack)
             for mode in self._dispatchers:
                 torch._C._push_on_torch_dispatch_stack(mode)
-                stack.callback(torch._C._pop_torch_dispatch_stack)
+                stack.callback(torch._C._pop_torch_dispatch_stack, getattr(mode, "_mode_key", None))
             if self._saving is not None:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self._saving))
             yield
