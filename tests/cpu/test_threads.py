@@ -291,3 +291,35 @@ def test_a_thread_that_never_waits_is_named(tmp_path: Path) -> None:
     program = EVALUATES.replace("    try:\n", "    while True:\n").replace("    except Exception:\n        pass\n", "")
     with pytest.raises(CaptureError, match=r"while a thread of its own was at .*threads\.py:\d+: in a trace"):
         traced(tmp_path, program, seconds=10)
+
+
+HOOKS = (
+    HEAD
+    + """
+jobs, norms = queue.Queue(), queue.Queue()
+
+
+def measure():
+    while True:
+        gradient = jobs.get()
+        gradient.cpu()
+        norms.put(1.0)
+
+
+def hook(gradient):
+    jobs.put(gradient)
+    norms.get()
+
+
+threading.Thread(target=measure, daemon=True).start()
+model.weight.register_hook(hook)
+for batch in data():
+    step(batch.cuda())
+"""
+)
+
+
+def test_a_hook_may_wait_for_a_thread(tmp_path: Path) -> None:
+    tape = traced(tmp_path, HOOKS)
+    assert batches_at_the_peak(tape) == 1
+    assert columns(tape) == columns(traced(tmp_path, HOOKS))

@@ -42,7 +42,7 @@ class ThreadsFollowed:
         self._failed: BaseException | None = None
         self._is_over = is_over
         self._stop = stop
-        self.turns = Turns(self._switch, self._waited_outside, self._asked)
+        self.turns = Turns(self._switch, self._waited_outside, self._asked, _is_in_backward)
         self._members: weakref.WeakKeyDictionary[threading.Thread, Member] = weakref.WeakKeyDictionary()
 
     def install(self) -> None:
@@ -162,6 +162,10 @@ class ThreadsFollowed:
         before.context = (recorder.phase, streams.current_stream(), modules[:], recorder.is_in_thread)
         recorder.phase, stream, modules[:], recorder.is_in_thread = after.context
         streams.set_stream(stream)
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def _load_without_a_pinning_thread() -> None:
