@@ -524,6 +524,7 @@ def forward_asked_for_its_code(t: Trial) -> None:
         t.note("hints", sorted(typing.get_type_hints(forward)))
         t.note("spec", [list(inspect.signature(forward).parameters), forward.__name__, forward.__qualname__])
         t.note("defaults", [list(forward.__defaults__), forward.__kwdefaults__, forward.__self__ is model.blocks[0]])
+        t.note("source", [len(inspect.getsource(forward)), inspect.ismethod(forward), inspect.getfile(forward)])
         t.note("function", [forward.__func__ is Named.forward, model.forward.__self__ is model])
 
     train(t, model, after=asked)

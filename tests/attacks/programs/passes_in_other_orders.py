@@ -485,3 +485,39 @@ def data_of_parameter_is_a_gradient(t: Trial) -> None:
             model.last.data = model.stem.weight.grad
 
     train(t, model, between=keep, after=lambda _: t.note("last", (model.last @ model.last).sum()))
+
+
+@attack(
+    "gradients",
+    "from the third step on the optimizer's step is called past torch's own wrapper (step.__wrapped__), which calls no hooks",
+)
+def step_past_its_wrapper(t: Trial) -> None:
+    model = Net()
+    optimizer = sgd(model)
+    t.apply(model, optimizer)
+    for step in range(5):
+        loss = model(*tokens(step))
+        optimizer.zero_grad()
+        loss.backward()
+        if step > 1:
+            type(optimizer).step.__wrapped__(optimizer)
+        else:
+            optimizer.step()
+        t.note("loss", loss)
+        t.end_step()
+
+
+@attack("gradients", "the optimizer's step is called past torch's own wrapper throughout, with AdamW and clipping")
+def steps_past_their_wrapper(t: Trial) -> None:
+    model = Net()
+    optimizer = adamw(model)
+    bare = type(optimizer).step.__wrapped__
+    t.apply(model, optimizer)
+    for step in range(4):
+        loss = model(*tokens(step))
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        bare(optimizer)
+        t.note("loss", loss)
+        t.end_step()

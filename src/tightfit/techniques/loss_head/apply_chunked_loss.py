@@ -53,7 +53,9 @@ def apply_chunked_loss(session: Session, chosen: Sequence[Choice]) -> None:
         )
         session.wrap_forward(head, deferral)
 
-    # One hook for all heads, so that a weight that two heads share is copied once (`WeightCopies`).
+    # One hook for all heads, so that a weight that two heads share is copied once (`WeightCopies`). A step that is compiled would be guarded by what
+    # is in the table now.
+    @torch._disable_dynamo
     def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         copies = WeightCopies()
         for origin in list(origins):

@@ -157,6 +157,12 @@ class WrappedForward:
         return getattr(bound, name)
 
     @property
+    def __class__(self) -> type:  # type: ignore[override]
+        # Code that looks for a forward's source (`inspect.getsource`, `torch.jit.script`) takes methods and functions, and nothing that is called like one.
+        is_asked_by_inspect = sys._getframe(1).f_code.co_filename == inspect.__file__
+        return types.MethodType if is_asked_by_inspect and hasattr(self, "__func__") else WrappedForward
+
+    @property
     def __signature__(self) -> inspect.Signature:
         following = self._following
         return inspect.signature(self.inner if following is None else following)
