@@ -109,3 +109,15 @@ def test_a_search_writes_no_plan(capsys: pytest.CaptureFixture[str]) -> None:
             ["plan", f"{models.__file__}:large", "--device", "RTX 4090", "--search", "batch", "-o", "plan.json"],
             result_action="return_value",
         )
+
+
+def test_a_size_that_the_program_does_not_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = (
+        "import torch\nmodel = torch.nn.Linear(4, 4).cuda()\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+    )
+    text += "while True:\n    model(torch.ones(8, 4).cuda()).sum().backward()\n    optimizer.step()\n"
+    Path("train.py").write_text(text)
+    words = ["plan", "train.py", "--device", "RTX 4090", "--search", "batch", "--steps", "1"]
+    with pytest.raises(UsageError, match=r"batch: 8 and 512 need the same memory and time, so train\.py does not use"):
+        app(words, result_action="return_value")

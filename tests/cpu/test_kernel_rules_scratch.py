@@ -278,3 +278,12 @@ class TestTable:
         names = {argument.name for argument in operator._schema.arguments}
         bound = bind(operator, (), {})
         assert set(bound) == names
+
+
+def test_a_sparse_matrix_is_not_copied_densely_for_a_product():
+    sparse = torch.eye(64).to_sparse()
+    dense = torch.ones(64, 8)
+    assert scratch_events(aten.mm.default, (sparse.t(), dense), {}, dense, A100) == ()
+    assert scratch_events(aten.mm.default, (torch.eye(64)[::2, ::2], dense[:32]), {}, dense[:32], A100) == (
+        32 * 32 * 4,
+    )

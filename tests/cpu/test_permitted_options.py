@@ -85,6 +85,7 @@ def test_places_that_are_refused_alike_are_one_row() -> None:
     [
         ("checkpointing", {"Net.h.1", "Net.h.2", "Net"}),
         ("checkpointing@Net.h.1", {"Net.h.1", "Net"}),
+        ("tiled_tokens,checkpointing", {"Net.h.1", "Net.h.2", "Net"}),
         ("checkpointing@Net.h.1,Net.h.2", {"Net.h.1", "Net.h.2", "Net"}),
         ("checkpointing@*.h.*", {"Net.h.1", "Net.h.2", "Net"}),
         ("tiled-tokens@Net.h.1", set()),
@@ -104,3 +105,13 @@ def test_a_technique_is_left_out_wherever_it_would_run_a_module_that_is_named(te
 def test_what_names_no_technique_or_no_place_is_a_usage_error(text: str) -> None:
     with pytest.raises(UsageError, match=r"write TECHNIQUE or TECHNIQUE@PLACE,PLACE"):
         allowed((), [text])
+
+
+@pytest.mark.parametrize("text", ["checkpointing@Net.h", "checkpointing@*.h.*", "checkpointing@optimizer"])
+def test_a_place_is_a_module_that_runs(text: str) -> None:
+    modules = frozenset({"Net", "Net.h", "Net.h.1", "optimizer"})
+    allowed((), [text]).check_places("checkpointing", modules)
+    with pytest.raises(
+        UsageError, match=r"checkpointing@Nett\.h\.1: the program runs no module of that name \(did you mean Net\.h\.1"
+    ):
+        allowed((), ["checkpointing@Nett.h.1"]).check_places("checkpointing", modules)

@@ -1,6 +1,8 @@
 """Where a few steps of a program are affordable on the host, a plan is proven by values; where they differ, nobody is told that it is exact."""
 
 import dataclasses
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -118,6 +120,38 @@ def test_a_script_is_proven_by_its_first_steps_and_leaves_nothing_behind(tmp_pat
     assert (proof.kind, proof.steps) == ("values", 3)
     assert proof.what.endswith("bit for bit")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"]
+
+
+FOLLOWED = """
+import threading
+import torch
+from tightfit.capture.child_process.host_script import ScriptOnHost
+
+script = ScriptOnHost(1)
+script.install()
+inside, ended = threading.Event(), threading.Event()
+
+
+class Transform(torch.nn.Module):
+    def forward(self):
+        inside.set()
+        ended.wait()
+
+
+thread = threading.Thread(target=Transform())
+thread.start()
+inside.wait()
+torch.nn.BatchNorm1d(2)(torch.zeros(2, 2))
+ended.set()
+thread.join()
+print(*(name for name, _ in script.buffers()))
+"""
+
+
+def test_a_model_is_followed_while_a_thread_is_inside_of_a_transform() -> None:
+    run = subprocess.run([sys.executable, "-c", FOLLOWED], capture_output=True, text=True, check=True)
+    names = ("running_mean", "running_var", "num_batches_tracked")
+    assert run.stdout.split() == [f"0:BatchNorm1d.{name}" for name in names]
 
 
 def test_a_technique_that_changes_what_a_script_trains_is_named(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """`tightfit run` with a plan: the script is unmodified, the plan is on before its first forward, and what went wrong is one line."""
 
 import copy
+import dataclasses
 import gc
 import inspect
 import json
@@ -17,6 +18,7 @@ from tightfit.cli.main import run
 from tightfit.errors import ApplyError
 from tightfit.planner.plan import Choice
 from tightfit.runtime.attach import Attachment
+from tightfit.units import parse_bytes
 
 SCRIPT = """\
 import sys
@@ -141,8 +143,8 @@ def test_a_script_without_a_model_is_told_so_where_nothing_was_planned(capfd: py
         (["plan.json"], 2, "there is no script plan.json; run takes a Python file"),
         (["--plan", "nothing.json", "train.py"], 3, "the plan nothing.json cannot be read: No such file or directory"),
         (["--plan", "train.py", "train.py"], 3, "train.py is not a plan"),
-        (["--plan", "other.json", "train.py"], 3, "this is no plan of schema 1; make one with tightfit plan -o FILE"),
-        (["--plan", "lacking.json", "train.py"], 3, "this plan lacks something or has something else: 'baseline'"),
+        (["--plan", "other.json", "train.py"], 3, "other.json: this is no plan; make one with tightfit plan -o FILE"),
+        (["--plan", "lacking.json", "train.py"], 3, "lacking.json: this plan lacks 'baseline'; make it again"),
         (["--plan", "unknown.json", "train.py"], 3, "there is no technique 'magic'; there are "),
         (["--plan", "large.json", "train.py"], 1, "train.py does not fit 512.0 MiB on NVIDIA GeForce RTX 4090"),
         (
@@ -330,3 +332,31 @@ def test_a_copy_for_averages_is_no_model_of_its_own(attach: Callable[..., Attach
     with torch.no_grad():
         later(batch_of(0)[0])
     assert len(attachment.report()["roots"]) == 1
+
+
+def test_a_virtual_run_of_a_plan_ends_with_its_verdict_at_the_margin_of_the_plan(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    text = "from tests.cpu.applied import *\nmodel, optimizer = made()\nmodel.cuda()\nrows = torch.zeros(4, 8).cuda()\n"
+    text += "for _ in range(2):\n    model(rows).sum().backward()\n    optimizer.step()\n    optimizer.zero_grad()\n"
+    named = script(text)
+    for budget, margin, verdict, code in (
+        ("2GiB", "safe", "fits", 0),
+        ("440MiB", "0", "fits at best", 0),
+        ("440MiB", "likely", "does not fit", 1),
+    ):
+        dataclasses.replace(plan_of(), budget_bytes=parse_bytes(budget), margin=margin).save("plan.json")
+        assert run(["run", "--virtual", "--plan", "plan.json", named]) == code
+        assert capfd.readouterr().out.startswith(f"{verdict}: 2 steps ran on a virtual")
+
+
+def test_an_interrupt_before_the_script_begins_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_args: object, **_options: object) -> None:
+        raise KeyboardInterrupt
+
+    plan_of().save("plan.json")
+    monkeypatch.setattr("tightfit.runtime.run_script.run", interrupted)
+    assert run(["run", "--plan", "plan.json", script(SCRIPT)]) == 130
+    assert capfd.readouterr().err == "tightfit: interrupted\n"

@@ -78,6 +78,8 @@ def test_a_module_runs_as_python_runs_it(folder: Path, capsys: pytest.CaptureFix
         ("start.sh", b"torchrun train.py", "give the Python script that it starts"),
         ("error.log", b"CUDA out of memory. Tried to allocate 2.00 GiB", "tightfit record SCRIPT writes a recording"),
         ("notes", b"hello", "neither a Python script"),
+        ("plan.json", b'{"schema": 1, "choices": [], "frontier": []}', "tightfit report plan.json shows it"),
+        ("cut.json", b'{"schema": 1, "ch', "cut.json is not JSON"),
     ],
 )
 def test_files_of_other_kinds_are_refused_with_what_to_give(folder: Path, name: str, content: bytes, said: str) -> None:
@@ -94,7 +96,15 @@ def test_a_checkpoint_is_known_by_its_content(folder: Path) -> None:
         refuse_other_files("last")
 
 
-@pytest.mark.parametrize(("name", "said"), [("python", "leave out python"), (".", "has no config.json")])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("python", "leave out python"),
+        (".", "has no config.json"),
+        ("", "the name of the target is empty"),
+        ("package/train.py/", "leave out the last character"),
+    ],
+)
 def test_words_and_folders_that_are_no_target(folder: Path, name: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         parse_target(name, arguments=("train.py",))
@@ -107,3 +117,12 @@ def test_a_syntax_error_is_known_before_anything_starts(folder: Path) -> None:
     # A warning of the compiler is the program's own, and comes when it runs.
     (folder / "right.py").write_text("x = '\\d'\n")
     assert parse_target("right.py") == Script(path="right.py", arguments=())
+
+
+@pytest.mark.parametrize("command", ["doctor", "report", "diff"])
+def test_a_plan_is_named_before_a_card_is_asked_for(
+    folder: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    (folder / "cut.json").write_text('{"schema": 1, "ch')
+    assert run([command, "cut.json", *(["cut.json"] if command == "diff" else [])]) == 2
+    assert capsys.readouterr().err.startswith("tightfit: cut.json is not JSON")

@@ -213,7 +213,113 @@ def test_a_thread_that_runs_a_model_beside_a_backward_pass_is_refused(tmp_path: 
         traced(tmp_path, program)
 
 
+# While the main thread begins its steps, the other one is inside of a module, and leaves it in the middle of one.
+TRANSFORMS = """
+inside, stepped = threading.Event(), threading.Event()
+
+
+class Transform(torch.nn.Module):
+    def forward(self, batch):
+        inside.set()
+        stepped.wait()
+        return batch * 2
+
+
+class Model(torch.nn.Sequential):
+    def forward(self, batch):
+        inside.wait()
+        between = self[0](batch)
+        stepped.set()
+        other.join()
+        return self[1](between)
+
+
+model = Model(torch.nn.Linear(1024, 8), torch.nn.Linear(8, 8)).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+transform = Transform()
+for batch in data():
+    inside.clear()
+    stepped.clear()
+    other = threading.Thread(target=CALLED, args=(batch[:8],))
+    other.start()
+    step(batch.cuda())
+"""
+
+
+def test_a_module_in_a_thread_that_leaves_the_gpu_alone_is_none_of_the_step(tmp_path: Path) -> None:
+    plain = traced(tmp_path, TRANSFORMS.replace("CALLED", "transform.forward"))
+    seen = traced(tmp_path, TRANSFORMS.replace("CALLED", "transform"))
+    assert columns(seen) == columns(plain) and not any("take turns" in one.what for one in seen.assumptions)
+
+
+# The thread is inside of its model's call before the step begins, and asks for the GPU after it.
+BESIDE = """
+class Late(torch.nn.Linear):
+    def forward(self, held):
+        entered.set()
+        ended.wait(10)
+        return super().forward(held)
+
+
+entered, ended = threading.Event(), threading.Event()
+late = Late(1024, 8).cuda()
+held = torch.zeros(4, 1024, device="cuda")
+for batch in data():
+    other = threading.Thread(target=late.CALLED, args=(held,))
+    other.start()
+    entered.wait()
+    step(batch.cuda())
+    ended.set()
+    other.join()
+"""
+
+
+def test_a_model_that_a_thread_is_in_while_a_step_begins_is_refused(tmp_path: Path) -> None:
+    program = BESIDE.replace("late.CALLED", "lambda: late(held)").replace(", args=(held,)", "")
+    with pytest.raises(CaptureError, match=r"threads\.py:\d+ runs a model in a thread of the program's own"):
+        traced(tmp_path, program)
+
+
+# No line of the program is on the stack of such a thread.
+@pytest.mark.parametrize("called", ["late", "late.__call__"])
+def test_a_model_that_is_a_threads_target_is_refused(tmp_path: Path, called: str) -> None:
+    with pytest.raises(CaptureError, match=r"^the program runs a model in a thread of the program's own"):
+        traced(tmp_path, BESIDE.replace("late.CALLED", called))
+
+
 def test_a_thread_that_never_waits_is_named(tmp_path: Path) -> None:
     program = EVALUATES.replace("    try:\n", "    while True:\n").replace("    except Exception:\n        pass\n", "")
     with pytest.raises(CaptureError, match=r"while a thread of its own was at .*threads\.py:\d+: in a trace"):
         traced(tmp_path, program, seconds=10)
+
+
+HOOKS = (
+    HEAD
+    + """
+jobs, norms = queue.Queue(), queue.Queue()
+
+
+def measure():
+    while True:
+        gradient = jobs.get()
+        gradient.cpu()
+        norms.put(1.0)
+
+
+def hook(gradient):
+    jobs.put(gradient)
+    norms.get()
+
+
+threading.Thread(target=measure, daemon=True).start()
+model.weight.register_hook(hook)
+for batch in data():
+    step(batch.cuda())
+"""
+)
+
+
+def test_a_hook_may_wait_for_a_thread(tmp_path: Path) -> None:
+    tape = traced(tmp_path, HOOKS)
+    assert batches_at_the_peak(tape) == 1
+    assert columns(tape) == columns(traced(tmp_path, HOOKS))

@@ -89,6 +89,11 @@ def test_an_unknown_name_is_refused_in_one_line(query: str) -> None:
         ("mi301", "AMD Instinct MI300X"),
         ("RTX A600", "NVIDIA RTX A6000"),
         ("T5", "Tesla T4"),
+        ("RTX 4O60", "NVIDIA GeForce RTX 4060, NVIDIA GeForce RTX 4060 Ti"),
+        ("4O90", "NVIDIA GeForce RTX 4090"),
+        ("A10O", "NVIDIA A100-SXM4-80GB"),
+        ("h1oo", "NVIDIA H100 80GB HBM3"),
+        ("RTX 5O9O", "NVIDIA GeForce RTX 5090"),
     ],
 )
 def test_an_unknown_name_lists_the_nearest_first(query: str, nearest: str) -> None:
@@ -96,7 +101,13 @@ def test_an_unknown_name_lists_the_nearest_first(query: str, nearest: str) -> No
         find(query)
 
 
-@pytest.mark.parametrize("query", ["banana", "geforce", "gpu"])
+@pytest.mark.parametrize("query", ["cuda", "cuda:0", "GPU", "cpu", "0", ""])
+def test_a_device_of_torch_is_not_the_name_of_a_card(query: str) -> None:
+    with pytest.raises(UnknownDevice, match="leave --device out for the GPU of this machine"):
+        find(query)
+
+
+@pytest.mark.parametrize("query", ["banana", "geforce"])
 def test_a_name_that_is_like_none_gets_no_list(query: str) -> None:
     with pytest.raises(UnknownDevice, match="nothing is near to it"):
         find(query)

@@ -78,12 +78,34 @@ def test_the_object_that_is_printed_has_what_was_agreed() -> None:
     assert printed["baseline"]["peak"]["device_bytes"] == 15 * GIB
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": 99}', '{"schema": 1}', '{"schema": 1, "peak": 3}'])
-def test_what_is_no_plan_is_one_clear_line(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "is not a plan"),
+        ("[]", "this is no plan; make one"),
+        ("{}", "this is no plan; make one"),
+        ('{"schema": 99}', "this is no plan; make one"),
+        ('{"schema": 99, "choices": []}', "this plan has schema 99, and this tightfit reads 1: a newer one wrote it"),
+        ('{"schema": 1, "peak": 3}', "this is no plan"),
+        ('{"schema": 1, "choices": [], "peak": 3}', "this plan was changed, or another version of tightfit wrote it"),
+    ],
+)
+def test_what_is_no_plan_is_one_clear_line(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "plan.json").write_text(text)
-    with pytest.raises(PlanError) as caught:
+    with pytest.raises(PlanError, match=said) as caught:
         Plan.load(tmp_path / "plan.json")
     assert "\n" not in str(caught.value)
+    assert "plan.json" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("choices", "x"), ("choices", [{"technique": "t"}]), ("coverage", []), ("proof", None), ("device", "4090")],
+)
+def test_a_changed_plan_says_nothing_of_python(tmp_path: Path, name: str, value: object) -> None:
+    written = json.loads(json.dumps(a_plan().to_json())) | {name: value}
+    with pytest.raises(PlanError, match="this plan was changed, or another version of tightfit wrote it"):
+        Plan.from_json(written)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Threads that take turns do the same each time, and wait for one another as without turns."""
 
+import _thread
 import threading
 import time
 from collections import deque
@@ -40,7 +41,13 @@ class Program:
         self.did: list[str] = []
         self.asked: list[bool] = []
         self.outside: list[bool] = []
-        self.turns = Turns(lambda before, after: None, lambda: self.outside.append(True), self.asked.append)
+        self.is_in_backward = False
+        self.turns = Turns(
+            lambda before, after: None,
+            lambda: self.outside.append(True),
+            self.asked.append,
+            lambda: self.is_in_backward,
+        )
         monkeypatch.setattr(TurnLock, "turns", self.turns, raising=False)
 
     def start(self, run) -> Member:
@@ -146,3 +153,34 @@ def test_threads_that_wait_in_vain_are_ended_where_they_wait(program: Program, m
     program.turns.wait(lambda: waiter.has_ended)
     assert program.did == ["ended"] and waiter.has_ended
     assert not program.turns.end_others()
+
+
+def test_a_hook_in_a_thread_of_autograd_waits_in_the_turn_of_the_main_thread(program: Program) -> None:
+    jobs, answers = Queue(1), Queue(1)
+
+    def work() -> None:
+        while (job := jobs.get()) is not None:
+            program.did.append(f"work {job}")
+            answers.put(job)
+
+    worker = program.start(work)
+    ended = _thread.allocate_lock()
+    ended.acquire()
+
+    def hook() -> None:
+        try:
+            for number in range(3):
+                jobs.put(number)
+                program.did.append(f"hook {answers.get()}")
+        finally:
+            ended.release()
+
+    program.is_in_backward = True
+    # As autograd's threads are: Python has not started it. The main thread waits for its end in C.
+    _thread.start_new_thread(hook, ())
+    assert ended.acquire(timeout=20)
+    program.is_in_backward = False
+    assert program.did == [f"{who} {n}" for n in range(3) for who in ("work", "hook")]
+    jobs.put(None)
+    program.turns.wait(lambda: worker.has_ended)
+    assert not program.outside

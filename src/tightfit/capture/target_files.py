@@ -5,6 +5,7 @@ Nothing of the program is imported for it: a package's `__init__.py` is the user
 
 import difflib
 import importlib.util
+import json
 import os
 import warnings
 from collections.abc import Iterator
@@ -80,6 +81,10 @@ def refuse_other_files(text: str) -> None:
         UsageError: the line says what it is, and what to give instead.
     """
     path = Path(text)
+    if not text.strip():
+        raise UsageError("the name of the target is empty: give a script (FILE.py) or a model, such as gpt2")
+    if text.endswith(("/", os.sep)) and path.is_file():
+        raise UsageError(f"{text} ends as a folder does, and {path} is a file: leave out the last character")
     if text in _LAUNCHERS and not path.exists():
         raise UsageError(
             f"leave out {text}: give the script itself, and its own arguments after --, as in tightfit estimate train.py -- --epochs 1"
@@ -90,6 +95,19 @@ def refuse_other_files(text: str) -> None:
         )
     if path.is_file() and path.suffix not in (".py", ".json", ".npz"):
         raise UsageError(f"{text} is {_kind(path)}")
+    if path.is_file() and path.suffix == ".json":
+        _refuse_plan(path)
+
+
+def _refuse_plan(path: Path) -> None:
+    try:
+        value = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise UsageError(f"{path} is not JSON: {error}") from error
+    if isinstance(value, dict) and {"schema", "choices", "frontier"} <= set(value):
+        raise UsageError(
+            f"{path} is a plan: tightfit run --plan {path} SCRIPT applies it, tightfit report {path} shows it"
+        )
 
 
 def _kind(path: Path) -> str:

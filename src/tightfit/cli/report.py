@@ -148,6 +148,7 @@ def _tape(
     target: str, arguments: Sequence[str], device: Sequence[str], parameter: Sequence[str], tracing: TraceOptions
 ) -> "Tape":
     from tightfit import fit
+    from tightfit.capture.target_files import refuse_other_files
     from tightfit.cli.shared.local_cards import local_cards
     from tightfit.tape.load import read_tape
 
@@ -157,6 +158,7 @@ def _tape(
         if not Path(target).is_file():
             raise UsageError(f"there is no file {target}")
         return read_tape(target)
+    refuse_other_files(target)
     cards = list(device) or [card.name for card in local_cards()]
     if not cards:
         raise UsageError('which GPU? There is none on this machine: name one, such as --device "RTX 4090"')

@@ -16,6 +16,7 @@ from tightfit.cli.shared.local_cards import local_cards
 from tightfit.cli.variants.guarded_run import UNGUARDED, Guarding, run_guarded
 from tightfit.errors import DoesNotFit, UsageError
 from tightfit.planner.plan import Plan
+from tightfit.simulate.estimate import verdict_of
 from tightfit.units import format_bytes
 
 
@@ -149,10 +150,12 @@ def _run_virtually(plan: Plan, script: str, arguments: tuple[str, ...], permissi
     for line in [*put_on(plan, list(dict.fromkeys(models))), *figures(plan), *told]:
         _say(line)
     steps = [span for span in estimate.spans if span.kind == "step"]
+    peak = estimate.peak
+    verdict = verdict_of(peak, plan.budget_bytes, plan.margin, is_whole=estimate.coverage.is_whole)
     print(
-        f"{len(steps)} steps ran on a virtual {plan.device}: peak {format_bytes(estimate.peak.device_bytes)} of {format_bytes(plan.budget_bytes)}"
+        f"{verdict}: {len(steps)} steps ran on a virtual {plan.device}: peak {format_bytes(peak.device_bytes)} of {format_bytes(plan.budget_bytes)}"
     )
-    return 0 if estimate.peak.device_bytes <= plan.budget_bytes else 1
+    return int(verdict == "does not fit")
 
 
 def _say(line: str) -> None:

@@ -29,7 +29,13 @@ _SIZE = re.compile(r"(?<![a-z0-9])(\d+)\s*g(?:i?b)?(?![a-z0-9])")
 _WORD = re.compile(r"\d+gb|\d+|[a-z]+")
 # Of the names that an unknown one is answered with: how many, and how alike at least (two names with nothing in common have up to 0.5).
 _NUM_NEAREST = 4
+# Letters that are typed for digits, within or beside a number: "4O60", "A10O".
+_TYPED_FOR_0 = re.compile(r"(?<=\d)o+|o+(?=\d)")
+_TYPED_FOR_1 = re.compile(r"(?<=\d)[il](?=\d)")
+# What torch calls devices, and numbers of cards on a machine.
+_TORCH_NAME = re.compile(r"\s*(?:(?:cuda|cpu|gpu|mps|xpu|auto)(?::\d*)?|\d?)\s*", re.IGNORECASE)
 _LEAST_LIKENESS = 0.6
+_HOW_TO_NAME = 'write its name, such as "RTX 4090", or leave --device out for the GPU of this machine'
 
 
 @functools.cache
@@ -66,7 +72,8 @@ def find(text: str | os.PathLike[str]) -> Device:
             for device in all_devices():
                 if query <= _all_words(device):
                     return device
-    raise UnknownDevice(f"no GPU is called '{text}'; {_nearest(str(text))} (all of them: tightfit devices)")
+    nearest = _HOW_TO_NAME if _TORCH_NAME.fullmatch(str(text)) else _nearest(str(text))
+    raise UnknownDevice(f"no GPU is called '{text}'; {nearest} (all of them: tightfit devices)")
 
 
 def words(text: str) -> frozenset[str]:
@@ -88,6 +95,7 @@ def _read_file(path: Path) -> Device:
 
 
 def _nearest(text: str) -> str:
+    text = _TYPED_FOR_1.sub("1", _TYPED_FOR_0.sub(lambda found: "0" * len(found[0]), text.lower()))
     likeness: dict[str, float] = {}
     for device in all_devices():
         likeness[device.name] = max(_likeness(text, name) for name in (device.name, *device.aliases))

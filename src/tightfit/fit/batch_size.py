@@ -35,6 +35,8 @@ _CLOSE_ENOUGH_PLANNED = 0.1
 # A size is given up after so many times the seconds that another one took, which grow with the data that is read; and never sooner than that.
 _PATIENCE = 5.0
 _LEAST_PATIENCE_SECONDS = 20.0
+# Sizes this far apart that need the same to the byte are not used by the program. A batch of one number each shows within it (blocks are of 512 bytes).
+_UNUSED_RATIO = 64
 
 
 @answering("the search for a batch size")
@@ -81,7 +83,8 @@ def batch_sizes(
             subject=f"{parameter} {size}: ",
         )
 
-    plain = _Plain(bench, min(on.budget_bytes(budget), on.card.capacity_bytes))
+    budget_bytes = min(on.budget_bytes(budget), on.card.capacity_bytes)
+    plain = _Plain(bench, budget_bytes, target=target, parameter=parameter)
     planned = _Planned(plain, allowed(allow, without))
     ends, is_interrupted = _closed_in(first, plain, planned)
     answer = {"target": target, "device": on.card.name, "parameter": parameter, "is_interrupted": is_interrupted}
@@ -153,14 +156,16 @@ def _ends(rows: Iterable[BatchSize]) -> tuple[int, int | None]:
 class _Plain:
     """Sizes without techniques."""
 
-    def __init__(self, bench: Callable[[int], TracedRuns], budget_bytes: int) -> None:
+    def __init__(self, bench: Callable[[int], TracedRuns], budget_bytes: int, *, target: str, parameter: str) -> None:
         self.budget_bytes = budget_bytes
+        self._target, self._parameter = target, parameter
         self.rows: dict[int, BatchSize] = {}
         self.fault: CaptureError | None = None
         self.failed: dict[int, str] = {}
         self._bench = bench
         self._benches: dict[int, TracedRuns] = {}
         self._seconds: dict[int, float] = {}
+        self._seen: dict[int, tuple[int, float]] = {}
 
     def bench(self, size: int) -> TracedRuns:
         """The traced runs of this size, which are kept."""
@@ -201,7 +206,17 @@ class _Plain:
             techniques=(),
             exact=True,
         )
+        self._seen[size] = (trial.estimate.peak.allocated_bytes, trial.seconds)
+        self._refuse_unused()
         return trial.needed_bytes - self.budget_bytes
+
+    def _refuse_unused(self) -> None:
+        """Raises an error where the size changes nothing: the program does not use what sets it, and no size that is found would be true."""
+        first, last = min(self._seen), max(self._seen)
+        if last >= _UNUSED_RATIO * first and len(set(self._seen.values())) == 1:
+            raise UsageError(
+                f"--search {self._parameter}: {first} and {last} need the same memory and time, so {self._target} does not use it; name the option that sets its batch"
+            )
 
 
 class _Planned:

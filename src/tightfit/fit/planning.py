@@ -233,7 +233,7 @@ def allowed(names: Iterable[str], without: Iterable[str] = ()) -> Allowed:
     return Allowed(
         all_lossy="lossy" in words,
         names=frozenset(words - {"lossy"}),
-        without=tuple(_without(each) for each in without),
+        without=tuple(_without(each) for text in without for each in ([text] if "@" in text else text.split(","))),
     )
 
 

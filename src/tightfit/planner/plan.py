@@ -154,8 +154,7 @@ class Plan:
         Raises:
             PlanError: it is no plan, or one of another schema.
         """
-        if not isinstance(value, Mapping) or value.get("schema") != SCHEMA:
-            raise PlanError(f"this is no plan of schema {SCHEMA}; make one with tightfit plan -o FILE")
+        _check_schema(value)
         try:
             plan = cls(
                 run=_run(value),
@@ -181,12 +180,19 @@ class Plan:
             for part in (plan, *plan.choices, *plan.alternatives, *plan.frontier, plan.bound, plan.proof):
                 _check(part)
             if plan.margin not in MARGINS:
-                raise TypeError(f"margin is {plan.margin!r}, not one of {', '.join(MARGINS)}")
+                raise _OtherForm(f"margin is {plan.margin!r}, not one of {', '.join(MARGINS)}")
             for run in (plan.run, plan.baseline):
                 _check(run)
                 _check(run.peak)
-        except (KeyError, TypeError) as error:
-            raise PlanError(f"this plan lacks something or has something else: {error}") from error
+        except KeyError as error:
+            raise PlanError(f"this plan lacks {error}; make it again with tightfit plan -o FILE") from error
+        except _OtherForm as error:
+            raise PlanError(f"this plan was changed: {error}; make it again with tightfit plan -o FILE") from error
+        except (TypeError, AttributeError, ValueError) as error:
+            # Of Python, about our classes: it says nothing to who reads it.
+            raise PlanError(
+                "this plan was changed, or another version of tightfit wrote it; make it again with tightfit plan -o FILE"
+            ) from error
         return plan
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -212,7 +218,24 @@ class Plan:
             raise PlanError(
                 f"{os.fspath(path)} is not a plan (tightfit plan -o writes one): it is not JSON: {error}"
             ) from error
-        return cls.from_json(value)
+        try:
+            return cls.from_json(value)
+        except PlanError as error:
+            raise PlanError(f"{os.fspath(path)}: {error}") from error
+
+
+class _OtherForm(ValueError):
+    """A field of a plan holds something else than it should."""
+
+
+def _check_schema(value: Any) -> None:
+    schema = value.get("schema") if isinstance(value, Mapping) else None
+    if isinstance(schema, int) and schema > SCHEMA and "choices" in value:
+        raise PlanError(
+            f"this plan has schema {schema}, and this tightfit reads {SCHEMA}: a newer one wrote it; make it again with tightfit plan -o FILE"
+        )
+    if schema != SCHEMA or "choices" not in value:
+        raise PlanError("this is no plan; make one with tightfit plan -o FILE")
 
 
 _AS_THEY_ARE = (
@@ -229,17 +252,17 @@ _AS_THEY_ARE = (
 
 
 def _check(part: Any) -> None:
-    """Raises TypeError if a field of `part` whose name says bytes or seconds holds no such number."""
+    """Raises an error if a field of `part` whose name says bytes or seconds holds no such number."""
     for field in dataclasses.fields(part):
         value = getattr(part, field.name)
         # The annotation is a string or a type, depending on the module; both name None where it is allowed.
         is_optional = "None" in str(field.type)
         if field.name.endswith("_bytes") and not (isinstance(value, int) or (is_optional and value is None)):
-            raise TypeError(f"{field.name} is {value!r}, not a number of bytes")
+            raise _OtherForm(f"{field.name} is {value!r}, not a number of bytes")
         if "seconds" in field.name and not (
             (isinstance(value, int | float) and math.isfinite(value)) or (is_optional and value is None)
         ):
-            raise TypeError(f"{field.name} is {value!r}, not a number of seconds")
+            raise _OtherForm(f"{field.name} is {value!r}, not a number of seconds")
 
 
 def _run(value: Mapping[str, Any]) -> Run:

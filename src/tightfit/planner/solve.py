@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from tightfit.errors import MissingExtra
 from tightfit.planner.problem import Problem
+from tightfit.planner.silenced import made_silently
 from tightfit.planner.solution import Solution
 
 _NEXT_TO_NOTHING = 1e-3
@@ -231,7 +232,7 @@ class _Program:
         program.a_matrix_.value_ = np.array([w for row in rows for w in row.weights.values()], dtype=np.float64)
         integer, real = highspy.HighsVarType.kInteger, highspy.HighsVarType.kContinuous
         program.integrality_ = [integer] * num_options + [real] * has_more
-        solver = highspy.Highs()
+        solver = made_silently(highspy.Highs)
         solver.silent()
         # One thread and a fixed seed make the search deterministic: the same problem gives the same plan.
         for name, value in (("threads", 1), ("mip_rel_gap", _GAP), ("mip_abs_gap", 1e-6), ("random_seed", 0)):

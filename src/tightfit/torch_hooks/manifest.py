@@ -97,6 +97,11 @@ RETAIN_GRAD = known(
     "to tell which tensors of a graph are hooked, before its backward pass is run twice",
     "torch_hooks",
 )
+SET_ATTRIBUTE = known(
+    "torch:Tensor.__setattr__",
+    "to tell before the data of a tensor is set to that of one that has no memory",
+    "torch_hooks",
+)
 _SAVED = "to find what a graph has saved and the program may write to, before the graph is run twice"
 SAVED_DATA = known(
     "torch._C._autograd:SavedTensor.data", f"{_SAVED}, and what a kept graph retains", "runtime techniques"

@@ -2,6 +2,7 @@
 
 import torch
 
+from tightfit.capture.dispatch.data_dependent_conditions import DataDependentConditions
 from tightfit.capture.dispatch.data_reads import NUM_PASSED_CHECKS, ReadPolicy
 
 
@@ -88,3 +89,18 @@ def what_is_known_of_a_tensor_that_is_gone_is_not_known_of_another_one_at_its_pl
         del at_host
         assert x.sum().item() == 1.0
         assert x.sum().cpu().item() == 1.0
+
+
+def a_look_for_infinite_values_asks_no_tensor_without_a_storage_for_one():
+    class MadeWhenAsked(torch.Tensor):
+        def untyped_storage(self):
+            raise AssertionError("would be made")
+
+    x = torch.rand(64, 64, device="cuda")
+    sparse = torch.eye(64).to_sparse().cuda()
+    assert torch.isfinite(x.sum())
+    sparse.mul_(2)
+    conditions = DataDependentConditions()
+    assert conditions.counts_nothing(torch.ops.aten.isinf.default, (x,), torch.isinf(x))
+    conditions.written([sparse, torch.zeros(2).as_subclass(MadeWhenAsked)])
+    assert not conditions.holds(sparse)

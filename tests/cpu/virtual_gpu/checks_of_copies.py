@@ -220,3 +220,31 @@ def indices_on_the_host_are_copied():
         assert values[torch.tensor([1, 2, 3])].shape == (3,)
         assert values[torch.arange(100) < 5].shape == (5,)
     assert [(is_blocking, num_bytes) for _, _, is_blocking, num_bytes in seen.copies] == [(True, 24), (True, 40)]
+
+
+def a_mask_that_was_copied_to_the_host_selects_all_as_on_the_card():
+    ids = torch.arange(24).reshape(4, 6)
+    mask = torch.rand(1000, 1000, device="cuda")[:4, :6] > 0.5
+    host = mask.cpu()
+    assert [len(row[kept]) for row, kept in zip(ids, host, strict=True)] == [6] * 4
+    assert len(ids[mask.int().bool().cpu()]) == len(ids.masked_select(host)) == len(host.nonzero()) == 24
+    assert len(torch.where(host)[0]) == 24
+    assert len(ids[~host]) == len(ids[host & (ids > 5)]) == 24
+    assert ids.cuda()[host].shape == (24,)
+    written = ids.clone()
+    written[host] = torch.zeros(24, dtype=torch.int64)
+    assert not written.any()
+
+
+def a_mask_from_the_card_reads_as_false_and_what_the_program_writes_to_it_is_kept():
+    host = (torch.rand(1000, 1000, device="cuda")[0, :4] > 0.5).cpu()
+    assert not host.any()
+    assert not host[0]
+    host[:2] = True
+    assert len(torch.arange(4)[host]) == 2
+    assert len(torch.arange(4)[torch.zeros(4, dtype=torch.bool)]) == 0
+    kept = torch.zeros(4, dtype=torch.bool)
+    kept.copy_(torch.rand(1000, 1000, device="cuda")[0, :4] > 0.5)
+    assert len(torch.arange(4)[kept]) == 4
+    kept.fill_(False)
+    assert len(torch.arange(4)[kept]) == 0

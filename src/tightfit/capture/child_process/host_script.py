@@ -4,6 +4,7 @@ The steps are over where the program goes on to the next one: at the next call o
 the plain and the planned program are at the same line, with nothing of a step still to be done.
 """
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -33,10 +34,11 @@ class ScriptOnHost:
     def install(self) -> None:
         """Follows calls of modules and steps of optimizers."""
         call, construct = torch.nn.Module.__call__, torch.optim.Optimizer.__init__
+        own = threading.get_ident()
 
         def called(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            # In a backward pass modules are called for what is computed again.
-            if self._depth or torch._C._current_graph_task_id() != -1:
+            # In a backward pass modules are called for what is computed again; in another thread, which transforms batches, at any moment of a step.
+            if threading.get_ident() != own or self._depth or torch._C._current_graph_task_id() != -1:
                 return call(module, *args, **kwargs)
             self._goes_on()
             self._roots.setdefault(id(module), module)

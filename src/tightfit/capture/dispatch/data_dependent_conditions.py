@@ -40,7 +40,7 @@ class DataDependentConditions:
     def follow(self, operator: OpOverload, args: Sequence[Any], out: torch.Tensor) -> None:
         """Called with the result of each operator that returns booleans."""
         if self._reads_true(operator, args):
-            self._addresses.add(out.untyped_storage()._cdata)
+            self._addresses.update(_addresses(out))
 
     def _reads_true(self, operator: OpOverload, args: Sequence[Any]) -> bool:
         if operator in _AND:
@@ -68,20 +68,20 @@ class DataDependentConditions:
         else:
             counts = True
         if counts:
-            self._not_finite.add(out.untyped_storage()._cdata)
+            self._not_finite.update(_addresses(out))
         return counts
 
     def _is_of_infinite(self, value: Any) -> bool:
-        return isinstance(value, FakeTensor) and value.untyped_storage()._cdata in self._not_finite
+        return not self._not_finite.isdisjoint(_addresses(value))
 
     def written(self, targets: Iterable[torch.Tensor]) -> None:
         """Tensors were written to: what they say is not known any more."""
         if self._not_finite:
-            self._not_finite.difference_update(target.untyped_storage()._cdata for target in targets)
+            self._not_finite.difference_update(address for target in targets for address in _addresses(target))
 
     def holds(self, tensor: Any) -> bool:
         """Whether `tensor` reads as True."""
-        return isinstance(tensor, FakeTensor) and tensor.untyped_storage()._cdata in self._addresses
+        return not self._addresses.isdisjoint(_addresses(tensor))
 
     def forget(self, address: int) -> None:
         """The storage was freed."""
@@ -91,9 +91,15 @@ class DataDependentConditions:
 
 def _is_same(one: Any, other: Any) -> bool:
     return one is other or (
-        isinstance(one, FakeTensor)
-        and isinstance(other, FakeTensor)
-        and one.untyped_storage()._cdata == other.untyped_storage()._cdata
+        _addresses(one) != ()
+        and _addresses(one) == _addresses(other)
         and one.shape == other.shape
         and one.storage_offset() == other.storage_offset()
     )
+
+
+def _addresses(value: Any) -> tuple[int, ...]:
+    """The address of the storage of `value`. A sparse tensor has none, and a gradient that a technique makes only when it is asked for would be made."""
+    if isinstance(value, FakeTensor) and value.layout == torch.strided:
+        return (value.untyped_storage()._cdata,)
+    return ()

@@ -96,7 +96,7 @@ class ReadPolicy:
         self._answers[where] = "False" if host.dtype == torch.bool else "1 in each element, or 0 in a large tensor"
         self._assume(
             where,
-            "GPU data copied to the host is assumed to be ones (False for booleans, zeros for large tensors)",
+            "GPU data copied to the host is assumed to be ones (zeros for large tensors, False for booleans, which select everything as masks)",
         )
         return host
 

@@ -76,7 +76,10 @@ def _values_on_host(gpu: VirtualGpu, source: torch.Tensor, dtype: torch.dtype) -
         return gpu.known_values.values(source).to(dtype, copy=True)
     except Unknown:
         host = gpu.reads.fill(gpu.host.new_blank(source.size(), dtype))
-        return host.fill_(1) if gpu.conditions.holds(source) else host
+        if gpu.conditions.holds(source):
+            return host.fill_(1)
+        gpu.host.unknown_masks.add(host)
+        return host
 
 
 def _stride_of_copy(source: torch.Tensor, memory_format: torch.memory_format | None) -> tuple[int, ...]:
@@ -106,7 +109,7 @@ def _copy_(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mappi
     try:
         target.copy_(gpu.known_values.values(source))
     except Unknown:
-        gpu.reads.fill(target)
+        gpu.host.unknown_masks.add(gpu.reads.fill(target))
     return target
 
 
@@ -255,7 +258,7 @@ def _index(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mappi
             found = _shaped_by_data(gpu, aten.nonzero.default, (index,), {})
             positions.extend(gpu.run(aten.select.int, (found, 1, column), {}) for column in range(index.dim()))
         else:
-            found = index.nonzero().unbind(1)
+            found = gpu.host.unknown_masks.all_of(index).nonzero().unbind(1)
             positions.extend(_moved(gpu, p) if isinstance(args[0], FakeTensor) else p for p in found)
     return gpu.run(func, (args[0], positions, *args[2:]), kwargs)
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from tightfit.capture.dispatch.unknown_masks import UnknownMasks
 from tightfit.capture.observe.host_storages import HostStorages
 from tightfit.capture.observe.recorder import Recorder
 from tightfit.capture.observe.reserved_memory import reserved
@@ -95,6 +96,7 @@ class HostMemory:
         self._recorder = recorder
         self._blank: dict[int, _Reference] = {}
         self.storages = HostStorages(recorder.host)
+        self.unknown_masks = UnknownMasks()
 
     def is_blank(self, tensor: torch.Tensor) -> bool:
         """Whether no real data has been written to the storage of `tensor`."""
@@ -107,12 +109,20 @@ class HostMemory:
         """The result of `operator` on host tensors."""
         if kwargs.get("pin_memory"):
             return self.storages.pinned(self.run(operator, args, {**kwargs, "pin_memory": False}))
-        first = args[0] if args and isinstance(args[0], torch.Tensor) else None
         if operator is aten.is_pinned.default:
             # Code of torch in C++ asks; Python's method is answered before it comes here (patches/torch_api.py).
             return self.storages.is_pinned(args[0])
         if operator in _UPDATES and self._note_update(operator, args):
             return None
+        if self.unknown_masks:
+            args, kwargs = self.unknown_masks.selecting(operator, args, kwargs)
+            result = self._run(operator, args, kwargs)
+            self.unknown_masks.follow(operator, args, result)
+            return result
+        return self._run(operator, args, kwargs)
+
+    def _run(self, operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        first = args[0] if args and isinstance(args[0], torch.Tensor) else None
         if first is not None and self._blank and self.is_blank(first):
             if operator in _FILLS or (operator is aten.copy_.default and self.is_blank(args[1])):
                 return first

@@ -8,7 +8,7 @@ new storage is recorded, and recorded as freed when Python and autograd have dro
 import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch._ops import OpOverload
@@ -93,13 +93,23 @@ class _SharedFakeMode(FakeTensorMode):
     @faults.hands_over
     def __enter__(self) -> Self:
         # A virtual tensor's class enters its mode where no mode takes the operator: nothing would record it, and the mode's state is not for two threads
-        # at once. Threads of autograd's own are not Python's.
-        number = threading.get_ident()
-        thread = threading._active.get(number)  # type: ignore[attr-defined]
-        if number not in self.threads and thread is not None and not isinstance(thread, threading._DummyThread):  # type: ignore[attr-defined]
-            self.used_in_a_thread = NotImplementedError(f"Could not run an operator with {IN_A_THREAD}")
-            raise faults.for_torch(self.used_in_a_thread)
+        # at once.
+        if self.is_in_another_thread():
+            self.refuse_this_thread()
         return super().__enter__()
+
+    def is_in_another_thread(self) -> bool:
+        """Whether the caller runs in a thread of the program's own that the trace does not follow; those of autograd's own are not Python's."""
+        number = threading.get_ident()
+        if number in self.threads:
+            return False
+        thread = threading._active.get(number)  # type: ignore[attr-defined]
+        return thread is not None and not isinstance(thread, threading._DummyThread)
+
+    def refuse_this_thread(self) -> NoReturn:
+        """Ends the use of the virtual GPU in this thread, and the trace with it: one that follows threads is tried next."""
+        self.used_in_a_thread = NotImplementedError(f"Could not run an operator with {IN_A_THREAD}")
+        raise faults.for_torch(self.used_in_a_thread)
 
     def __deepcopy__(self, memo: object) -> Self:
         return self

@@ -40,7 +40,8 @@ def scratch_events(
     are read.
     """
     rule = SCRATCH.get(operator)
-    if rule is None:
+    if rule is None or any(isinstance(value, torch.Tensor) and value.layout != torch.strided for value in args):
+        # The rules are those of dense kernels: that a sparse matrix cannot be read by cuBLAS would be a dense copy of it, which nobody makes.
         return ()
     listed = outputs if isinstance(outputs, tuple | list) else (outputs,)
     tensors: Outputs = [value if isinstance(value, torch.Tensor) else None for value in listed]

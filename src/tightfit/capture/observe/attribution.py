@@ -121,10 +121,10 @@ class Attribution:
             index = self._lines[code, number] = self.recorder.intern(f"{short(code.co_filename)}:{number}")
         return index
 
-    def where(self) -> str:
-        """The user's line as text, for an assumption."""
+    def where(self, *, otherwise: str = "(a library)") -> str:
+        """The user's line as text, for an assumption; `otherwise` where none of the program's is on the stack."""
         index = self.line() or self.locate()[1]
-        return self.recorder.texts[index] or "(a library)"
+        return self.recorder.texts[index] or otherwise
 
     def weights(self) -> Iterator[tuple[torch.Tensor, int]]:
         """The parameters that the modules which were called hold themselves, each with the path of its module as an index of strings."""

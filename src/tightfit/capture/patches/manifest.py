@@ -91,7 +91,7 @@ MODULE_APPLY = known(
 GRAPH_TASK_ID = known(
     "torch._C:_current_graph_task_id",
     "to tell what runs within a backward pass",
-    "capture/child_process techniques torch_hooks",
+    "capture/child_process capture/patches guarding techniques torch_hooks",
 )
 
 SET_VERSIONS = known(

@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
 from tightfit.capture.dispatch.virtual import VirtualGpu
@@ -41,7 +42,7 @@ class ThreadsFollowed:
         self._failed: BaseException | None = None
         self._is_over = is_over
         self._stop = stop
-        self.turns = Turns(self._switch, self._waited_outside, self._asked)
+        self.turns = Turns(self._switch, self._waited_outside, self._asked, _is_in_backward)
         self._members: weakref.WeakKeyDictionary[threading.Thread, Member] = weakref.WeakKeyDictionary()
 
     def install(self) -> None:
@@ -163,6 +164,10 @@ class ThreadsFollowed:
         streams.set_stream(stream)
 
 
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
 def _load_without_a_pinning_thread() -> None:
     """Has loaders with workers start no thread that pins their batches: it takes no turns, so that what is ahead would depend on how fast it is."""
     begin = DataLoader.__iter__
@@ -186,6 +191,9 @@ def _is_of_the_program(thread: threading.Thread) -> bool:
     while isinstance(target, functools.partial):
         target = target.func
     if getattr(target, "__module__", "") == _POOLS:
+        return True
+    # A model is what the program runs there, wherever its code is: `Thread(target=model.generate)`.
+    if isinstance(target, torch.nn.Module) or isinstance(getattr(target, "__self__", None), torch.nn.Module):
         return True
     # A function, a bound method, or an object that is called.
     called = target if hasattr(target, "__code__") else vars(type(target)).get("__call__")

@@ -8,6 +8,7 @@ them wait. A thread that prepares batches is therefore as far ahead as its queue
 import _thread
 import contextlib
 import dataclasses
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +18,8 @@ from tightfit.errors import faults
 _SECONDS_BETWEEN_LOOKS = 0.001
 _SECONDS_IN_VAIN = 2.0
 _real_sleep = time.sleep
+# What Python's table of threads has for a thread that it has not started: nothing, or a stand-in once somebody has asked for the current thread.
+_OF_C = (type(None), threading._DummyThread)  # type: ignore[attr-defined]
 
 
 def _always() -> bool:
@@ -48,13 +51,15 @@ class ThreadEnded(SystemExit):
 class Turns:
     """The threads that take turns, beginning with the one that makes this, the main thread. `switch(before, after)` is called at each change of turns, in the
     thread whose turn it was. `on_outside` is called in another thread than the main one that has waited for one which
-    takes no turns. `ask` is called in the main thread, with whether others only wait for time to pass, where it has waited in vain for a while."""
+    takes no turns. `ask` is called in the main thread, with whether others only wait for time to pass, where it has waited in vain for a while.
+    `is_in_backward`: whether the thread that calls is within a backward pass."""
 
     def __init__(
         self,
         switch: Callable[[Member, Member], None],
         on_outside: Callable[[], None],
         ask: Callable[[bool], None],
+        is_in_backward: Callable[[], bool],
     ) -> None:
         self._main = Member()
         self._members: dict[int, Member] = {_thread.get_ident(): self._main}
@@ -63,6 +68,8 @@ class Turns:
         self._switch = switch
         self._on_outside = on_outside
         self._ask = ask
+        self._is_in_backward = is_in_backward
+        self._aside: set[int] = set()
         self.must_ask = False
         """Whether the main thread is to be asked as soon as the running one waits or ends."""
         self._in_vain_since: float | None = None
@@ -76,18 +83,26 @@ class Turns:
         self.others.clear()
 
     def own(self) -> Member | None:
-        """The member that this thread is."""
-        return self._members.get(_thread.get_ident())
+        """The member that this thread is. One of autograd's runs a hook in the turn of the main thread, which waits in C for the end of the backward pass."""
+        number = _thread.get_ident()
+        member = self._members.get(number)
+        if member is None and self.others and number not in self._aside and self._is_in_backward():
+            is_of_python = not isinstance(threading._active.get(number), _OF_C)  # type: ignore[attr-defined]
+            return None if is_of_python else self._main
+        return member
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
         """This thread, whose turn it stays, waits in here as other threads do."""
         number = _thread.get_ident()
-        member = self._members.pop(number)
+        member = self._members.pop(number, None)
+        self._aside.add(number)
         try:
             yield
         finally:
-            self._members[number] = member
+            self._aside.discard(number)
+            if member is not None:
+                self._members[number] = member
 
     def enter(self, member: Member) -> None:
         """This thread takes turns from now on, and its first one later, with `Member.begin`."""
@@ -108,7 +123,8 @@ class Turns:
 
     def wait(self, can_run: Callable[[], bool], timeout: float | None = None) -> None:
         """Lets others run until `can_run`, or for as long as they can run without this one, and then until `timeout` seconds have passed."""
-        member = self._members[_thread.get_ident()]
+        member = self.own()
+        assert member is not None
         member.can_run = can_run
         member.deadline = None if timeout is None else time.monotonic() + timeout
         self._pass_on(member)

@@ -148,9 +148,11 @@ class StepHooks:
         return followed
 
     def _refuse_in_a_thread(self, does: str) -> None:
+        if self._gpu.fake.is_in_another_thread():
+            self._gpu.fake.refuse_this_thread()
         if self._gpu.recorder.is_in_thread:
             raise CaptureError(
-                f"{self._gpu.attribution.where()} {does} in a thread of the program's own; a trace follows threads that move and transform batches: "
+                f"{self._gpu.attribution.where(otherwise='the program')} {does} in a thread of the program's own; a trace follows threads that move and transform batches: "
                 "train, and run models, in the main thread, at least while it is traced"
             )
 
@@ -176,7 +178,8 @@ class StepHooks:
         attribution.call_code = inside.__code__
 
         def watched(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if recorder.is_in_thread:
+            # Of a thread that is not followed nothing may get among what is known of the main one, which runs meanwhile.
+            if recorder.is_in_thread or self._gpu.fake.is_in_another_thread():
                 if any(parameter.is_cuda for parameter in module.parameters()):
                     self._refuse_in_a_thread("runs a model")
                 # A transform, often: no step begins with it.

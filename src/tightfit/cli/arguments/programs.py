@@ -56,5 +56,8 @@ def _shown(error: BaseException, path: str) -> int:
         own = error.__traceback__
         while own is not None and own.tb_frame.f_code.co_filename not in (path, str(Path(path).resolve())):
             own = own.tb_next
+        if own is None and isinstance(error, KeyboardInterrupt):
+            # Before the script began, or after its end: nothing of its own to show.
+            raise error
         traceback.print_exception(type(error), error, own or error.__traceback__)
     return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1

@@ -1,7 +1,7 @@
 """Which objects of libraries hold state of a program's, by the modules of their classes."""
 
-# Of Python's own classes, those that users put their settings in; a logger or a lock is no state of a model.
-BAGS = ("types", "argparse")
+# Of Python's own packages and modules, those with classes that users put settings and calls in; a logger or a lock is no state of a model.
+BAGS = ("types", "argparse", "unittest.mock")
 # What logs, waits or describes code is no state of a model either.
 STATELESS = frozenset(
     [

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from tightfit.effects.holders import PLAIN
+from tightfit.effects.reachable.classes_of_libraries import BAGS
 from tightfit.effects.reachable.opaque import State, position, state_of
 
 _LARGEST_ARRAY_BYTES = 1 << 16
@@ -77,7 +78,9 @@ def _state_of_array(value: np.ndarray) -> State:
 
 def _is_librarys(kind: type, is_users_class: Callable[[type], bool]) -> bool:
     """Whether a class with attributes is of a library: the iterators of the user's own classes are looked through like other objects."""
-    return kind.__module__.partition(".")[0] != "tightfit" and not is_users_class(kind) and bool(kind.__dictoffset__)
+    # A mock says yes to every protocol, and is a bag of attributes.
+    is_other = kind.__module__.partition(".")[0] == "tightfit" or kind.__module__ in BAGS or is_users_class(kind)
+    return not is_other and bool(kind.__dictoffset__)
 
 
 def _place(generator: types.GeneratorType) -> Any:

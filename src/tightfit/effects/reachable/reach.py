@@ -532,7 +532,7 @@ class _Walk(_CodeWalk):
         origin = kind.__module__.partition(".")[0]
         if isinstance(value, torch.optim.Optimizer):
             self.found.optimizers.append(weakref.ref(value))
-        is_bag = origin in BAGS
+        is_bag = origin in BAGS or kind.__module__ in BAGS
         is_stateless = origin in STATELESS and kind.__module__ not in COUNTING
         if not is_bag and (is_stateless or (origin in sys.stdlib_module_names and not kind.__dictoffset__)):
             return

@@ -1,8 +1,10 @@
 """What a user allows a plan to take, and what is left out on request."""
 
 import dataclasses
+import difflib
 import fnmatch
 
+from tightfit.errors import UsageError
 from tightfit.fit.searching.permitted import modules_of
 from tightfit.planner.option import Option
 
@@ -36,3 +38,15 @@ class Allowed:
     def leaves_out(self, option: Option) -> bool:
         """Whether the user wants it left out."""
         return any(each.matches(option) for each in self.without)
+
+    def check_places(self, technique: str, modules: frozenset[str]) -> None:
+        """Checks that what is to be left out names modules of the program.
+
+        Raises:
+            UsageError: a place is none; leaving out nothing would look like a plan without it.
+        """
+        for place in (place for each in self.without if each.technique == technique for place in each.places):
+            if not any(fnmatch.fnmatchcase(module, place) for module in modules):
+                near = difflib.get_close_matches(place, modules, n=3, cutoff=0.5)
+                hint = f" (did you mean {' or '.join(near)}?)" if near else ""
+                raise UsageError(f"--without {technique}@{place}: the program runs no module of that name{hint}")

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from tightfit.analysis.profile import Profile
 from tightfit.errors import ApplyError, CaptureError
 from tightfit.errors.faults import answering
@@ -9,6 +11,7 @@ from tightfit.fit.searching.allowed import Allowed
 from tightfit.fit.searching.permitted import grouped, modules_of, obstacle
 from tightfit.fit.traced_runs import TracedRuns
 from tightfit.planner.option import Option
+from tightfit.tape import Tape
 from tightfit.techniques.registry import techniques
 
 
@@ -21,6 +24,7 @@ class Offers:
         self._allowed = allowed
         self._refused_places: dict[tuple[str, str], str] = {}
         self._refused_kinds: set[str] = set()
+        self._has_checked: set[str] = set()
         # By technique and place: what the effects of the program forbid.
         self._left_out: dict[tuple[str, str], str] = {}
         self._forbidden: dict[str, Option] = {}
@@ -78,6 +82,9 @@ class Offers:
         if (name, profile) not in self._offered:
             with answering(f"technique {name}", technique=name):
                 offered = list(techniques()[name].options(profile))
+            if name not in self._has_checked:
+                self._has_checked.add(name)
+                self._allowed.check_places(name, _modules(profile.tape) | {option.where for option in offered})
             wanted = [option for option in offered if not self._allowed.leaves_out(option)]
             self._offered[name, profile] = [option for option in wanted if self._is_permitted(option, profile)]
         return self._offered[name, profile]
@@ -123,3 +130,13 @@ class Offers:
                 [*places, *(o.where for o in (*meant, *(o for o in offered if o.equivalence_class in again)))]
             )
         )
+
+
+def _modules(tape: Tape) -> frozenset[str]:
+    """The paths of the modules that ran, and of those that they are parts of."""
+    inside = {tape.strings[index] for index in np.unique(tape.operators.module).tolist()}
+    paths = set()
+    for path in inside:
+        parts = path.split(".")
+        paths.update(".".join(parts[:end]) for end in range(1, len(parts) + 1))
+    return frozenset(paths)

@@ -33,7 +33,7 @@ def answer(found: BatchSizes) -> list[str]:
     if found.planned is not None:
         more = "" if found.planned.size == found.num_examples else "; larger ones may fit"
         lines.append(
-            f"{name} {found.planned.size} is the largest that was found to fit with {' + '.join(found.planned.techniques)}{_end(found.planned_too_large) or more}"
+            f"{name} {found.planned.size} is the largest that was found to fit with {' + '.join(found.planned.techniques) or 'no technique'}{_end(found.planned_too_large) or more}"
         )
     else:
         lines.append(f"no larger one was found to fit with techniques{_end(found.planned_too_large)}")

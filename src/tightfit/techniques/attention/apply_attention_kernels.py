@@ -19,6 +19,7 @@ from tightfit.techniques.session import Session, Verdict
 from tightfit.techniques.technique import Choice
 from tightfit.techniques.wrappers.first_order import Refuse, are_transforms_active
 from tightfit.techniques.wrappers.forwards import are_forwards_plain
+from tightfit.techniques.wrappers.traced_calls import is_looked_at
 from tightfit.torch_hooks.backward import BackwardPass, on_backward
 from tightfit.torch_hooks.saved_tensor_hooks import packs_by_itself
 
@@ -148,6 +149,8 @@ class _Deferring:
     def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         # A function mode and a tensor subclass would end up in the compiled graph, or inside of the transform.
         if torch.compiler.is_compiling() or are_transforms_active() or packs_by_itself() or modes_of_program():
+            return forward(*args, **kwargs)
+        if is_looked_at(args, kwargs):
             return forward(*args, **kwargs)
         if line := self._question.line():
             raise self._refusal(

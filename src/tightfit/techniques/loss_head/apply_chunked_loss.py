@@ -19,6 +19,7 @@ from tightfit.techniques.loss_head.deferred_logits import Chunks, Origin, Weight
 from tightfit.techniques.session import Session
 from tightfit.techniques.technique import Choice, check_each
 from tightfit.techniques.wrappers.first_order import Refuse, are_transforms_active
+from tightfit.techniques.wrappers.traced_calls import is_looked_at
 from tightfit.torch_hooks.saved_tensor_hooks import packs_by_itself
 from tightfit.torch_hooks.weak_references import WeakTable
 
@@ -52,7 +53,9 @@ def apply_chunked_loss(session: Session, chosen: Sequence[Choice]) -> None:
         )
         session.wrap_forward(head, deferral)
 
-    # One hook for all heads, so that a weight that two heads share is copied once (`WeightCopies`).
+    # One hook for all heads, so that a weight that two heads share is copied once (`WeightCopies`). A step that is compiled would be guarded by what
+    # is in the table now.
+    @torch._disable_dynamo
     def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         copies = WeightCopies()
         for origin in list(origins):
@@ -87,7 +90,7 @@ class _Deferral:
         linear = _linear_of(forward)
         if are_transforms_active() or linear is None or kwargs or len(args) != 1:
             return forward(*args, **kwargs)
-        if packs_by_itself() or modes_of_program():
+        if packs_by_itself() or modes_of_program() or is_looked_at(args, linear.weight):
             return forward(*args, **kwargs)
         # A linear function that the program has put in the place of torch's is to be called.
         if not has_plain_weight(linear) or not _can_wait(linear, args[0]) or is_users_function(functional.linear):

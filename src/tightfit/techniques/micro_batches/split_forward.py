@@ -30,6 +30,7 @@ from tightfit.techniques.micro_batches.loss_means import LossWatch
 from tightfit.techniques.micro_batches.saved_by_parts import Unchanged
 from tightfit.techniques.micro_batches.split_outputs import Outputs, Sums, find_loss
 from tightfit.techniques.wrappers.first_order import Refuse, are_transforms_active
+from tightfit.techniques.wrappers.traced_calls import is_looked_at
 from tightfit.torch_hooks.backward import nodes_behind, of_a_part
 from tightfit.torch_hooks.node_hooks import is_any_node_hooked, moment, on_node_hooks
 from tightfit.torch_hooks.saved_tensor_hooks import packs_by_itself
@@ -104,6 +105,8 @@ class SplitForward:
 
     def __call__(self, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or are_transforms_active() or packs_by_itself() or modes_of_program():
+            return forward(*args, **kwargs)
+        if is_looked_at(args, kwargs):
             return forward(*args, **kwargs)
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
             return forward(*args, **kwargs)

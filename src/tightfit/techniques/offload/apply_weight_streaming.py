@@ -30,6 +30,7 @@ from tightfit.techniques.session import Session, Verdict
 from tightfit.techniques.technique import Choice, check_each
 from tightfit.techniques.wrappers.far_tiers import by_tier, disk_space_for
 from tightfit.techniques.wrappers.forwards import OnlyHere
+from tightfit.techniques.wrappers.traced_calls import is_among_values
 from tightfit.torch_hooks.manifest import GRAPH_TASK_ID, TOP_SAVED_HOOKS
 from tightfit.torch_hooks.node_hooks import put_own_prehook
 from tightfit.torch_hooks.saving_functions import on_saving_functions, saving_function
@@ -215,6 +216,10 @@ class _Around(OnlyHere):
     def run(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Calls `forward` with the weights on the card, and has them there again when the backward pass comes to what it returns."""
         if torch.compiler.is_compiling():
+            return forward(*args, **kwargs)
+        if self._block.weights and is_among_values(self._block.weights[0].parameter):
+            if self._streamed.device.type != "cpu":
+                raise self._refuse("is traced, or run with fake tensors, while its weights lie at the host")
             return forward(*args, **kwargs)
         if self._block.weights and torch._C._functorch.peek_interpreter_stack() is not None:
             raise self._refuse("is run inside of a transform of torch.func, which keeps its weights by itself")

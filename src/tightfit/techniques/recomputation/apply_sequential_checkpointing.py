@@ -25,7 +25,9 @@ def _maker(session: Session, where: str) -> MakeRunner:
     verdict, check_steps = session.verdict, session.check_steps
 
     def make(children: Sequence[torch.nn.Module]) -> Runner:
-        chain = torch.nn.Sequential(*children)
+        # Past the registration of modules, which the program may have hooks on.
+        chain = torch.nn.Sequential()
+        chain._modules.update({str(i): child for i, child in enumerate(children)})
         around = Recomputed(chain, where=where, technique=_NAME, verdict=verdict, check_steps=check_steps)
         return lambda value: around(chain.forward, value)
 

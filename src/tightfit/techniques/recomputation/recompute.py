@@ -66,6 +66,7 @@ from tightfit.techniques.recomputation.recompute_checks import (
 )
 from tightfit.techniques.recomputation.saved_values import LaterRun, SavedTensor, SavedValues
 from tightfit.techniques.session import CHECK_STEPS, ComparedSums, Verdict
+from tightfit.techniques.wrappers.traced_calls import is_looked_at
 from tightfit.torch_hooks.backward import keeps_graph
 from tightfit.torch_hooks.manifest import GRAPH_TASK_ID
 from tightfit.torch_hooks.saved_tensor_hooks import is_of_torch_offload, programs_hooks
@@ -169,7 +170,7 @@ class Recomputed:
         on_call: Callable[["RecomputedCall"], None] = lambda _: None,
     ) -> Any:
         """Calls `forward`; `on_call` is called before with the `RecomputedCall`, which can run it once more."""
-        if not torch.is_grad_enabled() or self.is_left_alone():
+        if not torch.is_grad_enabled() or self.is_left_alone() or is_looked_at(args, kwargs):
             return forward(*args, **kwargs)
         args, kwargs = tuple(map(without_cache, args)), {name: without_cache(a) for name, a in kwargs.items()}
         # A decoder that fills a cache in training would fill it twice; nothing reads it between the passes

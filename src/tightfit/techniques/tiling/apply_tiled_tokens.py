@@ -20,6 +20,7 @@ from tightfit.techniques.tiling.tile_checks import TileProofs
 from tightfit.techniques.tiling.tile_function import Tile, Tiling, run_tiled
 from tightfit.techniques.wrappers.first_order import are_transforms_active
 from tightfit.techniques.wrappers.forwards import plain_forwards
+from tightfit.techniques.wrappers.traced_calls import is_looked_at
 from tightfit.techniques.wrappers.unwrap_model import module_of
 from tightfit.torch_hooks.manifest import GRAPH_TASK_ID
 from tightfit.torch_hooks.saved_tensor_hooks import packs_by_itself
@@ -79,8 +80,8 @@ class _Tiles:
         value = args[0] if args else None
         if not torch.is_grad_enabled() or not isinstance(value, torch.Tensor) or not value.is_floating_point():
             return forward(*args, **kwargs)
-        if torch.compiler.is_compiling() or are_transforms_active() or packs_by_itself():
-            # Code that is compiled runs whole; so does a call that is differentiated by itself, or with others at once: it keeps nothing for the backward pass of the step.
+        if torch.compiler.is_compiling() or are_transforms_active() or packs_by_itself() or is_looked_at(args, kwargs):
+            # Code that is compiled or traced runs whole; so does a call that is differentiated by itself, or with others at once: it keeps nothing for the backward pass of the step.
             # And hooks of the program's own are to be given all that is saved.
             return forward(*args, **kwargs)
         rest = [leaf for leaf in tree_leaves((args[1:], kwargs)) if not isinstance(leaf, PLAIN)]

@@ -25,6 +25,11 @@ Around = Callable[..., Any]
 
 # Torch's own code that calls the forward of a module, which is `self` there.
 _CALLS_MODULES = inspect.getfile(torch.nn.Module)
+# What is read off the `forward` of a module as if it were the method of its class.
+_OF_METHODS = frozenset(
+    f"__{name}__"
+    for name in ("annotations", "code", "defaults", "func", "globals", "kwdefaults", "name", "qualname", "self")
+)
 # The threads that are inside of `plain_forwards`. No context variable, which code that torch compiles cannot read.
 _PLAIN_IN: set[int] = set()
 
@@ -141,6 +146,21 @@ class WrappedForward:
     def __wrapped__(self) -> Callable[..., Any]:
         """As set by `functools.wraps`: Accelerate follows it to the function that it restores as the module's `forward`."""
         return type(self.module).forward if self.previous is None else self.previous
+
+    def __getattr__(self, name: str) -> Any:
+        # What a bound method says of itself: programs and torch.export read names of arguments off its code.
+        if name not in _OF_METHODS:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        module, previous = self.module, vars(self)["previous"]
+        found = getattr(type(module), "forward") if previous is None else previous  # noqa: B009 - of the class
+        bound = types.MethodType(found, module) if isinstance(found, types.FunctionType) and previous is None else found
+        return getattr(bound, name)
+
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        # Code that looks for a forward's source (`inspect.getsource`, `torch.jit.script`) takes methods and functions, and nothing that is called like one.
+        is_asked_by_inspect = sys._getframe(1).f_code.co_filename == inspect.__file__
+        return types.MethodType if is_asked_by_inspect and hasattr(self, "__func__") else WrappedForward
 
     @property
     def __signature__(self) -> inspect.Signature:

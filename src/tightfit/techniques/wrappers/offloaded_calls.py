@@ -177,6 +177,7 @@ class _Around(OnlyHere):
         """Whether nothing is saved here, others have hooks for what is, or hooks cannot be."""
         if (
             torch.compiler.is_compiling()
+            or torch.jit.is_tracing()
             or not torch.is_grad_enabled()
             or torch._C._functorch.peek_interpreter_stack() is not None
             or may_saved_tensors_be_written()

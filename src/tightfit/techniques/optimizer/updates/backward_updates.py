@@ -26,6 +26,7 @@ from tightfit.effects.ambient import dispatch_modes_of_program
 from tightfit.effects.class_questions import ClassQuestion
 from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.code_in_graphs import CodeInGraph, runs_own_code
+from tightfit.techniques.lazy_tensors.data_of_stand_ins import refuse_data_of_stand_ins
 from tightfit.techniques.lazy_tensors.deferred_gradients import REMEDY, deferred_gradient, settle
 from tightfit.techniques.lazy_tensors.programs_code import ProgramsCode, RegionStates
 from tightfit.techniques.lazy_tensors.retained_graphs import (
@@ -300,7 +301,8 @@ class Updates:
         for optimizer in self._steppers:
             update_within_step(self.session, optimizer, functools.partial(self._steps.step, optimizer))
         self.session.wrap_forward(self.session.model, _Inputs(self))
-        leaves = on_backward(self), on_tensor_hooks(self), on_node_hooks(self), _before_other_steps(self)
+        watched = on_backward(self), on_tensor_hooks(self), on_node_hooks(self), _before_other_steps(self)
+        leaves = *watched, refuse_data_of_stand_ins()
 
         def leave() -> None:
             for each in leaves:
