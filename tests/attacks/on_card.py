@@ -1,6 +1,6 @@
 """The attacks on the GPU of this machine, where copies and kernels run beside each other, in as many processes as it has processors.
 
-    python -m tests.attacks.on_card [--minutes 4] [--out FOLDER] [--device cuda] [NAME ...]
+    python -m tests.attacks.on_card [--minutes 4] [--out FOLDER] [--device cuda] [--backward-thread] [NAME ...]
 
 Programs make their tensors on the device. First all programs are tried with the techniques that move something between GPU and host, then with
 the others, in an order drawn by name. A process that loses the GPU (an assertion of a kernel) is replaced. A pair that is wrong is tried again
@@ -32,9 +32,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--out", type=Path, help="folder for pairs.jsonl")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--techniques", default="", help="only those whose names contain one of these, by commas")
+    parser.add_argument(
+        "--backward-thread", action="store_true", help="backward passes run in a thread of their own, at the host too"
+    )
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 1) - 2))
     given = parser.parse_args(arguments)
     os.environ["TIGHTFIT_ATTACKS_DEVICE"] = given.device
+    os.environ["TIGHTFIT_ATTACKS_BACKWARD_THREAD"] = "1" if given.backward_thread else ""
     rows = _tried(
         _jobs(given.names, given.techniques.split(",")), given.processes, time.monotonic() + 60 * given.minutes
     )
@@ -108,8 +112,19 @@ class _Worker:
 
 def _work(pipe: Any) -> None:
     import torch
+    from tests.attacks.backward_thread import BackwardThread
 
     torch.set_num_threads(1)
+    if os.environ["TIGHTFIT_ATTACKS_BACKWARD_THREAD"]:
+        with BackwardThread().in_use():
+            _work_on(pipe)
+    else:
+        _work_on(pipe)
+
+
+def _work_on(pipe: Any) -> None:
+    import torch
+
     pipe.send([])
     while (job := pipe.recv()) is not None:
         name, variants = job

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import io
 import queue
 import random
 import sqlite3
@@ -17,6 +18,7 @@ import transformers
 from accelerate import Accelerator
 from benchmarks.guard import Failing
 from lightning import pytorch as lightning
+from tests.attacks.backward_thread import BackwardThread
 
 import tightfit
 from tightfit.capture.targets import Script, run_script
@@ -280,6 +282,29 @@ def test_statements_in_a_database_are_not_run_twice() -> None:
             assert effects.first == "ran a statement in a database"
     finally:
         effects.end()
+
+
+def test_what_hooks_do_in_the_thread_of_a_cards_backward_pass_is_of_the_turn() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    stream = io.TextIOWrapper(io.BytesIO(), write_through=True)
+    effects = OutsideEffects()
+
+    def log(_: torch.Tensor) -> None:
+        Path("log.txt").touch()
+        print("of the hook")
+
+    weight.register_hook(log)
+    with contextlib.redirect_stdout(stream), BackwardThread().in_use():
+        effects.begin()
+        try:
+            effects.clear()
+            weight.sum().backward()
+            assert effects.first == "opened log.txt to write to it"
+            effects.printed.again()
+            weight.sum().backward()
+        finally:
+            effects.end()
+    assert stream.buffer.getvalue() == b"of the hook\n"
 
 
 def test_two_guards_that_end_in_the_order_in_which_they_began() -> None:

@@ -47,3 +47,18 @@ def test_a_fork_that_uses_the_gpu_ends_the_trace_at_once(tmp_path: Path) -> None
     script.write_text(TRAIN + "\nexit_code_of(lambda: train(0, 64))\n")
     with pytest.raises(CaptureError, match=r"forks\.py:7 uses the GPU in a process that the program has forked"):
         fit.capture(str(script), device="RTX 4090")
+
+
+def test_a_program_that_asks_nvidia_smi_finds_the_virtual_gpu(tmp_path: Path) -> None:
+    script = tmp_path / "asks.py"
+    script.write_text(
+        TRAIN
+        + """
+import subprocess
+words = ["nvidia-smi", "--query-gpu=name,memory.free", "--format=csv,noheader,nounits"]
+name, free = subprocess.check_output(words, text=True).strip().split(", ")
+assert (name, int(free)) == (torch.cuda.get_device_name(), torch.cuda.mem_get_info()[0] >> 20), (name, free)
+train(0, 64)
+"""
+    )
+    assert len(fit.capture(str(script), device="RTX 4090").operators_of_steps) == 3

@@ -29,6 +29,7 @@ _REMEDIES = {
         "with --index-url https://download.pytorch.org/whl/cpu beside a CPU build), or uninstall it where nothing needs it"
     ),
     "relative import with no known parent": "it is a module of a package: give it as python -m takes it (package.module), from the folder above the package",
+    "NVML Shared Library Not Found": "a trace has no NVML: ask torch.cuda.mem_get_info() or nvidia-smi, which answer with the virtual GPU",
     "EOF when reading a line": "a trace has no standard input: give the program what it asks for in its arguments",
 }
 

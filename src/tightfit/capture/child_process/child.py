@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from tightfit.capture import targets
 from tightfit.capture.collectives.world import World
-from tightfit.capture.patches import manifest
+from tightfit.capture.patches import manifest, nvidia_smi
 from tightfit.capture.processes import process_role
 from tightfit.capture.processes.children import die_with_parent
 from tightfit.capture.processes.containment.closed_in import ClosedIn
@@ -160,6 +160,7 @@ def _trace(request: Request, path: str, closed_in: ClosedIn) -> Any:
     if request.follows_threads:
         session.follow_threads()
     report = prepare(request.preparation)
+    _answer_as_nvidia_smi(session, f"{path}.bin")
     closed_in.begin()
     _refuse_in_forks(session, request.label, path)
     with _steps_in_time(session.watch, request.timeout_seconds, f"{path}.stack", status):
@@ -169,6 +170,19 @@ def _trace(request: Request, path: str, closed_in: ClosedIn) -> Any:
         raise session.gpu.fake.used_in_a_thread
     session.tape(target=request.label, versions=_versions()).save(request.tape)
     return report()
+
+
+def _answer_as_nvidia_smi(session: "CaptureSession", folder: str) -> None:
+    import torch
+
+    free_bytes, _ = torch.cuda.mem_get_info()
+    nvidia_smi.install(
+        folder,
+        name=session.device.name,
+        nominal_bytes=session.device.nominal_bytes,
+        free_bytes=free_bytes,
+        compute_capability=session.device.compute_capability,
+    )
 
 
 def _refuse_in_forks(session: "CaptureSession", label: str, path: str) -> None:

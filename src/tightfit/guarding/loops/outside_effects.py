@@ -1,4 +1,4 @@
-"""Notes what the main thread does to the world outside of the process: files opened or written, directories changed, connections, processes.
+"""Notes what a turn of the main thread does to the world outside of the process: files opened or written, directories changed, connections, processes.
 
 Python's audit events say all but writes to files and connections that are open, and what is given to other threads (the writer of a logger, say):
 those are noted at the files and connections that are opened from `begin` on, and at the methods that give. What is printed to the terminal is no
@@ -6,13 +6,13 @@ such effect: a turn that is run again prints the same text, which is dropped.
 """
 
 import os
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from tightfit.guarding.loops.printed_streams import PrintedStreams
+from tightfit.guarding.loops.turn_threads import TurnThreads
 from tightfit.torch_hooks.audit_events import on_audit_events
 from tightfit.torch_hooks.library_calls import LibraryCallOwner, on_library_calls
 
@@ -41,7 +41,7 @@ class OutsideEffects(LibraryCallOwner):
     def __init__(self) -> None:
         self.first = ""
         self._is_on = False
-        self._thread = threading.get_ident()
+        self._threads = TurnThreads()
         self.printed = PrintedStreams()
         self._leave: list[Callable[[], object]] = []
 
@@ -76,7 +76,7 @@ class OutsideEffects(LibraryCallOwner):
             self.first = first
 
     def _note(self, what: str) -> None:
-        if self._is_on and not self.first and threading.get_ident() == self._thread:
+        if self._is_on and not self.first and self._threads.is_here():
             self.first = what
 
     def heard(self, event: str, arguments: tuple[Any, ...]) -> None:

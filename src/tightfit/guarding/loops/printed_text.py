@@ -1,16 +1,17 @@
 """What a turn prints to the terminal: where the turn is run again, text that was printed already is not printed twice."""
 
 import io
-import threading
 from collections.abc import Callable
 from typing import Any
+
+from tightfit.guarding.loops.turn_threads import TurnThreads
 
 
 class PrintedText:
     """Stands at the `write` of a stream, from `begin` to `end`. Text that the second run of a turn prints otherwise than the first is printed, and so is all behind it."""
 
     def __init__(self) -> None:
-        self._thread = threading.get_ident()
+        self._threads = TurnThreads()
         self._stream: Any = None
         self._write: Callable[[str], int] = str.__len__
         self._printed: list[str] = []
@@ -53,7 +54,7 @@ class PrintedText:
         return before
 
     def _print(self, text: str) -> int:
-        if not self._is_noted or threading.get_ident() != self._thread or not isinstance(text, str):
+        if not self._is_noted or not isinstance(text, str) or not self._threads.is_here():
             return self._write(text)
         self._printed.append(text)
         if self._to_drop:

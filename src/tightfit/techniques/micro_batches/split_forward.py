@@ -14,6 +14,8 @@ import torch
 from torch.autograd import backward  # torch's own, whatever the program puts in its place later
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from tightfit.capture.observe.host_python import spends
+from tightfit.cost.host_python import HostWork
 from tightfit.effects.ambient import modes_of_program
 from tightfit.effects.fingerprints import paused
 from tightfit.effects.graph_shapes import graph_shape
@@ -151,12 +153,15 @@ class SplitForward:
 
     def _run(self, forward: Forward, batch: AbstractBatch, aside: "_GradientsAside") -> tuple[Sums, Outputs]:
         one = torch.ones((), device=batch.device)
+        num_modules = sum(1 for _ in self.model.modules())
+        spends(HostWork.MICRO_BATCHED_MODULE, num_modules)
         sums, outputs = Sums(1.0 if self._scaled is None else self._scaled(one)), Outputs(refuse=self._refuse)
         parts = list(batch.parts(self._num_parts))
         proved = self._proofs.of(batch, parts)
         decisions: list[Any] | None = None
         for begin, end in parts:
             args, kwargs = batch.part(begin, end)
+            spends(HostWork.MODULE_IN_PART, num_modules)
             watch = LossWatch(end - begin, allows_randomness=self._allows_randomness)
             is_new = proved is None or proved.is_of_first
             try:
