@@ -27,6 +27,8 @@ from tightfit.effects import card_sums, contents
 from tightfit.planner.option import Option
 from tightfit.planner.plan import Choice
 from tightfit.runtime.apply import apply_choices
+from tightfit.techniques.micro_batches import split_forward
+from tightfit.techniques.micro_batches.saved_by_parts import SavedByParts
 from tightfit.techniques.recomputation import recompute
 from tightfit.techniques.registry import technique
 
@@ -147,6 +149,10 @@ def _unwatched(*_: object, **__: object) -> contextlib.AbstractContextManager[No
     return contextlib.nullcontext()
 
 
+def _not_walked(*_: object) -> None:
+    return None
+
+
 @contextlib.contextmanager
 def as_on_a_card() -> Iterator[None]:
     """Tensors at the host are looked at as those on a card are."""
@@ -155,6 +161,9 @@ def as_on_a_card() -> Iterator[None]:
         mock.patch.object(card_sums, "DEVICE_TYPES", ("cpu",)),
         # On a card calls are watched in the first steps alone.
         mock.patch.object(recompute, "without_outside_calls", _unwatched),
+        mock.patch.object(split_forward, "without_outside_calls", _unwatched),
+        # And the graphs of parts are walked in those.
+        mock.patch.object(SavedByParts, "add", _not_walked),
     ):
         yield
 

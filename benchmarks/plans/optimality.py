@@ -102,7 +102,7 @@ def against_all_promises(bench: StoredRuns) -> Iterator[Comparison]:
     problem = part_of(Search(bench, 0, Allowed()).candidates.variant(plain).problem, ENUMERATED)
     found = list(combinations(problem))
     peaks = np.array([problem.peak_bytes(chosen) for chosen in found])
-    seconds = np.array([plain.seconds + problem.seconds[list(chosen)].sum() for chosen in found])
+    seconds = np.array([plain.seconds + problem.seconds_of(chosen) for chosen in found])
     for budget in np.linspace(peaks.min(), peaks.max(), NUM_BUDGETS).astype(int).tolist():
         solution = solve(problem, budget)
         assert solution.fits
@@ -121,7 +121,7 @@ def against_all_traces(bench: StoredRuns) -> Iterator[Comparison]:
     search = Search(bench, 0, Allowed())
     problem = part_of(search._variant(plain).problem, ENUMERATED)
     optimizers = [i for i, o in enumerate(problem.options) if o.where == "optimizer"]
-    always = min(optimizers, key=lambda i: (problem.seconds[i], problem.peak_bytes((i,))))
+    always = min(optimizers, key=lambda i: (problem.seconds_of((i,)), problem.peak_bytes((i,))))
     blocks = {i for i, o in enumerate(problem.options) if not any(o.slots < other.slots for other in problem.options)}
     found = [chosen for chosen in combinations(problem) if always in chosen and set(chosen) <= blocks]
     settings = [o for o in search._options(plain.tape) if o.alloc_conf]

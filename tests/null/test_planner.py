@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tightfit.planner.option import Change, Option
-from tightfit.planner.problem import Problem, build, with_taken
+from tightfit.planner.problem import Problem, build, parts_of, together, with_taken
+from tightfit.planner.sides import Sides
 from tightfit.planner.solution import Solution, validate
 from tightfit.planner.solve import Tricks, _Program, least, solve
 
@@ -23,6 +24,7 @@ def option(
     seconds: float = 1.0,
     slots: tuple[str, ...] = (),
     equivalence_class: str = "",
+    sides: Sides | None = None,
 ) -> Option:
     """An option whose changes are (begin, end, MiB)."""
     return Option(
@@ -31,6 +33,7 @@ def option(
         equivalence_class=equivalence_class,
         changes=tuple(Change(begin=b, end=e, num_bytes=round(n * MIB)) for b, e, n in changes),
         seconds=seconds,
+        sides=sides,
         exact=True,
         slots=frozenset(slots),
     )
@@ -170,8 +173,11 @@ def problems(draw: st.DrawFn) -> Problem:
             begin = draw(st.integers(0, NUM_EVENTS - 1))
             changes.append((begin, draw(st.integers(begin, NUM_EVENTS)), draw(st.integers(-20, 4))))
         slots = tuple(draw(st.sets(st.sampled_from("xyz"), max_size=2)))
-        options.append(option(str(index), *changes, seconds=draw(st.integers(-1, 8)) / 8, slots=slots))
-    return build(timeline(*base), options)
+        on_card, on_host = (draw(st.integers(-1, 8)) / 8 for _ in range(2))
+        sides = draw(st.sampled_from([None, Sides(on_card=on_card, on_host=on_host)]))
+        options.append(option(str(index), *changes, seconds=on_card, slots=slots, sides=sides))
+    step = Sides(on_card=draw(st.integers(0, 16)) / 8, on_host=draw(st.integers(0, 16)) / 8)
+    return build(timeline(*base), options, step=step)
 
 
 @settings(max_examples=60, deadline=None)
@@ -180,7 +186,7 @@ def test_no_choice_is_faster_and_none_of_the_same_speed_holds_less(problem: Prob
     found = solve(problem, budget * MIB)
     assert validate(problem, found, budget * MIB) == []
     assert found.is_proven
-    ranked = [(round(float(problem.seconds[list(c)].sum()), 6), problem.peak_bytes(c)) for c in _choices(problem)]
+    ranked = [(round(problem.seconds_of(c), 6), problem.peak_bytes(c)) for c in _choices(problem)]
     fitting = [r for r in ranked if r[1] <= budget * MIB]
     if fitting:
         assert (round(found.seconds, 6), found.peak_bytes) == min(fitting)
@@ -198,6 +204,29 @@ def test_a_smaller_budget_never_yields_a_larger_peak_or_a_faster_step(problem: P
     for larger, smaller in itertools.pairwise(fitting):
         assert smaller.peak_bytes <= larger.peak_bytes
         assert smaller.seconds >= larger.seconds - 1e-9
+
+
+@given(
+    step=st.tuples(st.integers(0, 9), st.integers(0, 9)),
+    added=st.lists(st.tuples(st.integers(-2, 9), st.integers(-2, 9)), max_size=5),
+)
+def test_the_parts_of_options_are_what_they_add_together(step: tuple[int, int], added: list[tuple[int, int]]) -> None:
+    sides = Sides(on_card=step[0], on_host=step[1])
+    options = [option("a", sides=Sides(on_card=card, on_host=host)) for card, host in added]
+    assert sum(parts_of(sides, options)) == pytest.approx(sides.added(together(options)), abs=1e-9)
+
+
+def test_what_hides_behind_the_slower_side_is_free_once() -> None:
+    saving = (0, 2, -10)
+    on_host = Sides(on_host=3.0)
+    options = [option(str(i), saving, seconds=0.0, sides=on_host) for i in range(3)]
+    options.append(option("other", (0, 2, -30), seconds=2.0, sides=Sides.both(2.0)))
+    problem = build(timeline(40, 40), options, step=Sides(on_card=10.0, on_host=7.0))
+    one = solve(problem, 30 * MIB)
+    assert (len(one.chosen), one.seconds) == (1, 0.0)
+    # Three of them would add six seconds; the other one adds two, and one of them hides beside it.
+    more = solve(problem, 10 * MIB)
+    assert 3 in more.chosen and len(more.chosen) == 2 and more.seconds == 2.0
 
 
 def chain(num_blocks: int, offers: list[tuple[int, float]], scale: list[int] | None = None) -> Problem:

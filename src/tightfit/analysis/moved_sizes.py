@@ -8,6 +8,7 @@ from tightfit.analysis.hidden_copies import TimeForCopies, copy_time
 from tightfit.analysis.recomputable import RecomputableBlock
 from tightfit.cost.host_python import HostWork
 from tightfit.planner.option import Change
+from tightfit.planner.sides import Sides
 
 if TYPE_CHECKING:
     from tightfit.analysis.profile import Profile
@@ -35,7 +36,6 @@ class MovedSizes:
     ) -> None:
         self._profile = profile
         self._num_calls = len(block.calls)
-        self._num_alike = max(1, sum(other.equivalence_class == block.equivalence_class for other in profile.blocks))
         self._following = following
         self._sizes = sizes
         self._to_disk = to_disk
@@ -55,15 +55,17 @@ class MovedSizes:
             // self._num_calls
         )
 
-    def exposed_seconds(self) -> float:
-        """What their copies add to each step."""
+    def exposed(self) -> Sides:
+        """What their copies add to each step: to the card's side what it waits for, and to the host's the Python that makes them."""
         found = 0.0
         for sizes, after in zip(self._sizes, self._following.calls, strict=True):
             found += copy_time(self._profile, after, to_disk=self._to_disk).exposed_seconds(
                 bytes_of(sizes), sizes.total()
             )
         in_python = len(self._sizes) * HostWork.OFFLOADED_CALL.value / self._profile.num_steps
-        return found / self._profile.num_steps + self._profile.bound.added(0.0, in_python, num_alike=self._num_alike)
+        waited = found / self._profile.num_steps
+        # A host that waits for the card in each step waits for these too; another one is ahead of it meanwhile.
+        return Sides(on_card=waited, on_host=in_python + (waited if self._profile.host_waits else 0.0))
 
 
 def largest_hidden(there: Sizes, times: Sequence[TimeForCopies]) -> Sizes:

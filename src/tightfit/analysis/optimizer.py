@@ -12,6 +12,7 @@ import numpy as np
 
 from tightfit.analysis.intervals import memory_timeline, runs_of
 from tightfit.cost.efficiency import efficiency_of
+from tightfit.planner.sides import Sides
 from tightfit.tape import Category, Column, Phase, SpanKind
 
 if TYPE_CHECKING:
@@ -20,13 +21,13 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerRange:
-    """One optimizer step: operators `[begin, end)`, events `[begin_event, end_event)`, estimated `seconds`."""
+    """One optimizer step: operators `[begin, end)`, events `[begin_event, end_event)`, estimated seconds on either side."""
 
     begin: int
     end: int
     begin_event: int
     end_event: int
-    seconds: float
+    sides: Sides
 
 
 class OptimizerProfile:
@@ -38,8 +39,9 @@ class OptimizerProfile:
         self.modules = profile.modules
         self.operator_seconds = profile.seconds
         self.is_kernel = profile.is_kernel
+        self.is_product = profile.is_product
         self.num_steps = profile.num_steps
-        self.bound = profile.bound
+        self.step = profile.step
         self.block_bytes = profile.modules.block_bytes
         self.allocated_at = profile.allocated_at
         self.freed_at = profile.modules.freed_at
@@ -55,18 +57,18 @@ class OptimizerProfile:
                 end=end,
                 begin_event=int(self.modules.event_of(begin)),
                 end_event=int(self.modules.event_of(end)),
-                seconds=self.seconds_of(begin, end),
+                sides=self.sides_of(begin, end),
             )
             for begin, end in runs
             # A step that finds no gradient can leave views and host operators in the phase, but launches no kernel.
             if self.is_kernel[begin:end].any()
         )
 
-    def seconds_of(self, begin: int, end: int) -> float:
-        """Seconds of these operators: the GPU's time, or the host's time to issue them where that is longer."""
+    def sides_of(self, begin: int, end: int) -> Sides:
+        """Seconds of these operators."""
         # A for-loop optimizer over many small parameters is bound by the host: thousands of kernels of a few microseconds each.
         issued = efficiency_of(self.device).issue_seconds * int(self.is_kernel[begin:end].sum())
-        return max(float(self.operator_seconds[begin:end].sum()), issued)
+        return Sides(on_card=float(self.operator_seconds[begin:end].sum()), on_host=issued)
 
     @property
     def steady(self) -> tuple[OptimizerRange, ...]:
@@ -77,9 +79,9 @@ class OptimizerProfile:
         return last or self.step_ranges[-1:]
 
     @property
-    def seconds(self) -> float:
+    def sides(self) -> Sides:
         """Seconds of the optimizers per step of the user's loop."""
-        return sum(s.seconds for s in self.steady)
+        return sum((s.sides for s in self.steady), Sides())
 
     def names(self, step_range: OptimizerRange) -> tuple[str, ...]:
         """The operators of an optimizer step that launch kernels, without namespace and overload: `_foreach_add_`."""
@@ -109,19 +111,21 @@ class OptimizerProfile:
         return memory_timeline(self.allocated_at[temporary], self.freed_at[temporary], self.block_bytes[temporary])
 
 
-def seconds_of_update(run: OptimizerProfile, num_bytes: float, num_kernels: int) -> float:
+def sides_of_update(run: OptimizerProfile, num_bytes: float, num_kernels: int) -> Sides:
     """Seconds of `num_kernels` kernels that together read and write `num_bytes`."""
     efficiency = efficiency_of(run.device)
     traffic = num_bytes / (run.device.dram_bytes_per_second * efficiency.of_bandwidth["optimizer"])
-    return max(traffic + num_kernels * efficiency.launch_seconds, num_kernels * efficiency.issue_seconds)
+    return Sides(
+        on_card=traffic + num_kernels * efficiency.launch_seconds, on_host=num_kernels * efficiency.issue_seconds
+    )
 
 
-def seconds_of_kernels(run: OptimizerProfile, step_range: OptimizerRange, num_kernels: int) -> float:
+def sides_of_kernels(run: OptimizerProfile, step_range: OptimizerRange, num_kernels: int) -> Sides:
     """Seconds of an optimizer step if it did the same with this many kernels."""
     efficiency = efficiency_of(run.device)
     more = num_kernels - int(run.is_kernel[step_range.begin : step_range.end].sum())
     on_card = float(run.operator_seconds[step_range.begin : step_range.end].sum()) + more * efficiency.launch_seconds
-    return max(on_card, num_kernels * efficiency.issue_seconds)
+    return Sides(on_card=on_card, on_host=num_kernels * efficiency.issue_seconds)
 
 
 def events_of(run: OptimizerProfile, runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

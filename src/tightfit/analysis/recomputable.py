@@ -16,6 +16,7 @@ import numpy as np
 from tightfit.analysis.modules import ModuleCall, ModuleCalls
 from tightfit.cost.host_python import HostWork
 from tightfit.planner.option import Change, Option
+from tightfit.planner.sides import Sides
 from tightfit.tape import Column
 
 if TYPE_CHECKING:
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
 
 # A candidate that saves less than this share of what is saved for backward only adds noise to a plan.
 SMALLEST_SHARE = 0.002
+
+BATCH_NORMS = ("aten.native_batch_norm", "aten._batch_norm", "aten.cudnn_batch_norm", "aten.miopen_batch_norm")
+KERNELS_PER_BATCH_NORM = 7
+"""Its two statistics and its counter are copied and put back around a second run."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +38,17 @@ class RecomputableBlock:
     equivalence_class: str
     calls: tuple[ModuleCall, ...]
     slots: frozenset[str]
+
+    @property
+    def num_modules(self) -> int:
+        """The modules at and inside of it, those among them that only call others."""
+        found = {self.path}
+        for slot in self.slots:
+            module = slot.partition("@")[2]
+            while len(module) > len(self.path):
+                found.add(module)
+                module = module.rpartition(".")[0]
+        return len(found)
 
 
 def blocks(module_calls: ModuleCalls) -> list[RecomputableBlock]:
@@ -64,7 +80,7 @@ def recompute_option(
 ) -> Option:
     """The option of recomputing `block`, except for the saved storages that `kept` marks.
 
-    Its seconds are those of the card and of the host that issues the second run, as they bound a step, with the Python of the wrapper.
+    Its sides are the card's second run, and the host's that issues it, with the Python of the wrapper.
 
     The storages that a call saves for backward are freed from the end of its forward to the beginning of its backward pass, where all of them are
     allocated again. The input is retained until then if the plain run frees it earlier.
@@ -83,31 +99,38 @@ def recompute_option(
         # Selective checkpointing serves the kept results from its cache instead of computing them again.
         if kept is not None:
             again[module_calls.tape.storages.operator[call.saved[stays]] - call.begin] = False
-        added += float(seconds[call.begin : call.end][again].sum())
-        num_issued += int(profile.is_kernel[call.begin : call.end][again].sum())
+        num_restoring = KERNELS_PER_BATCH_NORM * num_batch_norms(profile, call)
+        added += float(seconds[call.begin : call.end][again].sum()) + num_restoring * profile.launch_seconds
+        num_issued += int(profile.is_kernel[call.begin : call.end][again].sum()) + num_restoring
     in_python = seconds_in_python(block, keeps_some=kept is not None)
-    longer = profile.bound.added(
-        added / profile.num_steps,
-        (num_issued * profile.bound.issue_seconds + in_python) / profile.num_steps,
-        num_alike=sum(other.equivalence_class == block.equivalence_class for other in profile.blocks) or 1,
+    sides = Sides(
+        on_card=added / profile.num_steps,
+        on_host=(num_issued * profile.issue_seconds + in_python) / profile.num_steps,
     )
     return Option(
         technique=technique,
         where=block.path,
         equivalence_class=f"{technique}:{block.equivalence_class}",
         changes=tuple(changes),
-        seconds=longer,
-        seconds_in_backward=longer,
+        seconds=profile.step.added(sides),
+        sides=sides,
+        in_backward=sides,
         exact=True,
         slots=block.slots,
     )
 
 
+def num_batch_norms(profile: "Profile", call: ModuleCall) -> int:
+    """How many batch norms of a call move their statistics."""
+    tape = profile.tape
+    known = [i for i, text in enumerate(tape.strings) if text.startswith(BATCH_NORMS)]
+    return int(np.isin(tape.operators.name[call.begin : call.end], known).sum())
+
+
 def seconds_in_python(block: RecomputableBlock, *, keeps_some: bool = False) -> float:
     """The processor's time of the wrapper around `block` in all of its calls; it `keeps_some` of the results."""
-    num_modules = len(block.slots)
     of_module = HostWork.RECOMPUTED_MODULE.value + keeps_some * HostWork.SELECTED_MODULE.value
-    return len(block.calls) * (HostWork.RECOMPUTED_CALL.value + num_modules * of_module)
+    return len(block.calls) * (HostWork.RECOMPUTED_CALL.value + block.num_modules * of_module)
 
 
 def input_kept(module_calls: ModuleCalls, call: ModuleCall) -> list[Change]:

@@ -7,13 +7,17 @@ import numpy as np
 
 from tightfit.analysis.gradient_readers import num_backwards_per_update, readers_of_gradients, scales_loss
 from tightfit.analysis.intervals import changes, memory_timeline, runs_of
-from tightfit.analysis.optimizer import OptimizerProfile, events_of
+from tightfit.analysis.optimizer import OptimizerProfile, events_of, sides_of_update
+from tightfit.cost.host_python import HostWork
 from tightfit.planner.option import Change, RetainedPass
+from tightfit.planner.sides import Sides
 from tightfit.tape import Category, Column, EventKind, Phase
 
 # The operators of `torch.nn.utils.clip_grad_norm_`, in its foreach and its for-loop implementation.
 _NORMS = frozenset({"_foreach_norm", "linalg_vector_norm", "norm"})
 _SCALING = frozenset({"_foreach_mul_", "mul_"})
+# A norm and a sum of each gradient.
+_KERNELS_PER_COMPARISON = 2
 BACKWARD_SLOT = "gradients"
 """The slot of techniques that consume gradients during backward; only one can, and micro-batches need all gradients at its end."""
 
@@ -32,10 +36,22 @@ def obstacle(run: OptimizerProfile) -> str:
     return ""
 
 
-def seconds_of_second_pass(run: OptimizerProfile) -> float:
-    """Seconds per step of running the backward passes once more."""
-    step_ranges = runs_of(run.tape.operators.phase == Phase.BACKWARD)
-    return sum(run.seconds_of(begin, end) for begin, end in step_ranges) / run.num_steps
+def sides_of_second_pass(run: OptimizerProfile) -> Sides:
+    """Seconds per step of running the backward passes once more, and of the Python of each update there."""
+    passes = runs_of(run.tape.operators.phase == Phase.BACKWARD)
+    again = sum((run.sides_of(begin, end) for begin, end in passes), Sides()) * (1 / run.num_steps)
+    return again + sides_of_updates_in_backward(run)
+
+
+def sides_of_updates_in_backward(run: OptimizerProfile) -> Sides:
+    """What updates within a second backward pass take per step besides the two: the sums by which each gradient is compared, and Python."""
+    found = Sides()
+    for step_range in run.steady:
+        gradients = run.gradients(step_range)
+        num_bytes = _KERNELS_PER_COMPARISON * int(run.block_bytes[gradients].sum())
+        found += sides_of_update(run, num_bytes, _KERNELS_PER_COMPARISON * len(gradients))
+        found += Sides(on_host=HostWork.UPDATED_PARAMETER.value * len(gradients))
+    return found
 
 
 def gradients_used_up(run: OptimizerProfile) -> tuple[Change, ...]:

@@ -8,6 +8,10 @@ on another processor, by which all of it is scaled: what a kernel takes to be is
 
 import enum
 
+from tightfit.cost.host_bandwidth import HOST_BYTES_PER_SECOND
+from tightfit.tape import Tape, WaitKind
+from tightfit.units import KIB
+
 REFERENCE_SECONDS = 0.36e-3
 """What `reference_work` took where these were measured."""
 _NUM_CELLS = 1_000
@@ -35,11 +39,26 @@ class HostWork(enum.Enum):
     """A call of a module whose weights come to the card, in either pass."""
     STREAMED_PARAMETER = 0.1e-3
     """Each weight of it."""
+    MICRO_BATCHED_MODULE = 0.02e-3
+    """Each module of a model whose batch is run in parts, whose state is looked at in each step."""
+    MODULE_IN_PART = 0.025e-3
+    """The same in each part: the functions of torch that it calls, and its nodes in the graph, are looked at."""
+    CHUNKED_LOSS = 0.5e-3
+    """A call of a loss head whose logits are not computed at once, beside the kernels of its chunks."""
 
 
 def microseconds(work: HostWork, number: float = 1) -> int:
     """Of so much work, as the tape has it."""
     return round(work.value * number / MICROSECOND)
+
+
+def seconds_of_own_work(tape: Tape, begin: int, end: int) -> float:
+    """Of the host among operators `[begin, end)`, besides issuing them: Python of techniques, and updates that it makes itself."""
+    waits = tape.waits
+    inside = (waits.operator >= begin) & (waits.operator < end)
+    microseconds_of_python = waits.event[inside & (waits.kind == WaitKind.HOST_RUNS)].sum(dtype=float)
+    updated_kib = waits.event[inside & (waits.kind == WaitKind.HOST_UPDATES)].sum(dtype=float)
+    return float(microseconds_of_python * MICROSECOND + updated_kib * KIB / HOST_BYTES_PER_SECOND)
 
 
 class _Cell:

@@ -7,16 +7,14 @@ def graph_shape(root: Any) -> int:
     """A number for the graph below the node `root`, the same for graphs of the same operators in the same order; 0 without a graph."""
     if root is None:
         return 0
-    numbers: dict[Any, int] = {root: 0}
-    rows: list[tuple[Any, ...]] = []
-    waiting = [root]
-    while waiting:
-        node = waiting.pop()
-        edges = []
+    numbers: dict[Any, int] = {None: 0, root: 1}
+    number_of, found, waiting = numbers.setdefault, list[Any](), [root]
+    # A type and then the edges of its node, which are numbers: no two graphs have one row of these.
+    for node in waiting:
+        found.append(type(node))
         for below, position in node.next_functions:
-            if below is not None and below not in numbers:
-                numbers[below] = len(numbers)
+            number = number_of(below, following := len(numbers))
+            if number == following:
                 waiting.append(below)
-            edges.append((-1 if below is None else numbers[below], position))
-        rows.append((numbers[node], type(node), *edges))
-    return hash(tuple(rows))
+            found += (number, position)
+    return hash(tuple(found))

@@ -28,6 +28,7 @@ from tightfit.fit.traced_runs import TracedRun, TracedRuns
 from tightfit.planner import plan as plain
 from tightfit.planner.option import Option
 from tightfit.planner.plan import Alternative, Bound, Choice, ParetoPoint, Proof
+from tightfit.planner.problem import parts_of
 from tightfit.planner.solve import solve
 from tightfit.reports.plans import Plan
 from tightfit.reports.results import Estimate
@@ -256,7 +257,7 @@ def _without(text: str) -> Without:
 
 def _plan(found: Found, runs: TracedRuns, card: Device, budget_bytes: int) -> Plan:
     best, base = found.best, found.base
-    taken = best.all_options()
+    taken, seconds = best.all_options(), _seconds_of_each(found)
     return Plan(
         target=runs.label,
         device=card.name,
@@ -267,7 +268,7 @@ def _plan(found: Found, runs: TracedRuns, card: Device, budget_bytes: int) -> Pl
         run=best.run,
         baseline=base.run,
         promised_bytes=_promised(found),
-        choices=tuple(_choice(found, option) for option in taken),
+        choices=tuple(_choice(found, option, seconds.get(option.key, option.seconds)) for option in taken),
         bound=_bound(found),
         alternatives=tuple(_alternatives(found, runs, budget_bytes)),
         # Whoever interrupts does not wait for a curve.
@@ -316,13 +317,22 @@ def _predicted_seconds(found: Found) -> float:
     return found.variant.run.seconds + found.solution.seconds + (0.0 if option is None else option.seconds)
 
 
-def _choice(found: Found, option: Option) -> Choice:
+def _seconds_of_each(found: Found) -> dict[str, float]:
+    """By the key of each option that a solver chose, its part of what they add together."""
+    if found.variant is None or found.solution is None:
+        return {}
+    problem = found.variant.problem
+    chosen = [problem.options[i] for i in found.solution.chosen]
+    return dict(zip((option.key for option in chosen), parts_of(problem.step, chosen), strict=True))
+
+
+def _choice(found: Found, option: Option, seconds: float) -> Choice:
     return Choice(
         technique=option.technique,
         where=option.where,
         settings=dict(option.settings),
         saves_bytes=_saved_at_peak(found, option),
-        adds_seconds=option.seconds,
+        adds_seconds=seconds,
         exact=option.exact,
     )
 
@@ -399,7 +409,7 @@ def _full_checkpointing(found: Found) -> Alternative | None:
     return Alternative(
         name="checkpointing of every block",
         device_bytes=None if is_too_low else device_bytes,
-        seconds_per_step=variant.run.seconds + sum(options[i].seconds for i in outermost),
+        seconds_per_step=variant.run.seconds + variant.problem.seconds_of(outermost),
         fits=None,
         exact=True,
         why="not verified: predicted below the lowest peak that a trace has reached"

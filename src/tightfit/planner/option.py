@@ -9,6 +9,8 @@ import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from tightfit.planner.sides import Sides
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
@@ -52,7 +54,8 @@ class Option:
 
     `where` is the place: a path of the module tree that begins with the class of the model ("GPT2LMHeadModel.transformer.h.3"), or a word for
     places without a module ("optimizer", "allocator"). `equivalence_class` is equal for places whose options differ only in their position.
-    `settings` is what `AbstractTechnique.apply` needs, as JSON. `seconds` are added to each step (negative: saved).
+    `settings` is what `AbstractTechnique.apply` needs, as JSON. `seconds` are added to each step (negative: saved) by this option alone; several together add
+    what their `sides` come to, as what one of them hides behind the slower side, all of them may not. None: `seconds` on either side.
 
     At most one of the options that share a member of `slots` is chosen: a checkpointed module, say, takes the slots of all of its submodules.
     `needs_new_trace`: it changes the run so much that it needs a new trace, on which the other options are computed again; until then, where it saves,
@@ -60,7 +63,7 @@ class Option:
     before which the cache is emptied: both are evaluated by replaying a traced run with them.
 
     `retains` are backward passes that are run twice with it, the first time with the graph retained, which is among its changes as long as no other
-    option drops what the graph holds; `seconds_in_backward` are those of `seconds` that each run of a backward pass takes (`tightfit.planner.retained`).
+    option drops what the graph holds; `in_backward` is the part of `sides` that each run of a backward pass takes (`tightfit.planner.retained`).
     """
 
     technique: str
@@ -69,6 +72,7 @@ class Option:
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     changes: tuple[Change, ...]
     seconds: float
+    sides: Sides | None = None
     exact: bool
     slots: frozenset[str] = frozenset()
     needs_new_trace: bool = False
@@ -76,9 +80,14 @@ class Option:
     alloc_conf: str = ""
     empties_at: tuple[int, ...] = ()
     retains: tuple[RetainedPass, ...] = ()
-    seconds_in_backward: float = 0.0
+    in_backward: Sides = Sides()
     host_bytes: int = 0
     disk_bytes: int = 0
+
+    @property
+    def added_sides(self) -> Sides:
+        """What it adds to the card's side and to the host's."""
+        return Sides.both(self.seconds) if self.sides is None else self.sides
 
     @property
     def is_of_the_allocator(self) -> bool:

@@ -18,7 +18,7 @@ SCHEMA = 1
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """One chosen option. `saves_bytes` and `adds_seconds` are its predictions by itself, at the peak of the plain run."""
+    """One chosen option. `saves_bytes` is its prediction by itself, at the peak of the plain run, `adds_seconds` its part of what all add together."""
 
     technique: str
     where: str

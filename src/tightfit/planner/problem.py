@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tightfit.planner.option import Option
+from tightfit.planner.sides import Sides
 
 Bytes = npt.NDArray[np.int64]
 
@@ -24,7 +25,7 @@ MIN_WORTH = 2000
 class Problem:
     """`base_bytes`, shape (time steps,), are the allocated bytes without options; row `i` of `changes`, shape (options, time steps), is what
     option `i` adds to them. At most one option of each of the `conflicts`, which list indices, is taken. `events` has the event of each time step.
-    All options taken together may move `host_bytes` to the host and `disk_bytes` to disk.
+    All options taken together may move `host_bytes` to the host and `disk_bytes` to disk. `step` are the sides of a step without any of them.
     """
 
     options: tuple[Option, ...]
@@ -34,11 +35,16 @@ class Problem:
     conflicts: tuple[tuple[int, ...], ...]
     host_bytes: int = 0
     disk_bytes: int = 0
+    step: Sides = Sides()
 
-    @property
-    def seconds(self) -> npt.NDArray[np.float64]:
-        """Seconds that each option adds to a step."""
-        return np.array([option.seconds for option in self.options], dtype=np.float64)
+    def sides(self) -> npt.NDArray[np.float64]:
+        """What each option adds to the card's side and to the host's in seconds, shape (2, options)."""
+        added = [option.added_sides for option in self.options]
+        return np.array([[each.on_card for each in added], [each.on_host for each in added]], dtype=np.float64)
+
+    def seconds_of(self, chosen: Iterable[int]) -> float:
+        """What a step takes longer with the options `chosen` together."""
+        return self.step.added(together(self.options[index] for index in chosen))
 
     def moved(self) -> list[tuple[str, int, list[int]]]:
         """The other tiers: the name, the capacity, and the bytes that each option moves there."""
@@ -56,7 +62,9 @@ class Problem:
         return int(self.timeline(chosen).max(initial=0))
 
 
-def build(timeline: Bytes, options: Sequence[Option], *, host_bytes: int = 0, disk_bytes: int = 0) -> Problem:
+def build(
+    timeline: Bytes, options: Sequence[Option], *, host_bytes: int = 0, disk_bytes: int = 0, step: Sides | None = None
+) -> Problem:
     """The problem of a run with the memory `timeline`, bytes after each event, shape (events,), and its options.
 
     An option whose changes lie outside of the events, or are not finite, is a bug of its technique, and fails an assertion.
@@ -73,8 +81,8 @@ def build(timeline: Bytes, options: Sequence[Option], *, host_bytes: int = 0, di
     # Dropped before the matrix is made: it has a row for each of some hundred options.
     matters = _can_be_the_peak(highest, steps)
     changes = np.zeros((len(options), int(matters.sum())), dtype=np.int64)
-    for row, step in zip(changes, steps, strict=True):
-        row[:] = np.cumsum(step)[matters]
+    for row, differences in zip(changes, steps, strict=True):
+        row[:] = np.cumsum(differences)[matters]
     useful = _useful(options, changes, int(timeline.max(initial=0)))
     options, changes = [options[i] for i in useful], changes[useful]
     kept = _highest_of_equals(highest[matters], changes)
@@ -89,6 +97,7 @@ def build(timeline: Bytes, options: Sequence[Option], *, host_bytes: int = 0, di
         conflicts=_conflicts(options),
         host_bytes=host_bytes,
         disk_bytes=disk_bytes,
+        step=step or Sides(),
     )
 
 
@@ -110,6 +119,7 @@ def with_taken(problem: Problem, taken: Sequence[Option]) -> Problem:
         base_bytes=problem.base_bytes - saved,
         changes=np.where(changes < 0, changes * share, changes).astype(np.int64),
         conflicts=_conflicts(options),
+        step=problem.step + together(taken),
     )
 
 
@@ -118,6 +128,22 @@ def without(problem: Problem, keys: Collection[str]) -> Problem:
     left = [i for i, option in enumerate(problem.options) if option.key not in keys]
     options = tuple(problem.options[i] for i in left)
     return dataclasses.replace(problem, options=options, changes=problem.changes[left], conflicts=_conflicts(options))
+
+
+def together(options: Iterable[Option]) -> Sides:
+    """What `options` add to each side of a step."""
+    return sum((option.added_sides for option in options), Sides())
+
+
+def parts_of(step: Sides, options: Sequence[Option]) -> list[float]:
+    """The part of each of `options` in what they add together to a step: on the side that is the slower one then, less its share of what that side has to spare."""
+    added = together(options)
+    after = step + added
+    on_card = after.on_card >= after.on_host
+    own = [option.added_sides.on_card if on_card else option.added_sides.on_host for option in options]
+    spare = sum(own) - step.added(added)
+    share = spare / (sum(max(0.0, seconds) for seconds in own) or 1.0)
+    return [seconds - share * max(0.0, seconds) for seconds in own]
 
 
 def total_changes(num_events: int, options: Iterable[Option]) -> Bytes:
@@ -152,7 +178,7 @@ def _can_be_the_peak(highest: Bytes, steps: Sequence[Bytes]) -> npt.NDArray[np.b
 def _useful(options: Sequence[Option], changes: Bytes, peak_bytes: int) -> list[int]:
     """The options that can be part of an optimum: those worth something that no other option with the same slots dominates."""
     saved = -changes.min(axis=1, initial=0)
-    worth = [i for i, o in enumerate(options) if o.seconds < 0 or saved[i] * MIN_WORTH >= peak_bytes]
+    worth = [i for i, o in enumerate(options) if _saves_time(o) or saved[i] * MIN_WORTH >= peak_bytes]
     places: dict[tuple[str, frozenset[str]], list[int]] = {}
     for index in worth:
         places.setdefault((options[index].where, options[index].slots), []).append(index)
@@ -162,7 +188,7 @@ def _useful(options: Sequence[Option], changes: Bytes, peak_bytes: int) -> list[
         for one, other in itertools.permutations(members if options[members[0]].slots else (), 2):
             is_equal = _costs(options[one]) == _costs(options[other]) and (changes[one] == changes[other]).all()
             if (
-                options[one].seconds <= options[other].seconds
+                _is_no_slower(options[one], options[other])
                 # One that is slower may be taken for the sake of another tier's budget.
                 and options[one].host_bytes <= options[other].host_bytes
                 and options[one].disk_bytes <= options[other].disk_bytes
@@ -176,8 +202,17 @@ def _useful(options: Sequence[Option], changes: Bytes, peak_bytes: int) -> list[
     return [index for index in worth if index not in beaten]
 
 
-def _costs(option: Option) -> tuple[float, int, int]:
-    return option.seconds, option.host_bytes, option.disk_bytes
+def _costs(option: Option) -> tuple[Sides, int, int]:
+    return option.added_sides, option.host_bytes, option.disk_bytes
+
+
+def _saves_time(option: Option) -> bool:
+    return min(option.added_sides.on_card, option.added_sides.on_host) < 0
+
+
+def _is_no_slower(one: Option, other: Option) -> bool:
+    first, second = one.added_sides, other.added_sides
+    return first.on_card <= second.on_card and first.on_host <= second.on_host
 
 
 def _highest_of_equals(highest: Bytes, changes: Bytes) -> npt.NDArray[np.int64]:

@@ -9,10 +9,11 @@ import dataclasses
 from collections.abc import Sequence
 
 from tightfit.planner.option import Change, Option, RetainedPass
+from tightfit.planner.sides import Sides
 
 
-def with_retained(option: Option, passes: Sequence[RetainedPass]) -> Option:
-    """`option` beside one that retains the graph in `passes`."""
+def with_retained(option: Option, passes: Sequence[RetainedPass], step: Sides) -> Option:
+    """`option` beside one that retains the graph in `passes`, in a step of these sides."""
     longer = [
         Change(begin=begin, end=each.end, num_bytes=change.num_bytes)
         for each in passes
@@ -20,10 +21,10 @@ def with_retained(option: Option, passes: Sequence[RetainedPass]) -> Option:
         if change.num_bytes < 0 and change.begin < each.begin < change.end < each.end
         if (begin := _dropped_again(each, change)) < each.end
     ]
-    if not longer and not option.seconds_in_backward:
+    if not longer and option.in_backward == Sides():
         return option
-    seconds = option.seconds + option.seconds_in_backward
-    return dataclasses.replace(option, changes=(*option.changes, *longer), seconds=seconds)
+    sides = option.added_sides + option.in_backward
+    return dataclasses.replace(option, changes=(*option.changes, *longer), seconds=step.added(sides), sides=sides)
 
 
 def _dropped_again(each: RetainedPass, change: Change) -> int:

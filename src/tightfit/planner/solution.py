@@ -44,7 +44,7 @@ def validate(problem: Problem, solution: Solution, budget_bytes: int) -> list[st
         faults.append(f"the peak is {peak:,} bytes, not {solution.peak_bytes:,}")
     if solution.fits != (peak <= budget_bytes):
         faults.append(f"a peak of {peak:,} bytes is said to {'fit' if solution.fits else 'exceed'} {budget_bytes:,}")
-    seconds = float(sum(problem.options[index].seconds for index in chosen))
+    seconds = problem.seconds_of(chosen)
     # Sums of the same numbers in another order differ in the last digits.
     if not np.isclose(seconds, solution.seconds, rtol=1e-9, atol=1e-12):
         faults.append(f"the options add {seconds} s, not {solution.seconds} s")

@@ -94,7 +94,7 @@ def _solved(
     # Nearly always the first is enough.
     for slack_mib in _SLACKS_MIB:
         fast = _Program(problem, rows, tricks)
-        found = fast.run(problem.seconds, deadline, max_mib=budget_bytes / _MIB - slack_mib)
+        found = fast.run(deadline, max_mib=budget_bytes / _MIB - slack_mib, is_for_time=True)
         if found is None or problem.peak_bytes(found.chosen) <= budget_bytes:
             break
     if found is None or problem.peak_bytes(found.chosen) > budget_bytes:
@@ -103,8 +103,8 @@ def _solved(
         return _solution(problem, least.chosen, budget_bytes, bound_seconds=0.0, is_proven=least.is_proven)
     if not breaks_ties:
         return _solution(problem, found.chosen, budget_bytes, bound_seconds=found.bound, is_proven=found.is_proven)
-    smallest = _Program(problem, [*rows, _Row(-_FREE, _time(problem, found.chosen), _all(problem))], tricks)
-    tidy = smallest.run(None, min(deadline, time.monotonic() + _SECONDS_TO_TIDY), max_mib=budget_bytes / _MIB)
+    smallest = _Program(problem, [*rows, *_rows_as_fast(problem, found.chosen)], tricks)
+    tidy = smallest.run(min(deadline, time.monotonic() + _SECONDS_TO_TIDY), max_mib=budget_bytes / _MIB)
     chosen = found.chosen if tidy is None else min((tidy.chosen, found.chosen), key=lambda c: _rank(problem, c))
     return _solution(problem, chosen, budget_bytes, bound_seconds=found.bound, is_proven=found.is_proven)
 
@@ -148,30 +148,29 @@ class _Found:
 
 
 class _Program:
-    """Rows and columns for HiGHS. Without costs there is one more column, the peak in MiB, which is minimised."""
+    """Rows and columns for HiGHS: the peak in MiB is a column that is minimised, or the milliseconds of a step, where either side can be the slower one."""
 
     def __init__(self, problem: Problem, rows: Sequence[_Row], tricks: Tricks, *, seen: _Found | None = None) -> None:
         self.problem = problem
         self._seen = seen
         self.rows = list(rows)
+        self._sides = _slower_sides(problem)
         # The highest time steps of the plain run are the most likely to bind.
         order = np.argsort(-problem.base_bytes, kind="stable")
         self._moments = order[:_NUM_FIRST_MOMENTS].tolist() if tricks.add_rows_when_broken else order.tolist()
 
-    def run(
-        self, costs: npt.NDArray[np.float64] | None, deadline: float, *, max_mib: float | None = None
-    ) -> _Found | None:
-        """The cheapest choice by `costs`, or by the peak without them; None where there is none, or none was found in time.
+    def run(self, deadline: float, *, max_mib: float | None = None, is_for_time: bool = False) -> _Found | None:
+        """The choice with the lowest peak, or the fastest if it `is_for_time`; None where there is none, or none was found in time.
 
         With a choice that was `seen` before, the one with the lowest peak that was found in time is returned, and never None.
         """
         while True:
-            found, peak_mib = self._run(costs, deadline, max_mib)
+            found, peak_mib = self._run(deadline, max_mib, is_for_time=is_for_time)
             if found is None:
                 return self._seen
             self._see(found)
             timeline = self.problem.timeline(found.chosen) / _MIB
-            ceiling = peak_mib if costs is None else max_mib
+            ceiling = max_mib if is_for_time else peak_mib
             assert ceiling is not None
             # Time steps that have a row are satisfied by the solver, up to its tolerance.
             timeline[self._moments] = -np.inf
@@ -189,37 +188,42 @@ class _Program:
         if seen is not None and peak(found.chosen) < peak(seen.chosen):
             self._seen = dataclasses.replace(found, is_proven=False)
 
-    def _limits(self, costs: npt.NDArray[np.float64] | None, max_mib: float | None) -> list[_Row]:
-        """A row for each time step considered: its bytes are at most `max_mib`, or at most the peak."""
+    def _limits(self, max_mib: float | None, *, is_for_time: bool) -> list[_Row]:
+        """A row for each time step considered: its bytes are at most `max_mib`, or at most the peak. Where time is a column, a row for each side."""
         problem, peak = self.problem, len(self.problem.options)
         rows = []
         for at in self._moments:
             weights, base_mib = _weights(problem.changes[:, at]), int(problem.base_bytes[at]) / _MIB
-            if costs is None:
+            if not is_for_time:
                 rows.append(_Row(-_FREE, -base_mib, weights | {peak: -1.0}))
             elif max_mib is not None:
                 rows.append(_Row(-_FREE, max_mib - base_mib, weights))
-        if costs is None and max_mib is not None:
+        if not is_for_time and max_mib is not None:
             rows.append(_Row(-_FREE, max_mib, {peak: 1.0}))
+        if is_for_time and len(self._sides) > 1:
+            rows += [_Row(-_FREE, side.spare, side.weights | {peak: -1.0}) for side in self._sides]
         return rows
 
-    def _run(
-        self, costs: npt.NDArray[np.float64] | None, deadline: float, max_mib: float | None
-    ) -> tuple[_Found | None, float]:
+    def _run(self, deadline: float, max_mib: float | None, *, is_for_time: bool) -> tuple[_Found | None, float]:
         try:
             import highspy
         except ModuleNotFoundError as error:
             raise MissingExtra(
                 "planning needs the solver HiGHS, which is not installed here: pip install highspy"
             ) from error
-        rows = [*self.rows, *self._limits(costs, max_mib)]
-        num_options, has_peak = len(self.problem.options), costs is None
+        rows = [*self.rows, *self._limits(max_mib, is_for_time=is_for_time)]
+        num_options, has_more = len(self.problem.options), not is_for_time or len(self._sides) > 1
+        costs = np.append(np.zeros(num_options), [1.0] * has_more)
+        if not has_more:
+            for index, milliseconds in self._sides[0].weights.items():
+                costs[index] = milliseconds
         program = highspy.HighsLp()
-        program.num_col_, program.num_row_ = num_options + has_peak, len(rows)
+        program.num_col_, program.num_row_ = num_options + has_more, len(rows)
         # Milliseconds and MiB, so that coefficients lie near 1: HiGHS compares with absolute tolerances.
-        program.col_cost_ = np.append(np.zeros(num_options), 1.0) if costs is None else costs * 1e3
-        program.col_lower_ = np.zeros(num_options + has_peak)
-        program.col_upper_ = np.append(np.ones(num_options), [_FREE] * has_peak)
+        program.col_cost_ = costs
+        # What is added to a step may be less than nothing.
+        program.col_lower_ = np.append(np.zeros(num_options), [-_FREE if is_for_time else 0.0] * has_more)
+        program.col_upper_ = np.append(np.ones(num_options), [_FREE] * has_more)
         program.row_lower_ = np.array([row.low for row in rows])
         program.row_upper_ = np.array([row.high for row in rows])
         program.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
@@ -227,7 +231,7 @@ class _Program:
         program.a_matrix_.index_ = np.array([i for row in rows for i in row.weights], dtype=np.int32)
         program.a_matrix_.value_ = np.array([w for row in rows for w in row.weights.values()], dtype=np.float64)
         integer, real = highspy.HighsVarType.kInteger, highspy.HighsVarType.kContinuous
-        program.integrality_ = [integer] * num_options + [real] * has_peak
+        program.integrality_ = [integer] * num_options + [real] * has_more
         solver = made_silently(highspy.Highs)
         solver.silent()
         # One thread and a fixed seed make the search deterministic: the same problem gives the same plan.
@@ -248,7 +252,7 @@ class _Program:
             bound=float(info.mip_dual_bound) * 1e-3,
             is_proven=solver.getModelStatus() == highspy.HighsModelStatus.kOptimal,
         )
-        return found, values[-1] if has_peak else 0.0
+        return found, 0.0 if is_for_time else values[-1]
 
 
 def _least(problem: Problem, rows: Sequence[_Row], tricks: Tricks, deadline: float) -> _Found:
@@ -258,7 +262,7 @@ def _least(problem: Problem, rows: Sequence[_Row], tricks: Tricks, deadline: flo
     if isinstance(known, _Found):
         return known
     nothing = _Found(chosen=(), bound=0.0, is_proven=False)
-    found = _Program(problem, rows, tricks, seen=nothing).run(None, deadline)
+    found = _Program(problem, rows, tricks, seen=nothing).run(deadline)
     assert found is not None
     if found.is_proven:
         _remember(key, found)
@@ -267,7 +271,7 @@ def _least(problem: Problem, rows: Sequence[_Row], tricks: Tricks, deadline: flo
 
 def _content(problem: Problem) -> Hashable:
     """All of a problem that a solution depends on."""
-    arrays = (problem.base_bytes, problem.changes, problem.seconds)
+    arrays = (problem.base_bytes, problem.changes, problem.sides())
     options = (
         (
             o.where,
@@ -285,6 +289,7 @@ def _content(problem: Problem) -> Hashable:
         problem.conflicts,
         problem.host_bytes,
         problem.disk_bytes,
+        problem.step,
     )
 
 
@@ -342,13 +347,39 @@ def _weights(column: npt.NDArray[np.int64]) -> dict[int, float]:
     return {int(i): float(column[i]) / _MIB for i in np.flatnonzero(column)}
 
 
-def _all(problem: Problem) -> dict[int, float]:
-    return {i: float(s) * 1e3 for i, s in enumerate(problem.seconds) if s}
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Side:
+    """A side that a step may wait for: the milliseconds that it has to `spare`, and those that each option adds to it."""
+
+    spare: float
+    weights: dict[int, float]
 
 
-def _time(problem: Problem, chosen: Sequence[int]) -> float:
-    """Milliseconds that `chosen` add, plus a tolerance for floating point."""
-    return float(problem.seconds[list(chosen)].sum()) * 1e3 + 1e-6
+def _slower_sides(problem: Problem) -> list[_Side]:
+    """The sides that can be the slower one with some choice; the other one's options are as good as free."""
+    plain = np.array([problem.step.on_card, problem.step.on_host])
+    added = problem.sides()
+    kept = []
+    for one, other in ((0, 1), (1, 0)):
+        most, least = plain[one] + np.maximum(added[one], 0).sum(), plain[other] + np.minimum(added[other], 0).sum()
+        is_below = plain[one] <= plain[other] and bool((added[one] <= added[other]).all())
+        # Of two that are always alike the first stays.
+        is_alike = is_below and one == 0 and plain[one] == plain[other] and bool((added[one] == added[other]).all())
+        if (most > least and not is_below) or is_alike:
+            kept.append(one)
+    return [
+        _Side(
+            spare=float(plain.max() - plain[side]) * 1e3,
+            weights={i: float(s) * 1e3 for i, s in enumerate(added[side]) if s},
+        )
+        for side in kept or [int(plain.argmax())]
+    ]
+
+
+def _rows_as_fast(problem: Problem, chosen: Sequence[int]) -> list[_Row]:
+    """No longer than with `chosen`, plus a tolerance for floating point."""
+    added = problem.seconds_of(chosen) * 1e3 + 1e-6
+    return [_Row(-_FREE, side.spare + added, side.weights) for side in _slower_sides(problem)]
 
 
 def _rank(problem: Problem, chosen: Sequence[int]) -> tuple[int, int]:
@@ -358,7 +389,7 @@ def _rank(problem: Problem, chosen: Sequence[int]) -> tuple[int, int]:
 def _solution(
     problem: Problem, chosen: Sequence[int], budget_bytes: int, *, bound_seconds: float, is_proven: bool
 ) -> Solution:
-    seconds, peak = float(problem.seconds[list(chosen)].sum()), problem.peak_bytes(chosen)
+    seconds, peak = problem.seconds_of(chosen), problem.peak_bytes(chosen)
     return Solution(
         chosen=tuple(sorted(chosen)),
         fits=peak <= budget_bytes,

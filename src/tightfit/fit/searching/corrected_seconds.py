@@ -7,7 +7,9 @@ and the problem is solved again.
 import dataclasses
 
 from tightfit.fit.searching.candidates import SOLVER_SECONDS, Candidate, Candidates
-from tightfit.planner.problem import Problem
+from tightfit.planner.option import Option
+from tightfit.planner.problem import Problem, together
+from tightfit.planner.sides import Sides
 from tightfit.planner.solve import solve
 
 SHARE_WORTH_A_LOOK = 0.05
@@ -57,14 +59,30 @@ def _corrected(candidate: Candidate) -> Problem | None:
     """The problem with the seconds of the chosen techniques as much higher or lower as the trace says; None where it says nothing."""
     problem, chosen = candidate.variant.problem, candidate.solution.chosen
     taken = [problem.options[index] for index in chosen]
-    costly = sum(option.seconds for option in taken if option.seconds > 0)
-    missed = simulated_seconds(candidate) - predicted_seconds(candidate)
-    factor = 1 + missed / costly if costly > 0 else 0.0
+    costly = [option for option in taken if _is_costly(option)]
+    rest = problem.step + together(option for option in taken if not _is_costly(option))
+    added = simulated_seconds(candidate) - candidate.variant.run.seconds
+    factor = _factor(rest, together(costly), problem.step.seconds + added)
     if not 1 / _MAX_FACTOR <= factor <= _MAX_FACTOR:
         return None
-    names = {option.technique for option in taken if option.seconds > 0}
+    names = {option.technique for option in costly}
     options = tuple(
-        dataclasses.replace(o, seconds=o.seconds * factor) if o.technique in names and o.seconds > 0 else o
+        dataclasses.replace(o, seconds=problem.step.added(o.added_sides * factor), sides=o.added_sides * factor)
+        if o.technique in names and _is_costly(o)
+        else o
         for o in problem.options
     )
     return dataclasses.replace(problem, options=options)
+
+
+def _is_costly(option: Option) -> bool:
+    return option.added_sides.seconds > 0
+
+
+def _factor(rest: Sides, costly: Sides, seconds: float) -> float:
+    """By which `costly` has to be multiplied so that a step takes `seconds` with `rest`; 0 where nothing does that."""
+    of_sides = (
+        (seconds - rest.on_card, costly.on_card),
+        (seconds - rest.on_host, costly.on_host),
+    )
+    return min((missing / own for missing, own in of_sides if own > 0), default=0.0)

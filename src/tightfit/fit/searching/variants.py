@@ -9,8 +9,9 @@ from tightfit.fit.searching.offers import Offers
 from tightfit.fit.traced_runs import TracedRun, TracedRuns
 from tightfit.planner import problem as problems
 from tightfit.planner.option import Option
-from tightfit.planner.problem import Bytes, Problem, total_changes
+from tightfit.planner.problem import Bytes, Problem, together, total_changes
 from tightfit.planner.retained import with_retained
+from tightfit.planner.sides import Sides
 from tightfit.simulate.timeline_bytes import replay_timeline
 from tightfit.simulate.workspaces import with_workspaces_of
 
@@ -66,22 +67,24 @@ class Variants:
         timeline = replay_timeline(tape, AllocatorSettings()).allocated
         # What a run caches beyond what it holds says little of another run: to begin with, no more is counted than the allocator can be made to.
         gaps = [t.needed_bytes - t.estimate.peak.allocated_bytes for t in self._settings.with_each(run, options)]
-        variant = Variant(run=run, problem=self._problem(timeline, fine), gap_bytes=min(gaps))
+        variant = Variant(run=run, problem=self._problem(timeline, fine, run.profile.step), gap_bytes=min(gaps))
         retaining = [option for option in fine if option.key in keys]
         if not retaining:
             return variant
         passes = [each for option in retaining for each in option.retains]
         slots = {slot for option in retaining for slot in option.slots}
-        beside = [with_retained(option, passes) for option in fine if not slots & option.slots]
-        problem = self._problem(timeline + total_changes(len(timeline), retaining), beside)
-        seconds = run.seconds + sum(option.seconds for option in retaining)
+        more = together(retaining)
+        step = run.profile.step + more
+        beside = [with_retained(option, passes, step) for option in fine if not slots & option.slots]
+        problem = self._problem(timeline + total_changes(len(timeline), retaining), beside, step)
+        seconds = run.seconds + run.profile.step.added(more)
         estimate = dataclasses.replace(run.estimate, seconds_per_step=seconds)
         predicted = dataclasses.replace(run, options=(*run.options, *retaining), estimate=estimate)
         gap_bytes = gap_after(retaining, variant, problem)
         return Variant(run=predicted, problem=problem, gap_bytes=gap_bytes, is_predicted=True)
 
-    def _problem(self, timeline: Bytes, options: Sequence[Option]) -> Problem:
-        return problems.build(timeline, options, host_bytes=self._host_bytes, disk_bytes=self._disk_bytes)
+    def _problem(self, timeline: Bytes, options: Sequence[Option], step: Sides) -> Problem:
+        return problems.build(timeline, options, host_bytes=self._host_bytes, disk_bytes=self._disk_bytes, step=step)
 
     def _with_later_changes(self, options: Sequence[Option], run: TracedRun) -> list[Option]:
         """The options with what they change after the steps too, such as in an evaluation; they take the seconds that they take in a step."""

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, final
 import numpy as np
 
 from tightfit.analysis.intervals import changes, memory_timeline, runs_of
-from tightfit.analysis.optimizer import OptimizerProfile, events_of, seconds_of_update
+from tightfit.analysis.optimizer import OptimizerProfile, events_of, sides_of_update
 from tightfit.analysis.profile import Profile
 from tightfit.planner.option import Option
+from tightfit.planner.sides import Sides
 from tightfit.tape import Category, Column, Phase, SpanKind, Tape
 from tightfit.techniques.technique import AbstractTechnique, Choice
 
@@ -42,16 +43,18 @@ class ZeroGrad(AbstractTechnique):
         num_zeroed = len(zeroing) / run.num_steps
         zeroed_bytes = int(run.block_bytes[kept].sum())
         # Zeros are written, and read, added to and written again together with each new gradient.
-        seconds = seconds_of_update(run, zeroed_bytes, round(num_zeroed)) + seconds_of_update(
+        saved = sides_of_update(run, zeroed_bytes, round(num_zeroed)) + sides_of_update(
             run, 3 * zeroed_bytes, len(kept)
         )
+        sides = Sides() - saved
         step_ranges = [s for begin, end in _gaps(run, zeroing) for s in _until_made_again(run, kept, begin, end)]
         return [
             Option(
                 technique=self.name,
                 where="gradients",
                 changes=changes(step_ranges, -1.0),
-                seconds=-seconds,
+                seconds=run.step.added(sides),
+                sides=sides,
                 exact=self.exact,
                 slots=frozenset({"zero_grad"}),
             )

@@ -16,6 +16,8 @@ from torch.autograd import grad  # torch's own, whatever the program puts in its
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from tightfit.capture.observe.host_python import spends
+from tightfit.cost.host_python import HostWork
 from tightfit.effects.dispatched import dispatched
 from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.asked_gradients import DeferredTensor, is_read_of_node, refuse_lost_gradients
@@ -323,6 +325,7 @@ def _loss(
     is_ours = form.vocabulary == 1 and weight is None and size_average is None and reduce is None
     if not is_ours or target.dtype != torch.int64 or list(target.shape) != rest or not target.numel():
         return None
+    spends(HostWork.CHUNKED_LOSS)
     origin.check()
     origin.has_loss = True
     hidden = form.hidden.movedim(1, -1).reshape(-1, form.hidden.shape[1])

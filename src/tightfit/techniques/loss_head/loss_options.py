@@ -15,7 +15,9 @@ from tightfit.analysis.loss_head import LossHead
 from tightfit.analysis.modules import ModuleCalls
 from tightfit.analysis.profile import Profile
 from tightfit.cost.efficiency import efficiency_of
+from tightfit.cost.host_python import HostWork
 from tightfit.planner.option import Change, Option
+from tightfit.planner.sides import Sides
 from tightfit.tape import Column, Phase, Tape
 
 GradientsIn: TypeAlias = Literal["forward", "backward"]
@@ -28,7 +30,7 @@ SMALLEST_SHARE = 0.01
 _MIN_TOKENS = 1024  # in a chunk: enough to fill a card with the product
 _FEW_CHUNKS = (4, 16)  # where there are not that many tokens at all
 _SUM_BYTES = 4
-_KERNELS_PER_CHUNK = 16
+_KERNELS_PER_CHUNK: dict[GradientsIn, int] = {"forward": 20, "backward": 29}
 _PRODUCTS_PER_CHUNK: dict[GradientsIn, int] = {"forward": 3, "backward": 4}
 
 
@@ -45,12 +47,14 @@ def loss_head_options(technique: str, profile: Profile) -> Iterator[Option]:
         for num_chunks in _numbers_of_chunks(heads):
             for gradients_in in _PRODUCTS_PER_CHUNK:
                 way = _Way(num_chunks=num_chunks, gradients_in=gradients_in, profile=profile)
+                sides = sum(map(way.sides, heads), Sides()) * (1 / profile.num_steps)
                 yield Option(
                     technique=technique,
                     where=path,
                     settings={"num_chunks": num_chunks, "gradients_in": gradients_in},
                     changes=tuple(change for head in heads for change in way.changes(head)),
-                    seconds=sum(way.seconds(head) for head in heads) / profile.num_steps,
+                    seconds=profile.step.added(sides),
+                    sides=sides,
                     exact=True,
                     slots=frozenset({f"loss head@{path}"}),
                 )
@@ -127,7 +131,7 @@ class _Way:
             logits = int(module_calls.block_bytes[head.logits])
             yield step, end, min(logits, int(module_calls.block_bytes[head.weight_gradient]))
 
-    def seconds(self, head: LossHead) -> float:
+    def sides(self, head: LossHead) -> Sides:
         """The extra time of one run of the head."""
         seconds = self.profile.seconds
         efficiency = efficiency_of(self.profile.device)
@@ -141,9 +145,14 @@ class _Way:
         if self.gradients_in == "backward" and head.hidden_gradient >= 0:
             traffic += self.num_chunks * 2 * _SUM_BYTES * head.num_tokens * head.width
         num_products = _PRODUCTS_PER_CHUNK[self.gradients_in]
-        fixed = self.num_chunks * _KERNELS_PER_CHUNK * efficiency.launch_seconds
+        num_kernels = self.num_chunks * _KERNELS_PER_CHUNK[self.gradients_in]
+        fixed = num_kernels * efficiency.launch_seconds
         fixed += (self.num_chunks - 1) * num_products * efficiency.ramp_seconds
-        return traffic * second_per_byte + fixed + (product if self.gradients_in == "backward" else 0) - plain
+        again = product if self.gradients_in == "backward" else 0.0
+        return Sides(
+            on_card=traffic * second_per_byte + fixed + again - plain,
+            on_host=num_kernels * efficiency.issue_seconds + HostWork.CHUNKED_LOSS.value,
+        )
 
 
 def _bytes_at_once(head: LossHead) -> int:

@@ -12,12 +12,15 @@ import numpy as np
 
 from tightfit.analysis.gradient_readers import scales_loss
 from tightfit.analysis.intervals import changes, memory_timeline
-from tightfit.analysis.optimizer import OptimizerProfile, passes_of, seconds_of_update
+from tightfit.analysis.optimizer import OptimizerProfile, passes_of, sides_of_update
 from tightfit.analysis.profile import Profile
+from tightfit.analysis.recomputable import BATCH_NORMS
 from tightfit.analysis.updates import BACKWARD_SLOT
 from tightfit.cost.efficiency import efficiency_of
-from tightfit.cost.roofline import is_kernel, operator_seconds
+from tightfit.cost.host_python import HostWork
+from tightfit.cost.roofline import is_kernel
 from tightfit.planner.option import Change, Option, merged
+from tightfit.planner.sides import Sides
 from tightfit.planner.suggestion import Suggestion
 from tightfit.tape import Category, Column, Phase, Tape
 from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
@@ -33,7 +36,6 @@ _LOSSES = (
     *("aten.nll_loss_forward", "aten.nll_loss2d_forward", "aten.nll_loss", "aten.mse_loss", "aten.smooth_l1_loss"),
     *("aten.huber_loss", "aten.binary_cross_entropy", "aten.l1_loss"),
 )
-_BATCH_NORMS = ("aten.native_batch_norm", "aten._batch_norm", "aten.cudnn_batch_norm", "aten.miopen_batch_norm")
 
 
 @final
@@ -54,12 +56,14 @@ class MicroBatches(AbstractTechnique):
         is_random = any(name in profile.tape.random_operators for name in _names_of_forward(profile.tape))
         loop = {"loop": profile.tape.loop} if _is_of_loop(run) else {}
         for num_parts in NUMS_PARTS:
+            sides = _sides(run, num_parts)
             yield Option(
                 technique=self.name,
                 where="batch",
                 settings={"num_parts": num_parts, "draws_anew": is_random, **loop},
                 changes=_changes(run, num_parts),
-                seconds=_seconds(run, num_parts),
+                seconds=run.step.added(sides),
+                sides=sides,
                 exact=not is_random,
                 # A part's backward pass runs inside the forward: no other technique may change what happens in
                 # backward passes.
@@ -75,7 +79,7 @@ class MicroBatches(AbstractTechnique):
         if not (run.step_ranges and reason):
             return []
         saved = max((-c.num_bytes for c in _changes(run, 2)), default=0)
-        if len(_operators(profile.tape, _BATCH_NORMS)):
+        if len(_operators(profile.tape, BATCH_NORMS)):
             what = f"half the batch, accumulated over two backward passes, would hold about half the activations, but is not the same training: {reason}"
             return [Suggestion(what=what, saves_bytes=saved, changes="batch")]
         what = (
@@ -104,7 +108,7 @@ def _names_of_forward(tape: Tape) -> Iterator[str]:
 
 def _obstacle(run: OptimizerProfile) -> str:
     """The reason against splitting the batch, as far as a tape shows; empty if there is none."""
-    if len(_operators(run.tape, _BATCH_NORMS)):
+    if len(_operators(run.tape, BATCH_NORMS)):
         return "a batch norm takes its statistics from the whole batch"
     if _is_of_loop(run):
         return ""
@@ -164,21 +168,21 @@ def _changes(run: OptimizerProfile, num_parts: int) -> tuple[Change, ...]:
     return merged((*gone, *early))
 
 
-def _seconds(run: OptimizerProfile, num_parts: int) -> float:
-    """The extra time of more and smaller kernels: the fixed cost of each, once per part, and the traffic of the sums of gradients.
-
-    A step takes the GPU's time or the host's time to launch the kernels, whichever is longer.
-    """
+def _sides(run: OptimizerProfile, num_parts: int) -> Sides:
+    """The extra time of more and smaller kernels: the fixed cost of each, once per part, and the traffic of the sums of gradients."""
     working, phase = is_kernel(run.tape), run.tape.operators.phase
     in_passes = int((working & np.isin(phase, (Phase.FORWARD, Phase.BACKWARD))).sum()) / run.num_steps
-    # Batches are copied once a step, however many parts they are run in.
-    kernels = np.delete(operator_seconds(run.tape, run.device), run.tape.copies.operator)
-    on_card = float(kernels.sum()) / run.num_steps
-    issued = int(working.sum()) / run.num_steps
     gradients = run.gradients(run.step_ranges[-1])
     total = int(run.block_bytes[gradients].sum())
     efficiency = efficiency_of(run.device)
     more = (num_parts - 1) * (in_passes + len(gradients))
-    sums = seconds_of_update(run, (3 * (num_parts - 1) + 2) * total, 0)
-    longer = on_card + sums + more * efficiency.launch_seconds
-    return max(longer, (issued + more) * efficiency.issue_seconds) - max(on_card, issued * efficiency.issue_seconds)
+    sums = sides_of_update(run, (3 * (num_parts - 1) + 2) * total, 0)
+    # A product of few rows does not fill a card.
+    num_products = int((run.is_product & np.isin(phase, (Phase.FORWARD, Phase.BACKWARD))).sum()) / run.num_steps
+    ramps = (num_parts - 1) * num_products * efficiency.ramp_seconds
+    # Of each forward pass of a step that accumulates.
+    of_module = HostWork.MICRO_BATCHED_MODULE.value + num_parts * HostWork.MODULE_IN_PART.value
+    in_python = len(run.modules.paths) * of_module * max(1.0, run.modules.num_rounds / run.num_steps)
+    return sums + Sides(
+        on_card=more * efficiency.launch_seconds + ramps, on_host=more * efficiency.issue_seconds + in_python
+    )

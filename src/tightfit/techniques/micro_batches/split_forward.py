@@ -14,6 +14,8 @@ import torch
 from torch.autograd import backward  # torch's own, whatever the program puts in its place later
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from tightfit.capture.observe.host_python import spends
+from tightfit.cost.host_python import HostWork
 from tightfit.effects.ambient import modes_of_program
 from tightfit.effects.fingerprints import paused
 from tightfit.effects.graph_shapes import graph_shape
@@ -134,6 +136,10 @@ class SplitForward:
         ):
             checks_before = self._checks_left
             sums, outputs = self._run(forward, batch, aside)
+            if not torch.is_grad_enabled():
+                raise self._refuse(
+                    "the model leaves gradients switched off, and its parts are joined after it; leave micro_batches out"
+                )
             is_checked = checks_before > self._checks_left or (checks_before == 0 and self._checks_left > 0)
             sums.gradients = [p.grad for p in aside.parameters]
         sums.refuse = self._refuse
@@ -147,12 +153,15 @@ class SplitForward:
 
     def _run(self, forward: Forward, batch: AbstractBatch, aside: "_GradientsAside") -> tuple[Sums, Outputs]:
         one = torch.ones((), device=batch.device)
+        num_modules = sum(1 for _ in self.model.modules())
+        spends(HostWork.MICRO_BATCHED_MODULE, num_modules)
         sums, outputs = Sums(1.0 if self._scaled is None else self._scaled(one)), Outputs(refuse=self._refuse)
         parts = list(batch.parts(self._num_parts))
         proved = self._proofs.of(batch, parts)
         decisions: list[Any] | None = None
         for begin, end in parts:
             args, kwargs = batch.part(begin, end)
+            spends(HostWork.MODULE_IN_PART, num_modules)
             watch = LossWatch(end - begin, allows_randomness=self._allows_randomness)
             is_new = proved is None or proved.is_of_first
             try:

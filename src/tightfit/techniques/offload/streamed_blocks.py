@@ -9,6 +9,7 @@ from tightfit.analysis.streamed_uses import StreamedUses, WeightBlock
 from tightfit.cost.copies import copy_seconds
 from tightfit.cost.disks import disk_seconds
 from tightfit.cost.host_python import HostWork
+from tightfit.planner.sides import Sides
 from tightfit.tape import Column
 
 MIN_BLOCKS = 2
@@ -34,8 +35,11 @@ def slots_of(profile: Profile, block: WeightBlock) -> frozenset[str]:
     return frozenset(f"weights@{module}" for module in (block.path, *inside))
 
 
-def not_hidden(profile: Profile, uses: StreamedUses, number: int, num_bytes: int, *, from_disk: bool = False) -> float:
-    """Seconds of the copies to the card, or of reading them `from_disk`, that the block before does not hide, and of the Python that brings them."""
+def not_hidden(
+    profile: Profile, uses: StreamedUses, number: int, streamed: Column, *, from_disk: bool = False
+) -> Sides:
+    """Seconds in a step of the copies to the card, or of reading them `from_disk`, that the block before does not hide, and of the Python that brings them."""
+    num_bytes = profile.modules.bytes_of(streamed)
     copy, found = copy_seconds(num_bytes, profile.device, to_card=True), 0.0
     if from_disk:
         # Piece by piece, so the slower of both counts.
@@ -47,7 +51,6 @@ def not_hidden(profile: Profile, uses: StreamedUses, number: int, num_bytes: int
             if use.is_ahead and before is not None:
                 beside = float(profile.seconds[before.begin : use.begin].sum())
             found += max(0.0, copy - beside)
-    num_uses = sum(use.block == number for use in uses.uses) / profile.num_steps
-    of_use = HostWork.STREAMED_CALL.value + HostWork.STREAMED_PARAMETER.value * len(uses.blocks[number].storages)
-    in_python = profile.bound.added(0.0, num_uses * of_use, num_alike=len(uses.blocks))
-    return found + profile.num_steps * in_python
+    num_uses = sum(use.block == number for use in uses.uses)
+    of_use = HostWork.STREAMED_CALL.value + HostWork.STREAMED_PARAMETER.value * len(streamed)
+    return Sides(on_card=found, on_host=num_uses * of_use) * (1 / profile.num_steps)

@@ -21,6 +21,7 @@ from tightfit.cost.disks import disk_seconds
 from tightfit.cost.host_bandwidth import HOST_BYTES_PER_SECOND
 from tightfit.engine.disk.disk_sizes import buffer_bytes_for, in_pages
 from tightfit.planner.option import Change, Option, merged
+from tightfit.planner.sides import Sides
 from tightfit.tape import Category, Column, CopyDirection, Phase
 from tightfit.techniques.offload.streamed_blocks import ALIGNMENT, MIN_BLOCKS, not_hidden, slots_of, smallest_of
 from tightfit.techniques.optimizer.states.state_sizes import MIN_ON_DISK
@@ -102,10 +103,11 @@ def _options_of(
     ]
     for step_range in run.step_ranges:
         changes += [Change(begin=begin, end=end, num_bytes=-round(share * n)) for begin, end, n in run.held(step_range)]
-    seconds = sum(not_hidden(profile, uses, number, profile.modules.bytes_of(own)) for number, own in streamed.items())
-    seconds += profile.num_steps * _not_hidden_of_gradients(profile, uses, streamed)
+    moved = (not_hidden(profile, uses, number, own) for number, own in streamed.items())
+    sides = sum(moved, Sides(on_card=_not_hidden_of_gradients(profile, uses, streamed)))
     # Each weight and state is read and written, the gradient is read; the card updates the rest meanwhile.
     on_host = (3 * weight_bytes + 2 * state_bytes) / HOST_BYTES_PER_SECOND
+    sides += Sides.both(on_host) - run.sides * share
     at_host = Option(
         technique=technique,
         where=root,
@@ -116,7 +118,8 @@ def _options_of(
             "kernel": "fused",
         },
         changes=merged(changes),
-        seconds=seconds / profile.num_steps + on_host - share * run.seconds,
+        seconds=profile.step.added(sides),
+        sides=sides,
         exact=True,
         slots=frozenset({"optimizer"}).union(*(slots_of(profile, uses.blocks[number]) for number in streamed)),
         host_bytes=2 * of_weights + state_bytes,
@@ -125,11 +128,11 @@ def _options_of(
     large = sizes[everything][sizes[everything] >= MIN_ON_DISK * element_bytes_of(run)]
     num_states = round(state_bytes / max(1, weight_bytes))
     if num_states and len(large):
-        yield _with_states_on_disk(at_host, large, num_states, state_bytes, on_host)
+        yield _with_states_on_disk(profile, at_host, large, num_states, state_bytes, on_host)
 
 
 def _with_states_on_disk(
-    at_host: Option, large: Column, num_states: int, state_bytes: int, seconds_on_host: float
+    profile: Profile, at_host: Option, large: Column, num_states: int, state_bytes: int, seconds_on_host: float
 ) -> Option:
     """States of small weights stay at the host, those of a few others are there while they are updated."""
     disk_bytes = num_states * sum(map(in_pages, large.tolist()))
@@ -137,10 +140,12 @@ def _with_states_on_disk(
     beside = max(0, state_bytes - disk_bytes) + window + buffer_bytes_for(disk_bytes)
     # The disk either reads or writes, beside the updates.
     moved = disk_seconds(disk_bytes, to_disk=True) + disk_seconds(disk_bytes, to_disk=False)
+    sides = at_host.added_sides + Sides.both(max(0.0, moved - seconds_on_host))
     return dataclasses.replace(
         at_host,
         settings={**at_host.settings, "tier": "disk", "disk_bytes": disk_bytes, "window_bytes": window},
-        seconds=at_host.seconds + max(0.0, moved - seconds_on_host),
+        seconds=profile.step.added(sides),
+        sides=sides,
         host_bytes=at_host.settings["host_bytes"] + beside,
         disk_bytes=disk_bytes,
     )

@@ -97,6 +97,7 @@ def _option(
     if to_disk:
         disk_bytes = sum(map(in_pages, sizes.tolist()))
         host_bytes = in_pages(buffer_bytes_for(disk_bytes) // _BLOCKS_FOR_BUFFERS)
+    sides = not_hidden(profile, uses, number, streamed, from_disk=to_disk)
     kind = f"{settings['preceding']}:{settings['following']}:{'disk' * to_disk}"
     return Option(
         technique=technique,
@@ -108,7 +109,8 @@ def _option(
             **({"tier": "disk", "disk_bytes": disk_bytes} if to_disk else {}),
         },
         changes=changes,
-        seconds=not_hidden(profile, uses, number, num_bytes, from_disk=to_disk) / profile.num_steps,
+        seconds=profile.step.added(sides),
+        sides=sides,
         exact=True,
         slots=slots_of(profile, block),
         host_bytes=host_bytes,

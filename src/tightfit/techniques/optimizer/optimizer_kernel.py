@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, final
 
 from tightfit.allocator.pools import MIN_BLOCK_BYTES
 from tightfit.analysis.intervals import changes
-from tightfit.analysis.optimizer import OptimizerProfile, OptimizerRange, seconds_of_kernels, seconds_of_update
+from tightfit.analysis.optimizer import OptimizerProfile, OptimizerRange, sides_of_kernels, sides_of_update
 from tightfit.analysis.optimizer_algorithm import family_of, implementation_of
 from tightfit.analysis.profile import Profile
 from tightfit.planner.option import Change, Option
+from tightfit.planner.sides import Sides
 from tightfit.techniques.technique import AbstractTechnique, Choice
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 TENSORS_PER_FUSED_KERNEL = 30
 
 
-SecondsOf = Callable[[OptimizerProfile, OptimizerRange], float]
+SidesOf = Callable[[OptimizerProfile, OptimizerRange], Sides]
 
 
 @final
@@ -47,23 +48,24 @@ class OptimizerKernel(AbstractTechnique):
         runs, family = implementation_of(run), family_of(run)
         options = []
         if runs != "fused" and family != "other":
-            options.append(self._option(run, "fused", _without_temporaries(run), seconds_of_fused))
+            options.append(self._option(run, "fused", _without_temporaries(run), sides_of_fused))
         if runs == "foreach":
-            options.append(self._option(run, "for-loop", _one_at_a_time(run), _seconds_of_loop))
+            options.append(self._option(run, "for-loop", _one_at_a_time(run), _sides_of_loop))
         if runs == "for-loop" and family != "other":
-            options.append(self._option(run, "foreach", _all_at_once(run), _seconds_of_foreach))
+            options.append(self._option(run, "foreach", _all_at_once(run), _sides_of_foreach))
         return options
 
     def _option(
-        self, run: OptimizerProfile, kernel: "Kernel", changed: tuple[Change, ...], seconds_of: SecondsOf
+        self, run: OptimizerProfile, kernel: "Kernel", changed: tuple[Change, ...], sides_of: SidesOf
     ) -> Option:
-        added = sum(seconds_of(run, step_range) - step_range.seconds for step_range in run.steady)
+        added = sum((sides_of(run, step_range) for step_range in run.steady), Sides()) - run.sides
         return Option(
             technique=self.name,
             where="optimizer",
             settings={"kernel": kernel},
             changes=changed,
-            seconds=added,
+            seconds=run.step.added(added),
+            sides=added,
             exact=self.exact,
             slots=frozenset({"optimizer"}),
         )
@@ -75,13 +77,13 @@ class OptimizerKernel(AbstractTechnique):
         apply_optimizer_kernel(session, chosen)
 
 
-def seconds_of_fused(run: OptimizerProfile, step_range: OptimizerRange, num_kernels: int = 0) -> float:
+def sides_of_fused(run: OptimizerProfile, step_range: OptimizerRange, num_kernels: int = 0) -> Sides:
     """The time of `num_kernels` fused kernels, or of the fewest possible: gradients are read, parameters and states read and written, once."""
     updated = run.gradients(step_range)
     parameter_bytes = int(run.block_bytes[updated].sum())
     state_bytes = int(run.block_bytes[run.state(step_range)].sum())
     num_kernels = num_kernels or 1 + -(-len(updated) // TENSORS_PER_FUSED_KERNEL)
-    return seconds_of_update(run, 3 * parameter_bytes + 2 * state_bytes, num_kernels)
+    return sides_of_update(run, 3 * parameter_bytes + 2 * state_bytes, num_kernels)
 
 
 def _without_temporaries(run: OptimizerProfile) -> tuple[Change, ...]:
@@ -123,12 +125,12 @@ def _all_at_once(run: OptimizerProfile) -> tuple[Change, ...]:
     return tuple(found)
 
 
-def _seconds_of_loop(run: OptimizerProfile, step_range: OptimizerRange) -> float:
+def _sides_of_loop(run: OptimizerProfile, step_range: OptimizerRange) -> Sides:
     num_tensors = max(1, len(run.gradients(step_range)))
     num_kernels = sum(num_tensors if "_foreach_" in name else 1 for name in run.names(step_range))
-    return seconds_of_kernels(run, step_range, num_kernels)
+    return sides_of_kernels(run, step_range, num_kernels)
 
 
-def _seconds_of_foreach(run: OptimizerProfile, step_range: OptimizerRange) -> float:
+def _sides_of_foreach(run: OptimizerProfile, step_range: OptimizerRange) -> Sides:
     num_kernels = len(run.names(step_range)) / max(1, len(run.gradients(step_range)))
-    return seconds_of_kernels(run, step_range, round(num_kernels) + 1)
+    return sides_of_kernels(run, step_range, round(num_kernels) + 1)

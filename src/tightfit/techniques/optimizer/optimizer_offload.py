@@ -22,16 +22,18 @@ from tightfit.analysis.updates import (
     moments_of_updates,
     obstacle,
     retained_passes,
+    sides_of_updates_in_backward,
     states_come_early,
     waiting_for_second_pass,
 )
 from tightfit.cost.disks import disk_seconds
 from tightfit.engine.disk.disk_sizes import buffer_bytes_for, in_pages
 from tightfit.planner.option import Change, Option
+from tightfit.planner.sides import Sides
 from tightfit.techniques.optimizer.at_host.offloaded_updates import (
     HOST_AHEAD,
     OffloadedUpdates,
-    seconds_on_host,
+    sides_on_host,
     updates_in_backward_pass,
     updates_in_step,
 )
@@ -99,8 +101,8 @@ def _in_step(technique: str, run: OptimizerProfile, *, is_fused: bool) -> Iterat
         for step_range in run.step_ranges:
             changed += changes(run.held(step_range), -1.0)
             changed.append(Change(begin=step_range.begin_event, end=step_range.end_event, num_bytes=most))
-        seconds = sum(each.seconds for each in found) - run.seconds
-        yield _option(technique, run, changed, seconds, window_bytes, is_fused=is_fused)
+        sides = sum((each.sides for each in found), Sides()) - run.sides
+        yield _option(technique, run, changed, sides, window_bytes, is_fused=is_fused)
 
 
 def _in_backward(technique: str, run: OptimizerProfile, *, is_fused: bool) -> Iterator[Option]:
@@ -112,9 +114,9 @@ def _in_backward(technique: str, run: OptimizerProfile, *, is_fused: bool) -> It
         held = either(waiting_for_second_pass(run), tuple(while_updated))
         changed = [*smaller_states(run, _CODING), *gradients_used_up(run), *held]
         # The second pass is among the seconds: the states move beside it.
-        seconds = sum(each.seconds for each in found) - run.seconds
+        sides = sum((each.sides for each in found), sides_of_updates_in_backward(run)) - run.sides
         settings = {"in_backward": True, "clips": bool(readers_of_gradients(run))}
-        option = _option(technique, run, changed, seconds, window_bytes, is_fused=is_fused, settings=settings)
+        option = _option(technique, run, changed, sides, window_bytes, is_fused=is_fused, settings=settings)
         yield dataclasses.replace(option, slots=frozenset({"optimizer", BACKWARD_SLOT}), retains=retained_passes(run))
 
 
@@ -134,9 +136,10 @@ def _windows(run: OptimizerProfile, of_steps: Sequence[OffloadedUpdates]) -> Ite
     """Windows in bytes with what they give for each step: room for the largest parameter's states, and multiples of it that are faster."""
     largest = max((update.state_bytes for each in of_steps for update in each.updates), default=0)
     before = float("inf")
+    others = run.step - run.sides
     for num_bytes in (largest * many for many in _WINDOWS):
         found = [each.within(run, num_bytes) for each in of_steps]
-        seconds = sum(each.seconds for each in found)
+        seconds = sum((each.sides for each in found), others).seconds
         if seconds < _FASTER * before:
             before = seconds
             yield num_bytes, found
@@ -155,14 +158,12 @@ def _on_host(technique: str, run: OptimizerProfile) -> Iterator[Option]:
             # Where states are made, on the card.
             made = max(each.within(run, largest).peak_bytes for each in of_steps)
             changed.append(Change(begin=step_range.begin_event, end=step_range.end_event, num_bytes=made))
-    seconds = sum(seconds_on_host(run, each) for each in of_steps) - run.seconds
+    sides = sum((sides_on_host(run, each) for each in of_steps), Sides()) - run.sides
     weights = [
         update.state_bytes // update.num_copies for each in of_steps for update in each.updates if update.num_copies
     ]
     beside = sum(map(_aligned, weights)) + (1 + HOST_AHEAD) * _aligned(max(weights))
-    yield _option(
-        technique, run, changed, seconds, largest, is_fused=False, settings={"executor": "host"}, beside=beside
-    )
+    yield _option(technique, run, changed, sides, largest, is_fused=False, settings={"executor": "host"}, beside=beside)
 
 
 def _on_disk(technique: str, run: OptimizerProfile) -> Iterator[Option]:
@@ -180,11 +181,13 @@ def _on_disk(technique: str, run: OptimizerProfile) -> Iterator[Option]:
     settings = {"tier": "disk", "host_bytes": buffer_bytes_for(disk_bytes), "disk_bytes": disk_bytes}
     for option in coded_options(run, coding, technique=technique):
         if "in_backward" not in option.settings:
+            sides = option.added_sides + Sides.both(seconds)
             yield dataclasses.replace(
                 option,
                 exact=True,
                 settings={**option.settings, **settings, "least_elements": MIN_ON_DISK},
-                seconds=option.seconds + seconds,
+                seconds=run.step.added(sides),
+                sides=sides,
                 host_bytes=buffer_bytes_for(disk_bytes),
                 disk_bytes=disk_bytes,
             )
@@ -198,7 +201,7 @@ def _option(
     technique: str,
     run: OptimizerProfile,
     changed: Sequence[Change],
-    seconds: float,
+    sides: Sides,
     window_bytes: int,
     *,
     is_fused: bool,
@@ -215,7 +218,8 @@ def _option(
         where="optimizer",
         settings={**given, "host_bytes": host_bytes, "window_bytes": window_bytes},
         changes=tuple(change for change in changed if change.end > change.begin and change.num_bytes),
-        seconds=seconds,
+        seconds=run.step.added(sides),
+        sides=sides,
         exact=True,
         slots=frozenset({"optimizer"}),
         host_bytes=host_bytes,

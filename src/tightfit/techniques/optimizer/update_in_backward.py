@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, final
 
 from tightfit.analysis.gradient_readers import readers_of_gradients, updates_in_backward
-from tightfit.analysis.optimizer import OptimizerProfile, seconds_of_kernels
+from tightfit.analysis.optimizer import OptimizerProfile, sides_of_kernels
 from tightfit.analysis.optimizer_algorithm import family_of, implementation_of
 from tightfit.analysis.profile import Profile
 from tightfit.analysis.updates import (
@@ -18,14 +18,14 @@ from tightfit.analysis.updates import (
     gradients_used_up,
     obstacle,
     retained_passes,
-    seconds_of_second_pass,
+    sides_of_second_pass,
     states_come_early,
     waiting_for_second_pass,
 )
-from tightfit.cost.host_python import HostWork
 from tightfit.planner.option import Change, Option
+from tightfit.planner.sides import Sides
 from tightfit.planner.suggestion import Suggestion
-from tightfit.techniques.optimizer.optimizer_kernel import seconds_of_fused
+from tightfit.techniques.optimizer.optimizer_kernel import sides_of_fused
 from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
 
 if TYPE_CHECKING:
@@ -52,16 +52,16 @@ class UpdateInBackward(AbstractTechnique):
             return []
         clips, longer = bool(readers_of_gradients(run)), waiting_for_second_pass(run)
         kernels = ["same", *(["fused"] if family_of(run) != "other" and implementation_of(run) != "fused" else [])]
-        again, passes = seconds_of_second_pass(run), retained_passes(run)
-        num_updates = sum(len(run.gradients(step_range)) for step_range in run.steady)
-        in_python = run.bound.added(0.0, num_updates * HostWork.UPDATED_PARAMETER.value)
+        again, passes = sides_of_second_pass(run), retained_passes(run)
+        sides = {kernel: again + _update_sides(run, kernel) - run.sides for kernel in kernels}
         return [
             Option(
                 technique=self.name,
                 where="optimizer",
                 settings={"kernel": kernel, "clips": clips},
                 changes=(*_changes(run, kernel), *longer),
-                seconds=_update_seconds(run, kernel) - run.seconds + again + in_python,
+                seconds=run.step.added(sides[kernel]),
+                sides=sides[kernel],
                 exact=self.exact,
                 slots=frozenset({"optimizer", BACKWARD_SLOT}),
                 retains=passes,
@@ -86,17 +86,17 @@ class UpdateInBackward(AbstractTechnique):
         apply_update_in_backward(session, chosen)
 
 
-def _update_seconds(run: OptimizerProfile, kernel: str) -> float:
+def _update_sides(run: OptimizerProfile, kernel: str) -> Sides:
     """The time of the updates per step when every tensor has its own kernels."""
-    total = 0.0
+    total = Sides()
     for step_range in run.steady:
         num_tensors = len(run.gradients(step_range))
         if kernel == "fused" or implementation_of(run) == "fused":
             # Two kernels for each tensor: the step counter and the update (torch/optim/adam.py, `_fused_adam`).
-            total += seconds_of_fused(run, step_range, num_kernels=2 * num_tensors)
+            total += sides_of_fused(run, step_range, num_kernels=2 * num_tensors)
         else:
             kernels = sum(num_tensors if "_foreach_" in name else 1 for name in run.names(step_range))
-            total += seconds_of_kernels(run, step_range, kernels)
+            total += sides_of_kernels(run, step_range, kernels)
     return total
 
 

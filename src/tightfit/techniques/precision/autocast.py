@@ -11,12 +11,13 @@ import numpy as np
 
 from tightfit.analysis.gradient_readers import fraction_in_low_precision, scales_loss
 from tightfit.analysis.intervals import changes, memory_timeline
-from tightfit.analysis.optimizer import OptimizerProfile, passes_of, seconds_of_update
+from tightfit.analysis.optimizer import OptimizerProfile, passes_of, sides_of_update
 from tightfit.analysis.profile import Profile
 from tightfit.cost.classes import operator_class
 from tightfit.planner.option import Change, Option
+from tightfit.planner.sides import Sides
 from tightfit.planner.suggestion import Suggestion
-from tightfit.tape import Category, Column, Tape
+from tightfit.tape import Category, Column, Phase, Tape
 from tightfit.techniques.precision.lower_precision import born_in_float32, can_be_lowered, seconds_saved_in_bfloat16
 from tightfit.techniques.technique import AbstractTechnique, Choice
 
@@ -30,6 +31,10 @@ _SOFTMAX = ("aten._softmax", "aten._safe_softmax")
 # What embeddings return is float32, and float32 plus bfloat16 is float32: the residual stream of a language model stays as it is.
 _EMBEDDINGS = ("aten.embedding",)
 _SUMS = ("aten.add.Tensor",)
+
+
+# Kernels for each product of a forward pass: its input, weight and bias to bfloat16, and their gradients back.
+_CASTS_OF_A_PRODUCT = 6
 
 
 @final
@@ -48,14 +53,18 @@ class Autocast(AbstractTechnique):
             return []
         parameter_bytes = _parameter_bytes(run)
         # Each weight is read in float32 and written in bfloat16 once per forward pass.
-        casting = seconds_of_update(run, 1.5 * parameter_bytes, 0)
+        casting = Sides(
+            on_card=sides_of_update(run, 1.5 * parameter_bytes, 0).on_card, on_host=_seconds_to_issue_casts(profile)
+        )
+        sides = casting - Sides(on_card=seconds_saved_in_bfloat16(profile, everything=False))
         return [
             Option(
                 technique=self.name,
                 where="precision",
                 settings={"dtype": "bfloat16"},
                 changes=(*_smaller_activations(run), *_copies_of_weights(run, parameter_bytes)),
-                seconds=casting - seconds_saved_in_bfloat16(profile, everything=False),
+                seconds=profile.step.added(sides),
+                sides=sides,
                 exact=self.exact,
                 slots=frozenset({"precision"}),
                 needs_new_trace=True,
@@ -91,6 +100,11 @@ class Autocast(AbstractTechnique):
 
 def _parameter_bytes(run: OptimizerProfile) -> int:
     return int(run.block_bytes[run.tape.storages.category == Category.PARAMETERS].sum())
+
+
+def _seconds_to_issue_casts(profile: Profile) -> float:
+    num_products = int((profile.is_product & (profile.tape.operators.phase == Phase.FORWARD)).sum())
+    return _CASTS_OF_A_PRODUCT * profile.issue_seconds * num_products / profile.num_steps
 
 
 def _smaller_activations(run: OptimizerProfile) -> tuple[Change, ...]:

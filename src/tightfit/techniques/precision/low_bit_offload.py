@@ -10,18 +10,21 @@ from typing import TYPE_CHECKING, Any, final
 
 from tightfit.analysis.gradient_readers import updates_in_backward
 from tightfit.analysis.intervals import changes
-from tightfit.analysis.optimizer import OptimizerProfile, seconds_of_update
+from tightfit.analysis.optimizer import OptimizerProfile, sides_of_update
 from tightfit.analysis.optimizer_algorithm import element_bytes_of, family_of
 from tightfit.analysis.profile import Profile
 from tightfit.cost.copies import copy_seconds
+from tightfit.cost.efficiency import efficiency_of
+from tightfit.cost.host_python import HostWork
 from tightfit.planner.option import Change, Option
+from tightfit.planner.sides import Sides
 from tightfit.techniques.optimizer.states.quantized_state_options import Coding, coded_options, smaller_states
 from tightfit.techniques.optimizer.states.state_sizes import BLOCK_SIZE, MIN_NUMBERS
 from tightfit.techniques.precision.lower_precision import (
     can_be_lowered,
     changes_in_bfloat16,
-    seconds_of_updates_in_float32,
     seconds_saved_in_bfloat16,
+    sides_of_updates_in_float32,
 )
 from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
 
@@ -92,12 +95,15 @@ def _at_host(run: OptimizerProfile, option: Option, kept: str) -> Option:
     counts = _large(run)
     of_codes = _host_bytes(counts, kept)
     window = _WINDOW * _num_states(run) * _host_bytes([max(counts)], kept)
+    # Encoding is much longer than the way of the codes, which are under way meanwhile.
+    own = option.added_sides + run.sides
+    sides = option.added_sides + Sides(on_card=_not_hidden(run, of_codes, own.on_card), on_host=_of_copies(run))
     return dataclasses.replace(
         option,
         settings={**option.settings, "host_bytes": of_codes, "window_bytes": window},
         changes=(*option.changes, *_in_steps(run, window)),
-        # Encoding is much longer than the way of the codes, which are under way meanwhile.
-        seconds=option.seconds + _not_hidden(run, of_codes, option.seconds + run.seconds),
+        seconds=run.step.added(sides),
+        sides=sides,
         host_bytes=of_codes,
     )
 
@@ -113,22 +119,28 @@ def _with_master(technique: str, profile: Profile, run: OptimizerProfile) -> Opt
     beside = num_states * element_bytes_of(run) + max(_RESIDUAL_BYTES_BETWEEN, coding.bytes_between)
     changed: list[Change] = [*changes_in_bfloat16(run, "stochastic"), *smaller_states(run, coding)]
     changed += _in_steps(run, window + beside * max(counts))
-    encoding = seconds_of_update(
+    encoding = sides_of_update(
         run,
         coding.bytes_moved * sum(counts) + _RESIDUAL_BYTES_MOVED * sum(weights),
         coding.kernels_per_piece * len(counts) + _RESIDUAL_KERNELS * len(weights),
     )
-    seconds = seconds_of_updates_in_float32(run) + encoding
+    updates = sides_of_updates_in_float32(run) + encoding
+    sides = (
+        updates
+        - run.sides
+        + Sides(
+            on_card=_not_hidden(run, host_bytes, updates.on_card) - seconds_saved_in_bfloat16(profile, everything=True),
+            on_host=_of_copies(run),
+        )
+    )
     settings: Mapping[str, Any] = {"format": "8-bit", "master": "residual"}
     return Option(
         technique=technique,
         where="optimizer",
         settings={**settings, "host_bytes": host_bytes, "window_bytes": window},
         changes=tuple(change for change in changed if change.end > change.begin and change.num_bytes),
-        seconds=seconds
-        + _not_hidden(run, host_bytes, seconds)
-        - run.seconds
-        - seconds_saved_in_bfloat16(profile, everything=True),
+        seconds=profile.step.added(sides),
+        sides=sides,
         exact=False,
         slots=frozenset({"precision", "optimizer"}),
         needs_new_trace=True,
@@ -139,6 +151,12 @@ def _with_master(technique: str, profile: Profile, run: OptimizerProfile) -> Opt
 def _num_states(run: OptimizerProfile) -> int:
     gradients = run.tape.storages.num_bytes[run.gradients(run.step_ranges[-1])] // element_bytes_of(run)
     return max(1, round(len(_large(run)) / max(1, int((gradients >= MIN_NUMBERS).sum()))))
+
+
+def _of_copies(run: OptimizerProfile) -> float:
+    """The host's seconds for the copies of all states, both ways, and for the Python around them."""
+    issue = 2 * efficiency_of(run.device).issue_seconds * len(_large(run))
+    return issue + HostWork.OFFLOADED_PARAMETER.value * len(_large(run)) / _num_states(run)
 
 
 def _in_steps(run: OptimizerProfile, num_bytes: int) -> Iterator[Change]:

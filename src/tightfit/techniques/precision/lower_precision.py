@@ -7,11 +7,12 @@ import numpy as np
 
 from tightfit.analysis.gradient_readers import fraction_in_low_precision, scales_loss
 from tightfit.analysis.intervals import changes, memory_timeline
-from tightfit.analysis.optimizer import OptimizerProfile, seconds_of_kernels, seconds_of_update
+from tightfit.analysis.optimizer import OptimizerProfile, sides_of_kernels, sides_of_update
 from tightfit.analysis.profile import Profile
 from tightfit.cost.classes import TENSOR_CORE_CLASSES, operator_class
 from tightfit.cost.roofline import operator_seconds
 from tightfit.planner.option import Change
+from tightfit.planner.sides import Sides
 from tightfit.tape import Category, Column, Phase, Tape
 
 Rounding = Literal["stochastic", "compensated"]
@@ -94,14 +95,14 @@ def changes_in_bfloat16(run: OptimizerProfile, rounding: Rounding) -> tuple[Chan
     return tuple(change for change in found if change.end > change.begin)
 
 
-def seconds_of_updates_in_float32(run: OptimizerProfile) -> float:
+def sides_of_updates_in_float32(run: OptimizerProfile) -> Sides:
     """The time to cast each tensor to float32, update it by itself, and round it."""
-    total = 0.0
+    total = Sides()
     for step_range in run.steady:
         gradients = run.gradients(step_range)
         kernels = sum(len(gradients) if "_foreach_" in name else 1 for name in run.names(step_range))
-        casts = seconds_of_update(
+        casts = sides_of_update(
             run, _KERNELS_PER_UPDATE * int(run.block_bytes[gradients].sum()), _KERNELS_PER_UPDATE * len(gradients)
         )
-        total += seconds_of_kernels(run, step_range, kernels) + casts
+        total += sides_of_kernels(run, step_range, kernels) + casts
     return total

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, final
 
 from tightfit.analysis.profile import Profile
 from tightfit.planner.option import Option
+from tightfit.planner.sides import Sides
 from tightfit.techniques.precision.lower_precision import (
     Rounding,
     can_be_lowered,
     changes_in_bfloat16,
-    seconds_of_updates_in_float32,
     seconds_saved_in_bfloat16,
+    sides_of_updates_in_float32,
 )
 from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
 
@@ -37,7 +38,8 @@ class PureBf16(AbstractTechnique):
         run = profile.optimizer
         if not can_be_lowered(run) or not run.step_ranges:
             return []
-        saved_seconds = seconds_saved_in_bfloat16(profile, everything=True)
+        saved = Sides(on_card=seconds_saved_in_bfloat16(profile, everything=True))
+        sides = sides_of_updates_in_float32(run) - run.sides - saved
         roundings: tuple[Rounding, ...] = ("stochastic", "compensated")
         return [
             Option(
@@ -45,7 +47,8 @@ class PureBf16(AbstractTechnique):
                 where="precision",
                 settings={"rounding": rounding},
                 changes=changes_in_bfloat16(run, rounding),
-                seconds=seconds_of_updates_in_float32(run) - run.seconds - saved_seconds,
+                seconds=profile.step.added(sides),
+                sides=sides,
                 exact=self.exact,
                 slots=frozenset({"precision", "optimizer"}),
                 needs_new_trace=True,

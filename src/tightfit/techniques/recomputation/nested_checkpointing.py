@@ -13,6 +13,7 @@ from tightfit.analysis.profile import Profile
 from tightfit.analysis.recomputable import RecomputableBlock, seconds_in_python
 from tightfit.analysis.sequences import saved_bytes
 from tightfit.planner.option import Change, Option
+from tightfit.planner.sides import Sides
 from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
 
 if TYPE_CHECKING:
@@ -99,13 +100,9 @@ def _option(technique: str, profile: Profile, segment: Sequence[RecomputableBloc
                 size = int(module_calls.block_bytes[output])
                 changes.append(Change(begin=following.end_event, end=back, num_bytes=-size))
     parent, _, first = segment[0].path.rpartition(".")
-    longer = profile.bound.added(
-        added / profile.num_steps,
-        (num_issued * profile.bound.issue_seconds + in_python) / profile.num_steps,
-        num_alike=max(
-            1.0,
-            sum(other.equivalence_class == segment[0].equivalence_class for other in profile.blocks) / len(segment),
-        ),
+    sides = Sides(
+        on_card=added / profile.num_steps,
+        on_host=(num_issued * profile.issue_seconds + in_python) / profile.num_steps,
     )
     return Option(
         technique=technique,
@@ -113,8 +110,9 @@ def _option(technique: str, profile: Profile, segment: Sequence[RecomputableBloc
         equivalence_class=f"{technique}:{segment[0].equivalence_class}:{len(segment)}",
         settings={"begin": int(first), "end": int(first) + len(segment)},
         changes=tuple(changes),
-        seconds=longer,
-        seconds_in_backward=longer,
+        seconds=profile.step.added(sides),
+        sides=sides,
+        in_backward=sides,
         exact=True,
         slots=frozenset[str]().union(*(block.slots for block in segment)),
     )

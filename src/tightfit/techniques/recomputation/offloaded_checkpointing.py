@@ -79,7 +79,7 @@ class _Moved:
         profile, block = self._profile, self._block
         again = recompute_option(technique, profile, block, None if kept is None else kept.is_kept)
         moves = MovedSizes(profile, block, self._following, self._sizes)
-        host_bytes = moves.bytes_away()
+        host_bytes, sides = moves.bytes_away(), again.added_sides + moves.exposed()
         settings = {
             "following": relative_place(block.path, self._following.path),
             "smallest_bytes": min(_SMALLEST_BYTES, *self._sizes[-1]),
@@ -93,7 +93,8 @@ class _Moved:
             equivalence_class=f"{again.equivalence_class}:{kind}:{self._following.equivalence_class}",
             settings=settings,
             changes=(*again.changes, *moves.changes()),
-            seconds=again.seconds + moves.exposed_seconds(),
+            seconds=profile.step.added(sides),
+            sides=sides,
             host_bytes=host_bytes,
         )
 

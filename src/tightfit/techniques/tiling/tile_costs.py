@@ -6,7 +6,7 @@ pass over the gradients of the weights for each tile.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from tightfit.analysis.modules import ModuleCall, ModuleCalls
 from tightfit.analysis.profile import Profile
 from tightfit.cost.efficiency import efficiency_of
 from tightfit.planner.option import Change
+from tightfit.planner.sides import Sides
 from tightfit.tape import Category, Column
 
 # Of the largest storage inside: smaller ones are left where they are.
@@ -144,20 +145,27 @@ class TileAccount:
         uncut = min(one.cast_bytes, max_bytes)
         return round(self._share * (max_bytes - uncut)) + uncut
 
-    def added_seconds(self, one: Inside) -> float:
-        """The extra time of one module call."""
+    def added_sides(self, calls: Iterable[Inside]) -> Sides:
+        """The extra time of all calls of a module, in a step."""
+        return sum(map(self._of_call, calls), Sides()) * (1 / self.profile.num_steps)
+
+    def _of_call(self, one: Inside) -> Sides:
         call, efficiency = one.call, efficiency_of(self.profile.device)
         once = float(self.profile.seconds[call.begin : call.end].sum())
         again = once * self.work
         more = (once + float(self.profile.seconds[call.back_begin : call.back_end].sum())) * (self.work - 1)
         kernels = self.profile.is_kernel
-        num_kernels = int(2 * kernels[call.begin : call.end].sum() + kernels[call.back_begin : call.back_end].sum())
-        # An output and a gradient of the input are copied into place for each tile.
-        launches = (self.num_tiles - 1) * (num_kernels + 2) * efficiency.launch_seconds
+        in_forward = int(kernels[call.begin : call.end].sum())
+        num_kernels = 2 * in_forward + int(kernels[call.back_begin : call.back_end].sum())
+        # An output and a gradient of the input are copied into place for each tile, and the gradients of the weights are summed.
+        num_more = (self.num_tiles - 1) * (num_kernels + 2 + len(one.weight_gradients))
+        is_product = self.profile.is_product
+        num_products = 2 * int(is_product[call.begin : call.end].sum())
+        num_products += int(is_product[call.back_begin : call.back_end].sum())
+        ramps = (self.num_tiles - 1) * num_products * efficiency.ramp_seconds
         traffic = (self.num_tiles - 1) * 3 * one.sum_bytes + 4 * one.output_bytes
-        return (
-            again
-            + more
-            + launches
-            + traffic / (self.profile.device.dram_bytes_per_second * efficiency.of_bandwidth["elementwise"])
+        passed = traffic / (self.profile.device.dram_bytes_per_second * efficiency.of_bandwidth["elementwise"])
+        return Sides(
+            on_card=again + more + num_more * efficiency.launch_seconds + ramps + passed,
+            on_host=(in_forward + num_more) * efficiency.issue_seconds,
         )

@@ -51,6 +51,7 @@ def tiled_convolutions_options(technique: str, profile: Profile) -> Iterator[Opt
                         # The first and the last tile have one neighbour.
                         work=1 + mean_halo * (num_tiles - 1),
                     )
+                    sides = account.added_sides(found)
                     yield Option(
                         technique=technique,
                         where=layer_range.path,
@@ -60,7 +61,8 @@ def tiled_convolutions_options(technique: str, profile: Profile) -> Iterator[Opt
                             *(c for one in found for c in account.changes(one, is_alone=True)),
                             *layer_range.inputs,
                         ),
-                        seconds=sum(account.added_seconds(one) for one in found) / profile.num_steps,
+                        seconds=profile.step.added(sides),
+                        sides=sides,
                         exact=True,
                         slots=layer_range.slots,
                     )

@@ -62,6 +62,7 @@ def tiled_tokens_options(technique: str, profile: Profile) -> Iterator[Option]:
                     {f"activations@{m}" for m in modules} if not recomputed else set()
                 )
                 settings = {"num_tiles": num_tiles, **({"recomputed": True} if recomputed else {})}
+                sides = account.added_sides(found)
                 yield Option(
                     technique=technique,
                     where=path,
@@ -71,7 +72,8 @@ def tiled_tokens_options(technique: str, profile: Profile) -> Iterator[Option]:
                         *(change for one in found for change in account.changes(one, is_alone=not recomputed)),
                         *(change for one in found if not recomputed for change in input_kept(module_calls, one.call)),
                     ),
-                    seconds=sum(account.added_seconds(one) for one in found) / profile.num_steps,
+                    seconds=profile.step.added(sides),
+                    sides=sides,
                     exact=True,
                     slots=frozenset(slots),
                 )

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from tightfit.analysis.intervals import runs_of
-from tightfit.analysis.optimizer import OptimizerProfile, OptimizerRange, seconds_of_update
+from tightfit.analysis.optimizer import OptimizerProfile, OptimizerRange, sides_of_update
 from tightfit.analysis.optimizer_algorithm import element_bytes_of, implementation_of
 from tightfit.analysis.updates import moments_of_updates
 from tightfit.cost.copies import copy_seconds
 from tightfit.cost.efficiency import efficiency_of
 from tightfit.cost.host_bandwidth import HOST_BYTES_PER_SECOND
 from tightfit.cost.host_python import HostWork
+from tightfit.planner.sides import Sides
 from tightfit.tape import Column, Phase
 from tightfit.techniques.optimizer.at_host.streamed_updates import Streamed, StreamedUpdate, streamed
 from tightfit.techniques.optimizer.states.quantized_state_options import num_results
@@ -22,6 +23,8 @@ from tightfit.techniques.optimizer.states.state_sizes import MIN_NUMBERS
 HOST_AHEAD = 2
 # Sums over rows and columns of the bits of a weight, after each update and before the next.
 _PASSES_OF_SUMS = 4
+# The gradient comes down, the weight goes up, and the sums of its bits are made and compared.
+_ISSUED_FOR_UPDATE = 16
 # A fused update has a kernel for the step counter besides (torch/optim/adam.py, `_fused_adam`).
 _FUSED_KERNELS = 2
 
@@ -36,18 +39,19 @@ class OffloadedUpdates:
 
     def within(self, run: OptimizerProfile, window_bytes: int) -> Streamed:
         """Their seconds and peak with at most `window_bytes` of states on the card."""
-        found = streamed(
+        return streamed(
             self.updates,
             window_bytes,
             lambda num_bytes, to_card: copy_seconds(num_bytes, run.device, to_card=to_card),
             seconds_after=self.seconds_after,
+            issue_seconds=self.issue_seconds,
         )
-        return dataclasses.replace(found, seconds=max(found.seconds, self.issue_seconds))
 
 
-def seconds_on_host(run: OptimizerProfile, found: OffloadedUpdates) -> float:
+def sides_on_host(run: OptimizerProfile, found: OffloadedUpdates) -> Sides:
     """Seconds of `found` where the host updates what has its states there: gradients come down, new weights go up, beside its own work."""
     down = up = host = on_card = 0.0
+    sums = Sides()
     ended: list[float] = []
     for update in found.updates:
         if not update.num_copies:
@@ -60,8 +64,13 @@ def seconds_on_host(run: OptimizerProfile, found: OffloadedUpdates) -> float:
         host = max(host, down) + num_bytes * (3 + 2 * update.num_copies) / HOST_BYTES_PER_SECOND
         ended.append(host)
         up = max(up, host) + copy_seconds(num_bytes, run.device, to_card=True)
-        on_card += seconds_of_update(run, _PASSES_OF_SUMS * num_bytes, _PASSES_OF_SUMS)
-    return max(up, host) + on_card
+        sums += sides_of_update(run, _PASSES_OF_SUMS * num_bytes, _PASSES_OF_SUMS)
+    # The card waits for all of it; what the host does besides, it does while the card is in its backward pass.
+    num_moved = sum(1 for update in found.updates if update.num_copies)
+    own = num_moved * (
+        HostWork.OFFLOADED_PARAMETER.value + _ISSUED_FOR_UPDATE * efficiency_of(run.device).issue_seconds
+    )
+    return Sides(on_card=max(up, host) + on_card + sums.on_card, on_host=host + own)
 
 
 def updates_in_step(run: OptimizerProfile, step_range: OptimizerRange, *, is_fused: bool) -> OffloadedUpdates:

@@ -7,6 +7,7 @@ are there.
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
+from tightfit.planner.sides import Sides
 from tightfit.techniques.optimizer.states.update_window import StateMove, UpdateWindow
 
 
@@ -25,11 +26,11 @@ class StreamedUpdate:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Streamed:
-    """`seconds` until all updates are done and all states are back at the host. `levels` are bytes on the card during each update, with its temporaries,
+    """`sides` until all updates are done and all states are back at the host. `levels` are bytes on the card during each update, with its temporaries,
     and from then to the next.
     """
 
-    seconds: float
+    sides: Sides
     levels: tuple[tuple[int, int], ...]
 
     @property
@@ -78,8 +79,10 @@ def streamed(
     seconds_of: Callable[[int, bool], float],
     *,
     seconds_after: float = 0.0,
+    issue_seconds: float = 0.0,
 ) -> Streamed:
-    """The updates in order, within a window of `window_bytes`; `seconds_of(num_bytes, to_card)` are those of a copy, `seconds_after` of computation follow."""
+    """The updates in order, within a window of `window_bytes`; `seconds_of(num_bytes, to_card)` are those of a copy, `seconds_after` of computation follow, and
+    the host takes `issue_seconds` for all of it."""
     # What has no states at the host does not count among those that are ahead.
     at_host = [index for index, update in enumerate(updates) if update.state_bytes]
     place = {index: number for number, index in enumerate(at_host)}
@@ -103,4 +106,4 @@ def streamed(
         levels.append((while_updated, moved(window.after(place[index])) if index in place else window.bytes_on_card))
     clocks.computation += seconds_after
     moved(window.end())
-    return Streamed(seconds=clocks.computation, levels=tuple(levels))
+    return Streamed(sides=Sides(on_card=clocks.computation, on_host=issue_seconds), levels=tuple(levels))

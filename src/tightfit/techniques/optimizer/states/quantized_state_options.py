@@ -12,7 +12,7 @@ import numpy as np
 
 from tightfit.analysis.gradient_readers import readers_of_gradients
 from tightfit.analysis.intervals import changes
-from tightfit.analysis.optimizer import OptimizerProfile, OptimizerRange, seconds_of_kernels, seconds_of_update
+from tightfit.analysis.optimizer import OptimizerProfile, OptimizerRange, sides_of_kernels, sides_of_update
 from tightfit.analysis.optimizer_algorithm import element_bytes_of, family_of, implementation_of
 from tightfit.analysis.updates import (
     BACKWARD_SLOT,
@@ -21,13 +21,14 @@ from tightfit.analysis.updates import (
     moments_of_updates,
     obstacle,
     retained_passes,
-    seconds_of_second_pass,
+    sides_of_second_pass,
     states_come_early,
     waiting_for_second_pass,
 )
 from tightfit.planner.option import Change, Option
+from tightfit.planner.sides import Sides
 from tightfit.tape import Column
-from tightfit.techniques.optimizer.optimizer_kernel import seconds_of_fused
+from tightfit.techniques.optimizer.optimizer_kernel import sides_of_fused
 from tightfit.techniques.optimizer.states.state_sizes import MIN_NUMBERS, NUMBERS_PER_PIECE
 
 
@@ -56,27 +57,30 @@ def coded_options(
 
     Each is offered with the optimizer's present implementation, tensor by tensor, and with the fused one.
     """
-    clips, again = bool(readers_of_gradients(run)), seconds_of_second_pass(run)
+    clips, again = bool(readers_of_gradients(run)), sides_of_second_pass(run)
     found = []
     for is_fused in (False, True) if family_of(run) != "other" and implementation_of(run) != "fused" else (False,):
         given = {**(settings or {}), **({"kernel": "fused"} if is_fused else {})}
-        seconds = _seconds(run, coding, is_fused=is_fused)
-        found.append(_option(technique, given, _changes_of_step(run, coding, is_fused=is_fused), seconds))
+        sides = _sides(run, coding, is_fused=is_fused)
+        found.append(_option(run, technique, given, _changes_of_step(run, coding, is_fused=is_fused), sides))
         if not obstacle(run):
             changed = _changes_in_backward(run, coding, is_fused=is_fused)
             given = {**given, "in_backward": True, "clips": clips}
-            option = _option(technique, given, changed, seconds + again)
+            option = _option(run, technique, given, changed, sides + again)
             found.append(dataclasses.replace(option, retains=retained_passes(run)))
     return found
 
 
-def _option(technique: str, settings: Mapping[str, Any], changed: tuple[Change, ...], seconds: float) -> Option:
+def _option(
+    run: OptimizerProfile, technique: str, settings: Mapping[str, Any], changed: tuple[Change, ...], sides: Sides
+) -> Option:
     return Option(
         technique=technique,
         where="optimizer",
         settings=settings,
         changes=tuple(change for change in changed if change.end > change.begin and change.num_bytes),
-        seconds=seconds,
+        seconds=run.step.added(sides),
+        sides=sides,
         exact=False,
         slots=frozenset({"optimizer", BACKWARD_SLOT} if settings.get("in_backward") else {"optimizer"}),
     )
@@ -145,22 +149,22 @@ def num_results(run: OptimizerProfile, step_range: OptimizerRange, *, is_fused: 
     return 2 if family_of(run) == "adam" else 1
 
 
-def _seconds(run: OptimizerProfile, coding: Coding, *, is_fused: bool) -> float:
+def _sides(run: OptimizerProfile, coding: Coding, *, is_fused: bool) -> Sides:
     """The extra time per step in seconds: updates one by one, and the traffic and kernels of quantisation."""
-    total = 0.0
+    total = Sides()
     for step_range in run.steady:
         num_tensors = len(run.gradients(step_range))
         if is_fused or implementation_of(run) == "fused":
             # Two kernels for each tensor: the step counter and the update (torch/optim/adam.py, `_fused_adam`).
-            total += seconds_of_fused(run, step_range, num_kernels=2 * num_tensors)
+            total += sides_of_fused(run, step_range, num_kernels=2 * num_tensors)
         else:
             kernels = sum(num_tensors if "_foreach_" in name else 1 for name in run.names(step_range))
-            total += seconds_of_kernels(run, step_range, kernels)
+            total += sides_of_kernels(run, step_range, kernels)
         numbers = run.block_bytes[_large(run, run.state(step_range))] / element_bytes_of(run)
         num_pieces = int(np.ceil(numbers / coding.numbers_per_piece).sum())
         moved = coding.part * (coding.bytes_moved + coding.num_passes * element_bytes_of(run)) * float(numbers.sum())
-        total += seconds_of_update(run, moved, round(coding.part * coding.kernels_per_piece * num_pieces))
-    return total - run.seconds
+        total += sides_of_update(run, moved, round(coding.part * coding.kernels_per_piece * num_pieces))
+    return total - run.sides
 
 
 def _large(run: OptimizerProfile, states: Column) -> Column:
