@@ -12,7 +12,7 @@ from tightfit.analysis.attention import ScoreRun, score_runs
 from tightfit.analysis.loss_head import LossHead, loss_heads
 from tightfit.analysis.modules import ModuleCalls
 from tightfit.analysis.optimizer import OptimizerProfile
-from tightfit.analysis.recomputable import RecomputableBlock, blocks
+from tightfit.analysis.recomputable import BATCH_NORMS, RecomputableBlock, blocks
 from tightfit.analysis.sequences import LayerSequence, layer_sequences
 from tightfit.analysis.trained_parts import TrainedParts
 from tightfit.cost.classes import TENSOR_CORE_CLASSES, operator_class
@@ -52,6 +52,12 @@ class Profile:
         names = self.tape.operators.name
         known = [i for i in np.unique(names) if operator_class(self.tape.strings[i]) in TENSOR_CORE_CLASSES]
         return np.isin(names, known)
+
+    @cached_property
+    def is_batch_norm(self) -> Column:
+        """Which operators are batch norms of a forward pass."""
+        known = [i for i, text in enumerate(self.tape.strings) if text.startswith(BATCH_NORMS)]
+        return np.isin(self.tape.operators.name, known)
 
     @cached_property
     def num_steps(self) -> int:
