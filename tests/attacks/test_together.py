@@ -46,6 +46,10 @@ OTHERS = (
     "data_of_head_later",
     "data_of_head_and_warm_up",
     "parameters_share_storage",
+    "mocked_run",
+    "graph_for_a_log",
+    "switched_off_by_forward",
+    "reservoir_of_logits",
 )
 torch.set_num_threads(1)
 

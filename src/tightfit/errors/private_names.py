@@ -5,7 +5,7 @@ imports torch before it is asked, and then only by the names in the tables, so t
 """
 
 import dataclasses
-import importlib
+import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterable
@@ -108,7 +108,15 @@ class Name:
             holder = getattr(holder, part, None)
         kinds = holder.__mro__ if isinstance(holder, type) else ()
         is_there = hasattr(holder, name) or any(name in inspect.get_annotations(kind) for kind in kinds)
-        return holder if is_there else None
+        return holder if is_there or _is_module(holder, name) else None
+
+
+def _is_module(package: Any, name: str) -> bool:
+    """Whether a package has a module of this name, which may not be imported yet."""
+    try:
+        return hasattr(package, "__path__") and importlib.util.find_spec(f"{package.__name__}.{name}") is not None
+    except ImportError:
+        return False
 
 
 def known(

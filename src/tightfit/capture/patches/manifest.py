@@ -142,7 +142,7 @@ IN_BOTH: tuple[Name, ...] = (
     known(
         "torch._subclasses.fake_tensor:FakeTensorMode",
         "to run operators on tensors without data",
-        "capture/dispatch capture/kernels effects",
+        "capture/dispatch capture/kernels effects techniques",
     ),
     known(
         "torch._subclasses.fake_tensor:UnsupportedOperatorException",
@@ -165,7 +165,7 @@ IN_BOTH: tuple[Name, ...] = (
     known(
         "torch.utils._python_dispatch:_get_current_dispatch_mode_stack",
         "to leave modes only where there are some",
-        "effects",
+        "effects techniques",
     ),
     known(
         "torch.utils._python_dispatch:is_traceable_wrapper_subclass",

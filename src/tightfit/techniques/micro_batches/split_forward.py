@@ -136,6 +136,10 @@ class SplitForward:
         ):
             checks_before = self._checks_left
             sums, outputs = self._run(forward, batch, aside)
+            if not torch.is_grad_enabled():
+                raise self._refuse(
+                    "the model leaves gradients switched off, and its parts are joined after it; leave micro_batches out"
+                )
             is_checked = checks_before > self._checks_left or (checks_before == 0 and self._checks_left > 0)
             sums.gradients = [p.grad for p in aside.parameters]
         sums.refuse = self._refuse

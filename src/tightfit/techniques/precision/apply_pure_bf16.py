@@ -201,10 +201,13 @@ def _in_bfloat16(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> A
 
 
 def _whole_in_bfloat16(refuse: _Refusing, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    args, kwargs = cast((args, kwargs), torch.float32, torch.bfloat16)
+    # A forward may switch gradients on or off by itself, and casts are a part of its graph in both cases.
+    with torch.enable_grad():
+        args, kwargs = cast((args, kwargs), torch.float32, torch.bfloat16)
     with _told_of_types(refuse):
         result = forward(*args, **kwargs)
-    return cast_results(result, torch.float32, refuse, refuse.check)
+    with torch.enable_grad():
+        return cast_results(result, torch.float32, refuse, refuse.check)
 
 
 @contextlib.contextmanager
