@@ -97,14 +97,20 @@ def test_a_loop_that_is_left_before_its_next_step_leaves_what_a_whole_turn_leave
     assert found.moment.span.startswith("after the steps")
 
 
-@pytest.mark.parametrize(("length", "is_told"), [("8 + number", True), ("8", False)])
-def test_batches_that_differ_in_size_are_told(tmp_path: Path, length: str, is_told: bool) -> None:
+EVALUATES = "[model(torch.ones(8, 64).cuda()).detach() for _ in range(5 * (number % 2))]"
+
+
+@pytest.mark.parametrize(
+    ("length", "before", "is_told"), [("8 + number", "", True), ("8", "", False), ("8", EVALUATES, False)]
+)
+def test_batches_that_differ_in_size_are_told(tmp_path: Path, length: str, before: str, is_told: bool) -> None:
     program = f"""
 import torch
 
 model = torch.nn.Linear(64, 64).cuda()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for number in range(100):
+    {before}
     loss = model(torch.ones({length}, 64).cuda()).sum()
     loss.backward()
     optimizer.step()

@@ -1,6 +1,7 @@
 """What is given in place of a target: a module as `python -m` takes it runs, and files of other kinds are refused in a line that says what to give."""
 
 import json
+import sys
 import zipfile
 from pathlib import Path
 
@@ -126,3 +127,13 @@ def test_a_plan_is_named_before_a_card_is_asked_for(
     (folder / "cut.json").write_text('{"schema": 1, "ch')
     assert run([command, "cut.json", *(["cut.json"] if command == "diff" else [])]) == 2
     assert capsys.readouterr().err.startswith("tightfit: cut.json is not JSON")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a folder that somebody is in cannot be removed there")
+def test_a_folder_that_was_removed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(UsageError, match="the folder that you are in was removed"):
+        parse_target(str(tmp_path / "train.py"))

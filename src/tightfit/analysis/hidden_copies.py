@@ -94,9 +94,8 @@ def own_input(profile: "Profile", call: ModuleCall, following: ModuleCall) -> in
     if is_kept or freed_at > call.back_end_event:
         return -1
     maker = int(profile.tape.storages.operator[call.input])
-    is_of_block = any(
-        other.begin <= maker < other.end <= call.begin for block in profile.blocks for other in block.calls
-    )
+    begins, ends = profile.calls_of_blocks
+    is_of_block = ((begins <= maker) & (maker < ends) & (ends <= call.begin)).any()
     return call.input if is_of_block else -1
 
 

@@ -12,11 +12,11 @@ from tightfit.analysis.attention import ScoreRun, score_runs
 from tightfit.analysis.loss_head import LossHead, loss_heads
 from tightfit.analysis.modules import ModuleCalls
 from tightfit.analysis.optimizer import OptimizerProfile
-from tightfit.analysis.recomputable import RecomputableBlock, blocks
+from tightfit.analysis.recomputable import BATCH_NORMS, RecomputableBlock, blocks
 from tightfit.analysis.sequences import LayerSequence, layer_sequences
 from tightfit.analysis.trained_parts import TrainedParts
 from tightfit.cost.classes import TENSOR_CORE_CLASSES, operator_class
-from tightfit.cost.efficiency import efficiency_of
+from tightfit.cost.efficiency import Efficiency, efficiency_of
 from tightfit.cost.host_python import seconds_of_own_work
 from tightfit.cost.roofline import is_kernel, operator_seconds
 from tightfit.cost.steps import step_operators
@@ -54,19 +54,30 @@ class Profile:
         return np.isin(names, known)
 
     @cached_property
+    def is_batch_norm(self) -> Column:
+        """Which operators are batch norms of a forward pass."""
+        known = [i for i, text in enumerate(self.tape.strings) if text.startswith(BATCH_NORMS)]
+        return np.isin(self.tape.operators.name, known)
+
+    @cached_property
     def num_steps(self) -> int:
         """Steps of the program's loop; 1 where the tape has none, as it is a divisor."""
         return max(1, len(step_operators(self.tape)))
 
-    @cached_property
+    @property
     def issue_seconds(self) -> float:
         """The host's time to issue a kernel."""
-        return efficiency_of(self.device).issue_seconds
+        return self.efficiency.issue_seconds
+
+    @cached_property
+    def efficiency(self) -> Efficiency:
+        """What the device reaches of its peak rates, and its fixed costs."""
+        return efficiency_of(self.device)
 
     @property
     def launch_seconds(self) -> float:
         """The card's time for a kernel that does next to nothing."""
-        return efficiency_of(self.device).launch_seconds
+        return self.efficiency.launch_seconds
 
     @cached_property
     def host_waits(self) -> bool:
@@ -118,6 +129,13 @@ class Profile:
     def blocks(self) -> tuple[RecomputableBlock, ...]:
         """The modules that are worth recomputing, outermost first."""
         return tuple(blocks(self.modules))
+
+    @cached_property
+    def calls_of_blocks(self) -> tuple[Column, Column]:
+        """The operators `[begin, end)` of all calls of blocks, as a column of begins and one of ends."""
+        calls = [(call.begin, call.end) for block in self.blocks for call in block.calls]
+        begins, ends = np.array(calls, dtype=np.int64).reshape(-1, 2).T
+        return begins, ends
 
     @cached_property
     def sequences(self) -> tuple[LayerSequence, ...]:

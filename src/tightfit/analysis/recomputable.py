@@ -99,7 +99,7 @@ def recompute_option(
         # Selective checkpointing serves the kept results from its cache instead of computing them again.
         if kept is not None:
             again[module_calls.tape.storages.operator[call.saved[stays]] - call.begin] = False
-        num_restoring = KERNELS_PER_BATCH_NORM * num_batch_norms(profile, call)
+        num_restoring = KERNELS_PER_BATCH_NORM * int(profile.is_batch_norm[call.begin : call.end].sum())
         added += float(seconds[call.begin : call.end][again].sum()) + num_restoring * profile.launch_seconds
         num_issued += int(profile.is_kernel[call.begin : call.end][again].sum()) + num_restoring
     in_python = seconds_in_python(block, keeps_some=kept is not None)
@@ -118,13 +118,6 @@ def recompute_option(
         exact=True,
         slots=block.slots,
     )
-
-
-def num_batch_norms(profile: "Profile", call: ModuleCall) -> int:
-    """How many batch norms of a call move their statistics."""
-    tape = profile.tape
-    known = [i for i, text in enumerate(tape.strings) if text.startswith(BATCH_NORMS)]
-    return int(np.isin(tape.operators.name[call.begin : call.end], known).sum())
 
 
 def seconds_in_python(block: RecomputableBlock, *, keeps_some: bool = False) -> float:

@@ -80,6 +80,11 @@ def refuse_other_files(text: str) -> None:
     Raises:
         UsageError: the line says what it is, and what to give instead.
     """
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        # Programs and what they are closed in need one.
+        raise UsageError("the folder that you are in was removed: go to one that is there (cd)") from error
     path = Path(text)
     if not text.strip():
         raise UsageError("the name of the target is empty: give a script (FILE.py) or a model, such as gpt2")

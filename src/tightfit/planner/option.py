@@ -5,9 +5,10 @@ knows no budget and no peak; which time steps matter follows from all options to
 """
 
 import dataclasses
-import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+import numpy as np
 
 from tightfit.planner.sides import Sides
 
@@ -23,18 +24,16 @@ class Change:
 
 def merged(changes: Iterable[Change]) -> tuple[Change, ...]:
     """The sum of the changes as disjoint ranges, in order."""
-    steps: dict[int, int] = {}
-    for change in changes:
-        steps[change.begin] = steps.get(change.begin, 0) + change.num_bytes
-        steps[change.end] = steps.get(change.end, 0) - change.num_bytes
-    found, level = [], 0
-    borders = sorted(steps)
-    for begin, end in itertools.pairwise(borders):
-        level += steps[begin]
-        # Ranges in which the changes cancel are left out.
-        if level:
-            found.append(Change(begin=begin, end=end, num_bytes=level))
-    return tuple(found)
+    rows = np.array([(change.begin, change.end, change.num_bytes) for change in changes], dtype=np.int64).reshape(-1, 3)
+    begins, ends, num_bytes = rows.T
+    borders, place = np.unique(np.append(begins, ends), return_inverse=True)
+    steps = np.zeros(len(borders), dtype=np.int64)
+    np.add.at(steps, place, np.append(num_bytes, -num_bytes))
+    levels = np.cumsum(steps)[:-1]
+    # Ranges in which the changes cancel are left out.
+    kept = np.flatnonzero(levels)
+    found = zip(borders[kept].tolist(), borders[kept + 1].tolist(), levels[kept].tolist(), strict=True)
+    return tuple(Change(begin=begin, end=end, num_bytes=level) for begin, end, level in found)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

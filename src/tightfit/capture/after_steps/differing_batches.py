@@ -5,6 +5,7 @@ those that have as many backward passes: one of fewer micro-batches is no smalle
 """
 
 import itertools
+from typing import NamedTuple
 
 from tightfit.capture.observe.recorder import Recorder
 from tightfit.capture.patches.loading import loaders
@@ -14,19 +15,28 @@ from tightfit.units import format_bytes
 
 def told_of_batches(recorder: Recorder) -> str:
     """What is to be said where the batches of the traced steps differ in size; empty where they do not, or where no step has one."""
-    for sizes in _bytes_of_batches(recorder):
+    for batches in _batches(recorder):
+        first, last = min(batches), max(batches)
         # A few bytes more are an index or a count.
-        if max(sizes) >= 1.01 * min(sizes):
+        if last.distinct_bytes >= 1.01 * first.distinct_bytes:
             looks = "--largest-batch looks for it, " if loaders.num_examples else ""
             return (
-                f"batches differ in size from step to step: those of the traced steps have {format_bytes(min(sizes))} to {format_bytes(max(sizes))}; "
+                f"batches differ in size from step to step: those of the traced steps have {format_bytes(first.num_bytes)} to {format_bytes(last.num_bytes)}; "
                 f"a larger one needs more memory ({looks}--steps N traces more)"
             )
     return ""
 
 
-def _bytes_of_batches(recorder: Recorder) -> list[list[int]]:
-    """The sizes of the batches that can be compared with each other, but for those of 0 bytes."""
+class _Batch(NamedTuple):
+    """What a step loads. Tensors of one size count once in `distinct_bytes`, by which batches are compared: a step with an evaluation, or one that loads
+    ahead, has more of them, and no larger ones."""
+
+    distinct_bytes: int
+    num_bytes: int
+
+
+def _batches(recorder: Recorder) -> list[list[_Batch]]:
+    """The batches that can be compared with each other, but for those of 0 bytes."""
     phases = recorder.operators["phase"]
     begins = [operator for _, _, _, operator in recorder.spans]
     ends = [*begins[1:], recorder.num_operators]
@@ -48,13 +58,14 @@ def _bytes_of_batches(recorder: Recorder) -> list[list[int]]:
         if category == Category.INPUTS
     ]
 
-    def size(after: int, until: int) -> int:
-        return sum(num_bytes for operator, num_bytes in inputs if after < operator <= until)
+    def batch(after: int, until: int) -> _Batch:
+        sizes = [num_bytes for operator, num_bytes in inputs if after < operator <= until]
+        return _Batch(sum(set(sizes)), sum(sizes))
 
-    by_passes: dict[int, list[int]] = {}
+    by_passes: dict[int, list[_Batch]] = {}
     for after, until in itertools.pairwise(last_of_steps):
-        by_passes.setdefault(sum(after < n <= until for n in passes), []).append(size(after, until))
+        by_passes.setdefault(sum(after < n <= until for n in passes), []).append(batch(after, until))
     # The step that follows has loaded its batch, or a part of it.
-    following = size(last_of_steps[-1], recorder.num_operators)
-    groups = [[size for size in sizes if size] for sizes in by_passes.values()]
-    return [[*sizes, following] if following > max(sizes) else sizes for sizes in groups if sizes]
+    following = batch(last_of_steps[-1], recorder.num_operators)
+    groups = [[one for one in batches if one.num_bytes] for batches in by_passes.values()]
+    return [[*group, following] if following > max(group) else group for group in groups if group]

@@ -12,7 +12,6 @@ import numpy as np
 
 from tightfit.analysis.modules import ModuleCall, ModuleCalls
 from tightfit.analysis.profile import Profile
-from tightfit.cost.efficiency import efficiency_of
 from tightfit.planner.option import Change
 from tightfit.planner.sides import Sides
 from tightfit.tape import Category, Column
@@ -150,7 +149,7 @@ class TileAccount:
         return sum(map(self._of_call, calls), Sides()) * (1 / self.profile.num_steps)
 
     def _of_call(self, one: Inside) -> Sides:
-        call, efficiency = one.call, efficiency_of(self.profile.device)
+        call, efficiency = one.call, self.profile.efficiency
         once = float(self.profile.seconds[call.begin : call.end].sum())
         again = once * self.work
         more = (once + float(self.profile.seconds[call.back_begin : call.back_end].sum())) * (self.work - 1)
