@@ -14,6 +14,8 @@ _LIBRARIES = tuple(
     | {str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<frozen"}
 )
 
+_COMMON = frozenset(("torch", "tightfit", *sys.stdlib_module_names))
+
 
 def is_users_module(module: types.ModuleType) -> bool:
     """Whether a Python module is the user's own."""
@@ -32,6 +34,13 @@ def is_users_class(kind: type) -> bool:
     """Whether a class is the user's own."""
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
     return kind.__module__ == "__main__" or (file is not None and is_users_file(file))
+
+
+@functools.cache
+def is_of_library(kind: type) -> bool:
+    """Whether a class is, or derives from, one of a library other than torch and Python's own."""
+    found = (base for base in kind.__mro__ if base.__module__.partition(".")[0] not in _COMMON)
+    return any(not is_users_class(base) for base in found)
 
 
 def is_users_function(value: Any) -> bool:

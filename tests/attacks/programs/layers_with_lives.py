@@ -353,3 +353,81 @@ def decorated_forwards(t: Trial) -> None:
 
     model = Net(Decorated() for _ in range(2))
     train(t, model, after=lambda _: t.note("failures", [b.failures for b in model.blocks]))
+
+
+class _KeysAndValues:
+    """A cache with the methods that Hugging Face's have, which holds a learned prefix before the blocks fill it."""
+
+    def __init__(self, prefix: torch.Tensor) -> None:
+        self.held: list[torch.Tensor] = list(prefix.unbind(0))
+
+    def get_seq_length(self, layer: int = 0) -> int:
+        """How many tokens it holds."""
+        return self.held[layer].shape[1]
+
+    def update(self, x: torch.Tensor, layer: int) -> torch.Tensor:
+        """All tokens, the new ones last."""
+        self.held[layer] = torch.cat([self.held[layer].expand(len(x), -1, -1), x], 1)
+        return self.held[layer]
+
+
+class _Prefixed(Block):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def forward(self, x: torch.Tensor, cache: _KeysAndValues | None = None, *, use_cache: bool = False) -> torch.Tensor:
+        """Tokens with the mean of all that the cache holds."""
+        h = super().forward(x)
+        if cache is None:
+            return h
+        held = cache.update(h, self.number) if use_cache else cache.held[self.number]
+        return h + held.mean(1, keepdim=True)
+
+
+class _PrefixNet(Net):
+    returns_loss = True
+
+    def __init__(self) -> None:
+        super().__init__((_Prefixed(i) for i in range(2)), sequential=False)
+        self.prefix = nn.Parameter(torch.randn(2, 1, 3, WIDTH))
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        """What the head is given."""
+        cache, x = _KeysAndValues(self.prefix), self.stem(x)
+        for block in self.blocks:
+            x = block(x, cache, use_cache=True)
+        return x
+
+
+@attack(
+    "recomputation",
+    "a cache of keys of the program's own holds a learned prefix, and blocks fill it up by its update() (prefix tuning)",
+)
+def cache_with_a_prefix(t: Trial) -> None:
+    train(t, _PrefixNet())
+
+
+@attack(
+    "recomputation",
+    "an argument use_cache of the program's own chooses another way through the block, without any cache",
+)
+def use_cache_means_something_else(t: Trial) -> None:
+    class Reusing(Block):
+        last: torch.Tensor | None = None
+
+        def forward(self, x: torch.Tensor, use_cache: bool = False) -> torch.Tensor:
+            h = super().forward(x)
+            if use_cache and self.last is not None:
+                h = 0.7 * h + 0.3 * self.last
+            self.last = h.detach()
+            return h
+
+    class Reusers(Net):
+        def features(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.stem(x)
+            for block in self.blocks:
+                x = block(x, use_cache=True)
+            return x
+
+    train(t, Reusers((Reusing() for _ in range(2)), sequential=False))

@@ -8,6 +8,7 @@ from torch.utils._pytree import tree_leaves
 
 from tightfit.effects.card_sums import unseen
 from tightfit.effects.holders import PLAIN
+from tightfit.effects.users_code import is_of_library, is_users_class
 from tightfit.torch_hooks.manifest import MAKE_SAVED_TENSOR
 
 _WITHOUT_STATE = (torch.Tensor, *PLAIN, torch.Size, torch.dtype, torch.device)
@@ -49,12 +50,34 @@ def holds_things(value: Any) -> bool:
     return not isinstance(value, _WITHOUT_STATE)
 
 
-def without_cache(argument: Any) -> Any:
-    """Replaces a key-value cache by None. Hugging Face's caches have no common type, and are recognised by their methods."""
-    if isinstance(argument, _WITHOUT_STATE) or type(argument) is tuple:
-        return argument
-    is_cache = hasattr(argument, "get_seq_length") and hasattr(argument, "update")
-    return None if is_cache else argument
+def without_cache(
+    module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a library's decoder block without the key-value cache that it would fill, and a second run once more.
+
+    Nothing reads that between the passes of a training step (transformers' own checkpointing switches it off too). What a program calls so in code of
+    its own, and a cache that holds something already, a learned prefix or the segment before, stays what it is.
+    """
+    if not is_of_library(type(module)):
+        return args, kwargs
+    numbers = (getattr(part, "layer_idx", None) for part in module.modules())
+    layer = next((number for number in numbers if isinstance(number, int)), 0)
+    given = {name: _without_empty(value, layer) for name, value in kwargs.items()}
+    is_kept = any(_is_cache(value) for value in given.values())
+    if given.get("use_cache") is True and not is_kept:
+        given["use_cache"] = False
+    return tuple([_without_empty(value, layer) for value in args]), given
+
+
+def _without_empty(argument: Any, layer: int) -> Any:
+    return None if _is_cache(argument) and not argument.get_seq_length(layer) else argument
+
+
+def _is_cache(argument: Any) -> bool:
+    """Hugging Face's caches have no common type, and are recognised by their methods."""
+    if isinstance(argument, _WITHOUT_STATE) or type(argument) is tuple or is_users_class(type(argument)):
+        return False
+    return hasattr(argument, "get_seq_length") and hasattr(argument, "update")
 
 
 class SavedInputs:

@@ -172,11 +172,7 @@ class Recomputed:
         """Calls `forward`; `on_call` is called before with the `RecomputedCall`, which can run it once more."""
         if not torch.is_grad_enabled() or self.is_left_alone() or is_looked_at(args, kwargs):
             return forward(*args, **kwargs)
-        args, kwargs = tuple(map(without_cache, args)), {name: without_cache(a) for name, a in kwargs.items()}
-        # A decoder that fills a cache in training would fill it twice; nothing reads it between the passes
-        # (transformers' own checkpointing switches it off too).
-        if kwargs.get("use_cache") is True:
-            kwargs["use_cache"] = False
+        args, kwargs = without_cache(self.owner(), args, kwargs)
         if torch.compiler.is_compiling():
             extra: dict[str, Any] = {} if self.contexts is None else {"context_fn": self.contexts}
             # What a module calls its arguments may be what a checkpoint calls its own.
