@@ -1,4 +1,4 @@
-"""Notices calls that leave something outside of the process's memory, or take something from there: files, folders, databases, sockets, queues.
+"""Notices calls that leave something outside of the process's memory, or take something from there: files, folders, databases, sockets, queues, signals.
 
 Code that is run again would do it once more, and nothing can put it back: a count in a file has moved on twice, whatever both runs compute. Calls are
 seen by Python's profile function, in this thread and for as long as the region runs; a profiler of the program's that is written in Python is called
@@ -51,6 +51,9 @@ _BY_MODULE = {
     "multiprocessing": "acquire release",
     "ctypes": "from_address",
     "numpy": "tofile",
+    # Handlers run in the main thread: on a card, where code is run again in one of torch's, after the backward pass. And none can be set there.
+    "signal": "alarm pthread_kill raise_signal setitimer signal",
+    "thread": "interrupt_main",
 }
 _MODULES_OF: dict[str, set[str]] = defaultdict(set)
 for _module, _names in _BY_MODULE.items():
@@ -79,7 +82,18 @@ NAMES = frozenset(
         ),
         *("recv", "put", "put_nowait", "get_nowait", "tofile", "memmap", "putenv", "chdir", "system", "from_address"),
         *("os", "posix", "io", "pathlib", "Path", "sqlite3", "shelve", "dbm", "socket", "mmap", "tempfile", "shutil"),
-        *("subprocess", "multiprocessing", "shared_memory", "queue", "SimpleQueue", "importlib", "getattr", "exec"),
+        *(
+            "signal",
+            "interrupt_main",
+            "subprocess",
+            "multiprocessing",
+            "shared_memory",
+            "queue",
+            "SimpleQueue",
+            "importlib",
+            "getattr",
+            "exec",
+        ),
         *("eval", "__import__", "save", "dump", *_LIBRARIES),
     ]
 )
