@@ -9,9 +9,9 @@ from tightfit.fit.planning import _full_checkpointing
 
 
 def _found(*, fits: bool, reached: int) -> Any:
-    option = SimpleNamespace(technique="checkpointing", where="Model.layers.0", slots=frozenset({"a"}), seconds=0.1)
+    option = SimpleNamespace(technique="checkpointing", where="Model.layers.0", slots=frozenset({"a"}))
     variant = SimpleNamespace(
-        problem=SimpleNamespace(options=[option], peak_bytes=lambda _: 900),
+        problem=SimpleNamespace(options=[option], peak_bytes=lambda _: 900, seconds_of=lambda _: 0.1),
         gap_bytes=100,
         run=SimpleNamespace(seconds=1.0),
     )

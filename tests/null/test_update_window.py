@@ -68,11 +68,11 @@ def test_no_more_than_the_window_is_there_and_everything_comes_and_leaves_once(
 def test_seconds_of_equal_parameters(window_bytes: int, seconds: float) -> None:
     updates = [StreamedUpdate(state_bytes=10, num_copies=2, seconds=1.0, result_bytes=7) for _ in range(5)]
     found = streamed(updates, window_bytes, lambda num_bytes, _: num_bytes / 5)
-    assert found.seconds == pytest.approx(seconds)
+    assert found.sides.on_card == pytest.approx(seconds)
     assert found.peak_bytes == window_bytes + 7
 
 
 def test_copies_hide_behind_the_computation_between_the_updates() -> None:
     updates = [StreamedUpdate(state_bytes=10, num_copies=1, seconds=1.0, seconds_before=5.0) for _ in range(4)]
     found = streamed(updates, 30, lambda num_bytes, _: num_bytes / 5, seconds_after=3.0)
-    assert found.seconds == pytest.approx(4 * (5 + 1) + 3)
+    assert found.sides.on_card == pytest.approx(4 * (5 + 1) + 3)

@@ -36,9 +36,9 @@ def is_users_class(kind: type) -> bool:
     return kind.__module__ == "__main__" or (file is not None and is_users_file(file))
 
 
-@functools.cache
 def is_of_library(kind: type) -> bool:
     """Whether a class is, or derives from, one of a library other than torch and Python's own."""
+    # No cache: it would keep the class, and with it all that the program's module holds.
     found = (base for base in kind.__mro__ if base.__module__.partition(".")[0] not in _COMMON)
     return any(not is_users_class(base) for base in found)
 
