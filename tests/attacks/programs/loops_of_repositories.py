@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from tests.attacks.models import BATCH, Block, Net, adamw, sgd, tokens, train
 from tests.attacks.places import EXACT
+from tests.attacks.places import EXACT
 from tests.attacks.registry import attack
 from tests.attacks.trial import Trial
 from torch import nn
@@ -75,8 +76,15 @@ def split_backward(t: Trial) -> None:
         t.end_step()
 
 
-@attack("gradients", "a closure makes the whole step, compiled by torch.compile (backend='eager')")
+@attack(
+    "gradients",
+    "a closure makes the whole step, compiled by torch.compile (backend='eager')",
+    # The compiler takes a gradient that is kept elsewhere apart, and wraps the refusal into an error of its own.
+    only=tuple(name for name in EXACT if not name.startswith(("update", "optimizer offload"))),
+)
 def compiled_step(t: Trial) -> None:
+    # What runs before have compiled decides when torch gives up compiling.
+    torch.compiler.reset()
     model = Net()
     optimizer = sgd(model)
     t.apply(model, optimizer)
