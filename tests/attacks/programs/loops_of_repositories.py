@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from tests.attacks.models import BATCH, Block, Net, adamw, sgd, tokens, train
 from tests.attacks.places import EXACT
-from tests.attacks.places import EXACT
 from tests.attacks.registry import attack
 from tests.attacks.trial import Trial
 from torch import nn
