@@ -60,17 +60,21 @@ def without_cache(
     """
     if not is_of_library(type(module)):
         return args, kwargs
-    numbers = (getattr(part, "layer_idx", None) for part in module.modules())
-    layer = next((number for number in numbers if isinstance(number, int)), 0)
-    given = {name: _without_empty(value, layer) for name, value in kwargs.items()}
+    given = {name: _without_empty(value, module) for name, value in kwargs.items()}
     is_kept = any(_is_cache(value) for value in given.values())
     if given.get("use_cache") is True and not is_kept:
         given["use_cache"] = False
-    return tuple([_without_empty(value, layer) for value in args]), given
+    return tuple([_without_empty(value, module) for value in args]), given
 
 
-def _without_empty(argument: Any, layer: int) -> Any:
-    return None if _is_cache(argument) and not argument.get_seq_length(layer) else argument
+def _without_empty(argument: Any, module: torch.nn.Module) -> Any:
+    return None if _is_cache(argument) and not argument.get_seq_length(_layer_of(module)) else argument
+
+
+def _layer_of(module: torch.nn.Module) -> int:
+    """The number of a block in a cache."""
+    numbers = (getattr(part, "layer_idx", None) for part in module.modules())
+    return next((number for number in numbers if isinstance(number, int)), 0)
 
 
 def _is_cache(argument: Any) -> bool:
