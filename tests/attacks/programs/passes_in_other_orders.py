@@ -521,3 +521,25 @@ def steps_past_their_wrapper(t: Trial) -> None:
         bare(optimizer)
         t.note("loss", loss)
         t.end_step()
+
+
+@attack(
+    "parts",
+    "a buffer for display is given the data of the head's logits by .data, and is read before the backward pass",
+)
+def data_is_of_logits(t: Trial) -> None:
+    model = Net()
+    optimizer = sgd(model)
+    t.apply(model, optimizer)
+    seen: list[torch.Tensor] = []
+    model.head.register_forward_hook(lambda module, given, logits: seen.append(logits))
+    shown = torch.zeros(1)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = model(*tokens(step))
+        shown.data = seen.pop()
+        t.note("shown", shown.sum())
+        loss.backward()
+        optimizer.step()
+        t.note("loss", loss)
+        t.end_step()

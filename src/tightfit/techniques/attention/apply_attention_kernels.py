@@ -13,6 +13,7 @@ from tightfit.effects.dispatched import dispatched
 from tightfit.errors import ApplyError
 from tightfit.techniques.attention.deferred_scores import Reads, started
 from tightfit.techniques.lazy_tensors.asked_gradients import watch_inputs_of_backward
+from tightfit.techniques.lazy_tensors.data_of_stand_ins import refuse_data_of_stand_ins
 from tightfit.techniques.lazy_tensors.deferral import name_of
 from tightfit.techniques.lazy_tensors.written_since import WrittenSince
 from tightfit.techniques.session import Session, Verdict
@@ -40,6 +41,7 @@ def apply_attention_kernels(session: Session, chosen: Sequence[Choice]) -> None:
         leave()
 
     session.when_undone(end)
+    session.when_undone(refuse_data_of_stand_ins())
 
 
 class _Start(TorchFunctionMode):

@@ -26,6 +26,6 @@ class _Data:
         """As `tightfit.torch_hooks.tensor_data.DataOwner`; a stand-in that is written to knows what to do by itself."""
         if type(type(value)) is SeenAsTensor and type(type(tensor)) is not SeenAsTensor:
             raise ApplyError(
-                f"the data of a tensor of shape {tuple(tensor.shape)} is set to a gradient that is not kept, whose memory both would share from then on; "
-                "copy it first (p.grad.clone()), or leave updates in the backward pass out of the plan"
+                f"the data of a tensor of shape {tuple(tensor.shape)} is set to that of one that is not computed, whose memory both would share from then on; "
+                "give it a copy (p.grad.clone(), logits.clone()), or leave the technique out of the plan"
             )

@@ -15,6 +15,7 @@ from tightfit.effects.users_code import is_users_function
 from tightfit.effects.value_checks import has_values
 from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.asked_gradients import watch_inputs_of_backward
+from tightfit.techniques.lazy_tensors.data_of_stand_ins import refuse_data_of_stand_ins
 from tightfit.techniques.loss_head.deferred_logits import Chunks, Origin, WeightCopies, deferred_logits
 from tightfit.techniques.session import Session
 from tightfit.techniques.technique import Choice, check_each
@@ -65,6 +66,7 @@ def apply_chunked_loss(session: Session, chosen: Sequence[Choice]) -> None:
     for optimizer in session.optimizers:
         session.hook(optimizer.register_step_pre_hook, before_step)
     watch_inputs_of_backward(session)
+    session.when_undone(refuse_data_of_stand_ins())
 
 
 class _Deferral:
