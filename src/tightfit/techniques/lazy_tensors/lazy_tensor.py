@@ -17,10 +17,11 @@ from torch.utils._pytree import tree_map_only
 from tightfit.effects.dispatched import dispatched
 from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.seen_as_tensor import SeenAsTensor
+from tightfit.torch_hooks.manifest import NOT_TRACED
 
 NOT_ANSWERED = object()
 # From where the compiler asks what a tensor is made of (torch/_dynamo/variables/builder.py) over torch's own functions.
-_FRAMES_TO_COMPILER = 4
+_FRAMES_TO_COMPILER = 40
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _IS_SPARSE = torch.Tensor.is_sparse.__get__  # type: ignore[attr-defined]
 
@@ -169,7 +170,8 @@ class LazyTensor(torch.Tensor, metaclass=SeenAsTensor):
         # Tools that measure memory (torch.distributed's memory trackers, and our own recorder) look inside of
         # wrapper subclasses by these names. So does the compiler, to trace through them.
         if _is_asked_by_compiler(sys._getframe(1)):
-            raise ApplyError(
+            # By this the compiler leaves the code to Python, which it does for whatever it cannot trace.
+            raise NOT_TRACED.value()(
                 "a tensor that is not computed is given to code that torch.compile takes apart; give it a copy (p.grad.clone()), "
                 "or leave the technique out of the plan"
             )

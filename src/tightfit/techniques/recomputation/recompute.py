@@ -46,6 +46,7 @@ from tightfit.effects.state import (
     restore,
     snapshot_of_arguments,
     with_replaced,
+    written_since,
 )
 from tightfit.effects.value_checks import has_values
 from tightfit.errors import ApplyError, TightfitError
@@ -422,9 +423,8 @@ class RecomputedCall:
 
     def _refuse_left(self, now: Snapshot) -> None:
         """A run that ends with the last tensor that the backward pass needs does not come to what takes its writes back at the end of the forward."""
-        for difference in differences(now, self._owner.state.snapshot(self._owner.owner())):
-            if difference.tensor is not None:
-                raise self._owner.refusal(f"was run a second time, and as it ended there {difference}")
+        for difference in written_since(now):
+            raise self._owner.refusal(f"was run a second time, and as it ended there {difference}")
 
     def _refuse_lost(self, changed: Sequence[StateDifference]) -> None:
         for difference in changed:
@@ -518,9 +518,7 @@ class _RepeatedCall:
                     fingerprints or _NOTHING,
                 ):
                     _run_uncompiled(self._forward, args, self._kwargs)
-                for then in at_last:
-                    since = differences(then, owner.state.snapshot(owner.owner()))
-                    owner.writes_at_its_end |= any(each.tensor is not None for each in since)
+                owner.writes_at_its_end |= any(True for then in at_last for _ in written_since(then))
             except _StopRecomputationError:
                 # What the backward pass needs is there.
                 if not later.is_stopped:

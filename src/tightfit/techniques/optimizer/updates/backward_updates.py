@@ -11,6 +11,7 @@ A backward pass whose gradients are also used elsewhere (hooks, a buffer of the 
 import dataclasses
 import functools
 import itertools
+import sys
 import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -486,7 +487,20 @@ def _reason_of_mode() -> str:
         return "what a graph has saved may be written to"
     if dispatch_modes_of_program():
         return "a mode of the program's sees each operator of the backward pass"
+    if _is_in_compiled_code():
+        return "the backward pass is a part of a compiled function (torch.compile)"
     return "a node of a graph has a hook" if is_any_node_hooked() else ""
+
+
+def _is_in_compiled_code() -> bool:
+    if "torch._dynamo" not in sys.modules:
+        return False
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch._dynamo.eval_frame":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _reason_of(node: Any) -> str:
