@@ -240,6 +240,19 @@ def _is_asked_by_compiler(frame: types.FrameType | None) -> bool:
     return False
 
 
+def is_in_compiled_code() -> bool:
+    """Whether a caller is a function that torch.compile was given, whatever part of it the compiler has left to Python."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        # Functions that are kept from the compiler have a wrapper of another name there (torch/_dynamo/eval_frame.py).
+        if frame.f_code.co_name == "compile_wrapper" and frame.f_globals.get("__name__", "").startswith(
+            "torch._dynamo."
+        ):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def carry_attributes(tensor: torch.Tensor | None, to: torch.Tensor | None) -> None:
     """Sets on `to` what the program has set on a lazy tensor that it replaces."""
     if isinstance(tensor, LazyTensor) and to is not None and to is not tensor and len(vars(tensor)) > 1:

@@ -11,7 +11,6 @@ A backward pass whose gradients are also used elsewhere (hooks, a buffer of the 
 import dataclasses
 import functools
 import itertools
-import sys
 import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -29,6 +28,7 @@ from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.code_in_graphs import CodeInGraph, runs_own_code
 from tightfit.techniques.lazy_tensors.data_of_stand_ins import refuse_data_of_stand_ins
 from tightfit.techniques.lazy_tensors.deferred_gradients import REMEDY, deferred_gradient, settle
+from tightfit.techniques.lazy_tensors.lazy_tensor import is_in_compiled_code
 from tightfit.techniques.lazy_tensors.programs_code import ProgramsCode, RegionStates
 from tightfit.techniques.lazy_tensors.retained_graphs import (
     KeptPass,
@@ -487,20 +487,9 @@ def _reason_of_mode() -> str:
         return "what a graph has saved may be written to"
     if dispatch_modes_of_program():
         return "a mode of the program's sees each operator of the backward pass"
-    if _is_in_compiled_code():
+    if is_in_compiled_code():
         return "the backward pass is a part of a compiled function (torch.compile)"
     return "a node of a graph has a hook" if is_any_node_hooked() else ""
-
-
-def _is_in_compiled_code() -> bool:
-    if "torch._dynamo" not in sys.modules:
-        return False
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__") == "torch._dynamo.eval_frame":
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _reason_of(node: Any) -> str:
