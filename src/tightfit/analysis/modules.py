@@ -9,6 +9,7 @@ allocated before the call and in it.
 
 import dataclasses
 import itertools
+from collections import Counter
 from functools import cached_property
 
 import numpy as np
@@ -153,6 +154,24 @@ class ModuleCalls:
             for length in range(1, len(parts) + 1):
                 found.setdefault(".".join(parts[:length]))
         return [path for path in found if path]
+
+    @cached_property
+    def _num_saved_weights(self) -> Counter[str]:
+        weights, num_bytes = self.tape.weights, self.tape.storages.num_bytes
+        sizes: dict[int, list[int]] = {}
+        for module, storage in zip(weights.module.tolist(), weights.storage.tolist(), strict=True):
+            sizes.setdefault(module, []).append(int(num_bytes[storage]))
+        found: Counter[str] = Counter()
+        for module, of_module in sizes.items():
+            parts = self.tape.strings[module].split(".")
+            for length in range(1, len(parts) + 1):
+                found[".".join(parts[:length])] += of_module.count(max(of_module))
+        return found
+
+    def num_saved_weights(self, path: str) -> int:
+        """How many weights the modules at and inside `path` save for backward, where none is frozen: not biases, which are smaller than the weight beside them. (A norm
+        saves both of its.)"""
+        return self._num_saved_weights[path]
 
     def first_result(self, operator: int) -> int:
         """The storage of the first result of an operator that has made some: results are allocated in order, after what is freed again inside."""

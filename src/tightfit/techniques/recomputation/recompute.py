@@ -274,7 +274,6 @@ class RecomputedCall:
         )
         self._copies = owner.copies(self._before, of_all=self._of_all)
         self._own_writes: frozenset[str] = frozenset()
-        self._spend()
         # Snapshots refer to tensors with a graph weakly. Those that the first run may read must be alive for
         # the second, whatever the program drops in between.
         in_graphs = self._before.in_graphs()
@@ -334,6 +333,7 @@ class RecomputedCall:
         return result
 
     def _end_first(self) -> None:
+        self._spend()
         self._owner.note_reach(self._before)
         self._owner.num_saved = len(self.saved)
         if self.saved.question:
@@ -404,11 +404,11 @@ class RecomputedCall:
         """Half of what a call costs the processor, in each of its runs."""
         if self._owner.schedule.has_values:
             return
-        num_modules = 0.5 * sum(1 for _ in self._owner.owner().modules())
+        num_tensors = 0.5 * len(self.saved)
         spends(HostWork.RECOMPUTED_CALL, 0.5)
-        spends(HostWork.RECOMPUTED_MODULE, num_modules)
+        spends(HostWork.RECOMPUTED_TENSOR, num_tensors)
         if self._owner.is_selective:
-            spends(HostWork.SELECTED_MODULE, num_modules)
+            spends(HostWork.SELECTED_TENSOR, num_tensors)
 
     def _is_written_since(self, now: Snapshot, held: Snapshot | None) -> bool:
         if now is self._before and self._owner.state.is_still(now):
