@@ -35,7 +35,7 @@ class SequentialCheckpointing(AbstractTechnique):
         least = _SMALLEST_SHARE * saved_bytes(module_calls)
         for sequence in profile.sequences:
             for layer_range in segments(sequence, 0, len(sequence)):
-                if module_calls.bytes_of(layer_range.calls[-1].saved) >= least:
+                if module_calls.lifetimes.bytes_of(layer_range.calls[-1].saved) >= least:
                     yield _option(self.name, profile, layer_range)
 
     def apply(self, session: "Session", chosen: Sequence[Choice]) -> None:
