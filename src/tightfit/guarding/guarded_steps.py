@@ -117,7 +117,7 @@ class GuardedSteps:
     @property
     def plan_in_use(self) -> int:
         """The position in `plans` of the one that is on the model now; -1 for none."""
-        return self._attempts.plan_in_use
+        return self._attempts.rungs.at
 
     def batches(self, loader: Iterable[Batch]) -> ReplayedBatches[Batch]:
         """An iterator over `loader` for steps that call `next` themselves: a step that is run again gets the same batches."""

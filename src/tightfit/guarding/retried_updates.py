@@ -6,7 +6,8 @@ nothing, and runs again when memory was freed.
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -49,6 +50,15 @@ class UpdateRetries:
             if self._covers.get(optimizer) is not vars(optimizer).get("step", optimizer):
                 self._session.set(optimizer, "step", _GuardedStep(self, optimizer))
                 self._covers[optimizer] = vars(optimizer)["step"]
+
+    @contextmanager
+    def up_to_updates(self) -> Iterator[None]:
+        """The step of an optimizer raises `UpdateReached` in here."""
+        self.stops_before = True
+        try:
+            yield
+        finally:
+            self.stops_before = False
 
     def begin(self) -> None:
         """A step of the loop begins."""
