@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from tightfit.guarding.ballast import Ballast
-from tightfit.guarding.out_of_memory import drop_failed_backward, is_out_of_memory, release_memory
-from tightfit.guarding.post_mortem import PostMortem
+from tightfit.guarding.memory.ballast import Ballast
+from tightfit.guarding.memory.out_of_memory import drop_failed_backward, is_out_of_memory, release_memory
+from tightfit.guarding.memory.post_mortem import PostMortem
+from tightfit.guarding.memory.retried_operators import RetriedOperators
 from tightfit.guarding.replayed_batches import ReplayedBatches
 from tightfit.guarding.restoration import Attempt, Restoration
-from tightfit.guarding.retried_operators import RetriedOperators
 from tightfit.guarding.rungs import Rungs
 from tightfit.techniques.session import Session
 

@@ -6,8 +6,8 @@ from typing import Protocol
 import torch
 
 from tightfit.errors import ApplyError, TightfitError, forget_apply_errors
-from tightfit.guarding.out_of_memory import is_out_of_memory, release_memory, without_frames
-from tightfit.guarding.retried_operators import RetriedOperators
+from tightfit.guarding.memory.out_of_memory import is_out_of_memory, release_memory, without_frames
+from tightfit.guarding.memory.retried_operators import RetriedOperators
 from tightfit.planner.plan import Plan
 from tightfit.techniques.session import Session
 

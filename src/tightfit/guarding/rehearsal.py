@@ -6,8 +6,8 @@ from typing import Any
 
 from tightfit.errors import ApplyError
 from tightfit.guarding.attempts import Attempts
-from tightfit.guarding.out_of_memory import without_frames
-from tightfit.guarding.retried_updates import UpdateReached
+from tightfit.guarding.memory.out_of_memory import without_frames
+from tightfit.guarding.memory.retried_updates import UpdateReached
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from tightfit.guarding.begun_loaders import BegunLoaders
+from tightfit.guarding.memory.retried_operators import RetriedOperators
+from tightfit.guarding.memory.retried_updates import UpdateRetries
 from tightfit.guarding.replayed_batches import ReplayedBatches
-from tightfit.guarding.retried_operators import RetriedOperators
-from tightfit.guarding.retried_updates import UpdateRetries
 from tightfit.guarding.state.step_state import StepBeginning, StepStates
 from tightfit.techniques.session import Session
 from tightfit.torch_hooks.backward import on_backward

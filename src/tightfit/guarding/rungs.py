@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from tightfit.errors import forget_apply_errors
-from tightfit.guarding.out_of_memory import release_memory
+from tightfit.guarding.memory.out_of_memory import release_memory
+from tightfit.guarding.memory.retried_operators import RetriedOperators
 from tightfit.guarding.plan_on_model import PlanOnModel, Put
-from tightfit.guarding.retried_operators import RetriedOperators
 from tightfit.planner.plan import Plan
 from tightfit.runtime.apply import apply
 from tightfit.techniques.session import Session

@@ -13,8 +13,8 @@ from tightfit.guarding.attempts import Attempt, Attempts
 from tightfit.guarding.loops.names_of_turn import TurnNames
 from tightfit.guarding.loops.outside_effects import OutsideEffects
 from tightfit.guarding.loops.turn_variables import TurnVariables
+from tightfit.guarding.memory.out_of_memory import without_frames
 from tightfit.guarding.named_values import attributes_named_by
-from tightfit.guarding.out_of_memory import without_frames
 from tightfit.guarding.replayed_batches import ReplayedBatches
 
 

@@ -15,13 +15,13 @@ import torch
 
 from tightfit.errors import ApplyError
 from tightfit.guarding.attempts import Attempts
-from tightfit.guarding.ballast import Ballast
 from tightfit.guarding.loops.find_loops import GuardedProgram, training_loops
 from tightfit.guarding.loops.framework_steps import STEPS, run_framework_step
 from tightfit.guarding.loops.guarded_loops import LoopGuard
 from tightfit.guarding.loops.outside_effects import OutsideEffects
 from tightfit.guarding.loops.rewrite_loops import GUARD, rewrite
-from tightfit.guarding.out_of_memory import is_out_of_memory
+from tightfit.guarding.memory.ballast import Ballast
+from tightfit.guarding.memory.out_of_memory import is_out_of_memory
 from tightfit.guarding.plan_on_model import Put
 from tightfit.guarding.rungs import CALM_STEPS, Rungs
 from tightfit.planner.plan import Plan

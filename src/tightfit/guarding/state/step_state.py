@@ -24,7 +24,7 @@ from tightfit.effects.state import (
     restore,
     snapshot_of_arguments,
 )
-from tightfit.guarding.out_of_memory import release_memory
+from tightfit.guarding.memory.out_of_memory import release_memory
 from tightfit.guarding.state.leaf_hooks import LeafHooks
 from tightfit.guarding.state.optimizer_settings import OptimizerSettings
 from tightfit.guarding.state.step_gradients import StepGradients

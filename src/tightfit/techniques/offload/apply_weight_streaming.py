@@ -15,7 +15,7 @@ from tightfit.effects.ambient import (
     are_saved_tensor_hooks_refused,
     takes_saved_tensor_hooks,
 )
-from tightfit.effects.asked_of_saved import question_of, told
+from tightfit.effects.bytecode.asked_of_saved import question_of, told
 from tightfit.effects.state import MOVED
 from tightfit.engine.disk.disk_copies import DiskSpace
 from tightfit.engine.saved.saved_storage import Saved

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tightfit.guarding.retried_operators import RetriedOperators
+from tightfit.guarding.memory.retried_operators import RetriedOperators
 from tightfit.techniques.session import Session
 from tightfit.torch_hooks.manifest import NUM_DISPATCH_MODES
 from tightfit.torch_hooks.weak_references import WeakTable

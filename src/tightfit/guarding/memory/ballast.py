@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from tightfit.guarding.out_of_memory import is_out_of_memory, release_memory
+from tightfit.guarding.memory.out_of_memory import is_out_of_memory, release_memory
 
 
 class Ballast:
@@ -52,6 +52,6 @@ class Ballast:
         return was_held
 
     def release_all(self) -> None:
-        """Gives it up with all other memory that nobody uses, for an operator that is run again."""
+        """Gives it up, and with it all memory that is reserved but unused, for an operator that is run again."""
         self.release()
         release_memory()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tightfit.errors import OutputError
-from tightfit.guarding.out_of_memory import release_memory
+from tightfit.guarding.memory.out_of_memory import release_memory
 from tightfit.output_files import write_text
 from tightfit.units import format_bytes
 
