@@ -162,4 +162,4 @@ def _traced(name: str, settings: Mapping[str, Any] | None, way: str = "") -> Tap
 
 
 def _allocated(profile: Profile) -> int:
-    return int(profile.trained_parts.memory_timeline.max(initial=0))
+    return int(profile.optimizer.trained_parts.memory_timeline.max(initial=0))

@@ -125,4 +125,4 @@ def _bytes_to_host(tape: Tape) -> int:
 
 def _allocated(tape: Tape) -> int:
     profile = Profile(tape, find(CARDS[0]))
-    return int(profile.trained_parts.memory_timeline.max(initial=0))
+    return int(profile.optimizer.trained_parts.memory_timeline.max(initial=0))

@@ -20,7 +20,7 @@ from tightfit.guarding.loops.guarded_script import GuardedScript
 from tightfit.planner.plan import Plan
 
 # What the guard itself computes at the beginning of a step is not the script's.
-_OWN = ("guarding/step_", "guarding/weight_sums", "effects/")
+_OWN = ("guarding/state/", "effects/")
 
 
 @functools.cache

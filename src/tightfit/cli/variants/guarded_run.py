@@ -101,7 +101,7 @@ def _limit(budget: str) -> None:
     Raises:
         UsageError: there is no GPU, or the budget is not for it.
     """
-    from tightfit.guarding.process_budget import allocator_setting
+    from tightfit.guarding.memory.process_budget import allocator_setting
 
     cards = local_cards()
     if not cards:

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from tightfit.effects.bytecode.instructions import instructions_of
 from tightfit.effects.code import CODE, Code
 from tightfit.effects.holders import ClassAttributes, Holder, Items, Members, Names, class_state, is_plain
 from tightfit.effects.identities import identities
-from tightfit.effects.instructions import instructions_of
 from tightfit.effects.outside_calls import NAMES
 from tightfit.effects.reachable.cells import Cell, contents
 from tightfit.effects.reachable.classes_of_libraries import BAGS, COUNTING, STATELESS

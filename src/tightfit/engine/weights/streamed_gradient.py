@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from tightfit.capture.patches import gradients_of_data
 from tightfit.capture.processes.process_role import is_simulated
-from tightfit.effects.contents import checksum_of
+from tightfit.effects.values.contents import checksum_of
 from tightfit.engine.copy_engines import CopyEngine, Ticket
 from tightfit.engine.host_slab import HostSlab
 from tightfit.engine.zero_copy import at_host as bytes_there

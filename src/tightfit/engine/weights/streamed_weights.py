@@ -44,8 +44,10 @@ class StreamedBlock:
         if tensor.layout != torch.strided or is_traceable_wrapper_subclass(tensor):
             return None
         key = tensor.untyped_storage()._cdata
-        weight = next((w for w in self.weights if w.residence is Residence.CARD and w.key == key), None)
-        return None if weight is None else SavedWeight(weight, tensor)
+        for weight in self.weights:
+            if weight.residence is Residence.CARD and weight.on_card.whole.untyped_storage()._cdata == key:
+                return SavedWeight(weight, tensor)
+        return None
 
 
 class SavedWeight:
@@ -55,7 +57,7 @@ class SavedWeight:
 
     def __init__(self, weight: StreamedWeight, tensor: torch.Tensor) -> None:
         self.weight = weight
-        self.num_writes = weight.num_writes
+        self.num_writes = weight.data.num_writes
         # Of a leaf itself autograd uses the data that it has in the backward pass, of a view of it those that it had.
         self.is_parameter = tensor is weight.parameter
         self.dtype, self.shape, self.stride, self.offset = (
@@ -71,7 +73,7 @@ class SavedWeight:
         Raises:
             RuntimeError: it was written to since, as autograd has it (torch/csrc/autograd/saved_variable.cpp).
         """
-        if self.weight.num_writes != self.num_writes:
+        if self.weight.data.num_writes != self.num_writes:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
                 f"weight of shape {tuple(self.weight.parameter.shape)} that was saved for the backward pass"
@@ -207,7 +209,7 @@ class StreamedWeights:
         with self._lock:
             for each in self._blocks if block is None else (block,):
                 for weight in each.weights:
-                    if weight.has_view(of_other_values=block is not None):
+                    if weight.left.is_held(unless_written=None if block is None else weight.data.num_writes):
                         self._when_viewed(weight)
 
     def stay(self, block: StreamedBlock) -> bool:
@@ -274,11 +276,13 @@ class StreamedWeights:
             if not weight.is_ours():
                 # The program has set other data since.
                 return (
-                    weight.parameter.data if saved.is_parameter else saved.tensor(weight.copied(self._traffic.copies))
+                    weight.parameter.data
+                    if saved.is_parameter
+                    else saved.tensor(weight.on_card.copied(self._traffic.copies))
                 )
             self._traffic.have(weight)
             self._traffic.have_gradient(weight)
-            return saved.tensor(weight.on_card)
+            return saved.tensor(weight.on_card.whole)
 
     def _after_call(self, block: StreamedBlock, kind: Pass) -> None:
         # What runs again in a backward pass is used there next.

@@ -8,7 +8,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from tightfit.effects.ambient import dispatch_modes_of_program, modes_of_program
-from tightfit.effects.class_questions import ClassQuestion
+from tightfit.effects.bytecode.class_questions import ClassQuestion
 from tightfit.effects.dispatched import dispatched
 from tightfit.errors import ApplyError
 from tightfit.techniques.attention.deferred_scores import Reads, started

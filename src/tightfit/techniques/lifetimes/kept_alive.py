@@ -10,9 +10,14 @@ from typing import TYPE_CHECKING, Never, final
 
 import numpy as np
 
-from tightfit.analysis.accumulations import ADVICE_ON_GROWTH, Accumulation, accumulations_from, advice_on_accumulation
 from tightfit.analysis.optimizer import OptimizerProfile, events_of, passes_of
 from tightfit.analysis.profile import Profile
+from tightfit.analysis.source.accumulations import (
+    ADVICE_ON_GROWTH,
+    Accumulation,
+    accumulations_from,
+    advice_on_accumulation,
+)
 from tightfit.errors import ApplyError
 from tightfit.planner.option import Option
 from tightfit.planner.suggestion import Suggestion

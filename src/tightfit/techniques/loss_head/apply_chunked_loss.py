@@ -10,9 +10,9 @@ from torch.nn import functional
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tightfit.effects.ambient import modes_of_program
-from tightfit.effects.class_questions import ClassQuestion
+from tightfit.effects.bytecode.class_questions import ClassQuestion
 from tightfit.effects.users_code import is_users_function
-from tightfit.effects.value_checks import has_values
+from tightfit.effects.values.value_checks import has_values
 from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.asked_gradients import watch_inputs_of_backward
 from tightfit.techniques.lazy_tensors.data_of_stand_ins import refuse_data_of_stand_ins

@@ -17,11 +17,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from tightfit.capture.observe.host_python import spends
 from tightfit.cost.host_python import HostWork
 from tightfit.effects.ambient import modes_of_program
-from tightfit.effects.fingerprints import paused
 from tightfit.effects.graph_shapes import graph_shape
 from tightfit.effects.outside_calls import without_outside_calls
 from tightfit.effects.reads import Reads
-from tightfit.effects.value_checks import has_values, nothing_hidden
+from tightfit.effects.values.fingerprints import paused
+from tightfit.effects.values.value_checks import has_values, nothing_hidden
 from tightfit.errors import ApplyError, TightfitError
 from tightfit.techniques.lazy_tensors.code_in_graphs import CodeInGraph
 from tightfit.techniques.micro_batches.batches import AbstractBatch, Batch

@@ -15,7 +15,7 @@ from tightfit.effects.ambient import (
     are_saved_tensor_hooks_refused,
     takes_saved_tensor_hooks,
 )
-from tightfit.effects.asked_of_saved import question_of, told
+from tightfit.effects.bytecode.asked_of_saved import question_of, told
 from tightfit.effects.state import MOVED
 from tightfit.engine.disk.disk_copies import DiskSpace
 from tightfit.engine.saved.saved_storage import Saved
@@ -363,10 +363,10 @@ class _Checks:
             ApplyError: they differ.
         """
         times = self._times.get(weight, 0)
-        if times >= self._num_times and weight.on_card.device.type != "cpu":
+        if times >= self._num_times and weight.on_card.whole.device.type != "cpu":
             return
         self._times[weight] = times + 1
-        if not torch.equal(weight.on_card.cpu(), weight.bytes_at_host):
+        if not torch.equal(weight.on_card.whole.cpu(), weight.bytes_at_host):
             raise self._verdict.refuse(
                 "a streamed weight on the card differs from what is at the host, and no version tells of a write (`weight.data`?); "
                 f"leave streaming out: tightfit plan --without {self._technique}",

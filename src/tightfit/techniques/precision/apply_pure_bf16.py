@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from tightfit.capture.processes.process_role import is_simulated
 from tightfit.effects.reachable.reach import reach_of
-from tightfit.effects.value_checks import has_values
+from tightfit.effects.values.value_checks import has_values
 from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.asked_gradients import watch_inputs_of_backward
 from tightfit.techniques.optimizer.updates.optimizer_steps import check_separable, update_within_step

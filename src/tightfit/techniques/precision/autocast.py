@@ -103,8 +103,8 @@ def _parameter_bytes(run: OptimizerProfile) -> int:
 
 
 def _seconds_to_issue_casts(profile: Profile) -> float:
-    num_products = int((profile.is_product & (profile.tape.operators.phase == Phase.FORWARD)).sum())
-    return _CASTS_OF_A_PRODUCT * profile.issue_seconds * num_products / profile.num_steps
+    num_products = int((profile.costs.is_product & (profile.tape.operators.phase == Phase.FORWARD)).sum())
+    return _CASTS_OF_A_PRODUCT * profile.costs.efficiency.issue_seconds * num_products / profile.num_steps
 
 
 def _smaller_activations(run: OptimizerProfile) -> tuple[Change, ...]:

@@ -32,8 +32,7 @@ from tightfit.effects.ambient import (
     may_saved_tensors_be_written,
     takes_saved_tensor_hooks,
 )
-from tightfit.effects.asked_of_saved import told
-from tightfit.effects.fingerprints import Fingerprint, Fingerprints, first_mismatch
+from tightfit.effects.bytecode.asked_of_saved import told
 from tightfit.effects.optimizer_marks import OptimizerMarks
 from tightfit.effects.outside_calls import without_outside_calls
 from tightfit.effects.run_settings import RunSettings
@@ -47,7 +46,8 @@ from tightfit.effects.state import (
     snapshot_of_arguments,
     with_replaced,
 )
-from tightfit.effects.value_checks import has_values
+from tightfit.effects.values.fingerprints import Fingerprint, Fingerprints, first_mismatch
+from tightfit.effects.values.value_checks import has_values
 from tightfit.errors import ApplyError, TightfitError
 from tightfit.techniques.recomputation.call_arguments import (
     SavedInputs,

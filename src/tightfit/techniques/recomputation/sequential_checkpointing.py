@@ -35,7 +35,7 @@ class SequentialCheckpointing(AbstractTechnique):
         least = _SMALLEST_SHARE * saved_bytes(module_calls)
         for sequence in profile.sequences:
             for layer_range in segments(sequence, 0, len(sequence)):
-                if module_calls.bytes_of(layer_range.calls[-1].saved) >= least:
+                if module_calls.lifetimes.bytes_of(layer_range.calls[-1].saved) >= least:
                     yield _option(self.name, profile, layer_range)
 
     def apply(self, session: "Session", chosen: Sequence[Choice]) -> None:
@@ -53,6 +53,6 @@ def _option(technique: str, profile: Profile, layer_range: LayerRange) -> Option
         equivalence_class=equivalence_class,
         calls=layer_range.calls,
         slots=layer_range.slots,
-        num_saved_weights=sum(profile.modules.num_saved_weights(f"{path}.{number}") for number in numbers),
+        num_saved_weights=sum(profile.modules.saved_weights[f"{path}.{number}"] for number in numbers),
     )
     return with_settings(recompute_option(technique, profile, block), layer_range, equivalence_class)

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from tightfit.effects.fingerprints import paused
 from tightfit.effects.state import RegionState, Snapshot, structural_differences
-from tightfit.effects.value_checks import bound_for, difference, has_values
+from tightfit.effects.values.fingerprints import paused
+from tightfit.effects.values.value_checks import bound_for, difference, has_values
 from tightfit.errors import ApplyError
 from tightfit.techniques.session import Session, Verdict
 from tightfit.techniques.technique import Choice, check_each

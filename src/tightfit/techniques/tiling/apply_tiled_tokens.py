@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from tightfit.effects.fingerprints import paused
 from tightfit.effects.holders import PLAIN
 from tightfit.effects.outside_calls import without_outside_calls
-from tightfit.effects.value_checks import has_values
+from tightfit.effects.values.fingerprints import paused
+from tightfit.effects.values.value_checks import has_values
 from tightfit.errors import ApplyError, TightfitError
 from tightfit.errors.faults import is_ours
 from tightfit.techniques.session import Session, Verdict

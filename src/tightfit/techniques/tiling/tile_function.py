@@ -13,11 +13,11 @@ import torch
 from torch.autograd import grad  # torch's own, whatever the program puts in its place later
 
 from tightfit.effects.ambient import Ambient
-from tightfit.effects.contents import checksum_of, contents_of, is_any_written
 from tightfit.effects.graph_shapes import graph_shape
 from tightfit.effects.independence.row_proof import dense
 from tightfit.effects.state import MOVED
-from tightfit.effects.value_checks import checksum, sums_differ
+from tightfit.effects.values.contents import checksum_of, contents_of, is_any_written
+from tightfit.effects.values.value_checks import checksum, sums_differ
 from tightfit.errors import ApplyError, TightfitError
 from tightfit.techniques.wrappers.first_order import Refuse, check_transforms, first_order
 

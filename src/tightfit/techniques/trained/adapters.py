@@ -44,7 +44,7 @@ class Adapters(AbstractTechnique):
 
     def advice(self, profile: Profile) -> Iterable[Suggestion]:
         """The peak with adapters of each rank, and the code to write."""
-        parts = profile.trained_parts
+        parts = profile.optimizer.trained_parts
         linears = _linears(parts)
         if not parts.run.step_ranges or not linears:
             return []
@@ -74,7 +74,7 @@ class Adapters(AbstractTechnique):
 
 def peak_with_adapters(profile: Profile, rank: int) -> int:
     """The allocated peak, in bytes, with adapters of `rank` on every linear layer but the head and all other weights frozen."""
-    parts = profile.trained_parts
+    parts = profile.optimizer.trained_parts
     return parts.peak_with(_changes(parts, _linears(parts), rank))
 
 

@@ -41,7 +41,7 @@ class Freezing(AbstractTechnique):
 
         The time saved is not counted, or a plan would freeze as much as it may. Options with fewer frozen blocks are tried first.
         """
-        parts = profile.trained_parts
+        parts = profile.optimizer.trained_parts
         blocks = parts.blocks
         if not parts.run.step_ranges or blocks is None or not len(parts.gradients):
             return
@@ -59,11 +59,11 @@ class Freezing(AbstractTechnique):
 
     def advice(self, profile: Profile) -> Iterable[Suggestion]:
         """The peak and the time saved for each number of frozen blocks."""
-        parts = profile.trained_parts
+        parts = profile.optimizer.trained_parts
         blocks = parts.blocks
         if not parts.run.step_ranges or blocks is None or not len(parts.gradients):
             return []
-        seconds = profile.seconds
+        seconds = profile.costs.seconds
         peak_bytes = parts.peak_with(())
         left_bytes = {number: parts.peak_with(_changes(parts, blocks, number)) for number in _numbers(blocks)}
         held = [

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from tightfit.capture.observe.host_python import spends
 from tightfit.cost.host_python import HostWork
 from tightfit.effects.ambient import dispatch_modes_of_program
-from tightfit.effects.class_questions import ClassQuestion
+from tightfit.effects.bytecode.class_questions import ClassQuestion
 from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.code_in_graphs import CodeInGraph, runs_own_code
 from tightfit.techniques.lazy_tensors.data_of_stand_ins import refuse_data_of_stand_ins

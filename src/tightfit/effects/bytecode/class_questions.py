@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tightfit.effects.instructions import Instruction, instructions_of
+from tightfit.effects.bytecode.instructions import Instruction, instructions_of
 from tightfit.effects.users_code import is_users_class, is_users_file
 
 _NOT_LOOKED_AT = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))

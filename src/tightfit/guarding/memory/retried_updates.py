@@ -6,12 +6,13 @@ nothing, and runs again when memory was freed.
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from tightfit.guarding.retried_operators import RetriedOperators
+from tightfit.guarding.memory.retried_operators import RetriedOperators
 from tightfit.techniques.session import Session
 from tightfit.torch_hooks.manifest import NUM_DISPATCH_MODES
 from tightfit.torch_hooks.weak_references import WeakTable
@@ -49,6 +50,15 @@ class UpdateRetries:
             if self._covers.get(optimizer) is not vars(optimizer).get("step", optimizer):
                 self._session.set(optimizer, "step", _GuardedStep(self, optimizer))
                 self._covers[optimizer] = vars(optimizer)["step"]
+
+    @contextmanager
+    def up_to_updates(self) -> Iterator[None]:
+        """The step of an optimizer raises `UpdateReached` in here."""
+        self.stops_before = True
+        try:
+            yield
+        finally:
+            self.stops_before = False
 
     def begin(self) -> None:
         """A step of the loop begins."""

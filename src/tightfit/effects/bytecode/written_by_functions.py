@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from tightfit.effects.asked_of_saved import called, saved_names
-from tightfit.effects.instructions import instructions_of
+from tightfit.effects.bytecode.asked_of_saved import called, saved_names
+from tightfit.effects.bytecode.instructions import instructions_of
 from tightfit.effects.users_code import is_users_class, is_users_file, is_users_module
 
 _WRITES = ("STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL", "STORE_DEREF", "DELETE_DEREF")

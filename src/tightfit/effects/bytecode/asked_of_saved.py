@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tightfit.effects.instructions import Instruction, instructions_of
+from tightfit.effects.bytecode.instructions import Instruction, instructions_of
 from tightfit.effects.users_code import is_users_file
 
 _ASKING = frozenset(["type", "id", "hasattr", "getattr", "setattr", "vars"])

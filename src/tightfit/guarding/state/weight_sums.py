@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tightfit.effects.word_sums import sum_of_words
+from tightfit.effects.values.word_sums import sum_of_words
 
 
 class WeightSums:

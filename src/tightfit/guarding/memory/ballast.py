@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from tightfit.guarding.out_of_memory import is_out_of_memory
+from tightfit.guarding.memory.out_of_memory import is_out_of_memory, release_memory
 
 
 class Ballast:
@@ -50,3 +50,8 @@ class Ballast:
         was_held, self._held = self._held is not None, None
         self._wait = self._calm_steps
         return was_held
+
+    def release_all(self) -> None:
+        """Gives it up, and with it all memory that is reserved but unused, for an operator that is run again."""
+        self.release()
+        release_memory()

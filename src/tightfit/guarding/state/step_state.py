@@ -24,11 +24,11 @@ from tightfit.effects.state import (
     restore,
     snapshot_of_arguments,
 )
-from tightfit.guarding.leaf_hooks import LeafHooks
-from tightfit.guarding.optimizer_settings import OptimizerSettings
-from tightfit.guarding.out_of_memory import release_memory
-from tightfit.guarding.step_gradients import StepGradients
-from tightfit.guarding.weight_sums import WeightSums
+from tightfit.guarding.memory.out_of_memory import release_memory
+from tightfit.guarding.state.leaf_hooks import LeafHooks
+from tightfit.guarding.state.optimizer_settings import OptimizerSettings
+from tightfit.guarding.state.step_gradients import StepGradients
+from tightfit.guarding.state.weight_sums import WeightSums
 
 # In the first steps every tensor of the state but weights is copied, up to these bytes: which are written is not yet known.
 _FIRST_STEPS = 2

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import grad  # torch's own, whatever the program puts in its place later
 
 from tightfit.effects.ambient import saved_apart
-from tightfit.effects.word_sums import wide_sum
+from tightfit.effects.values.word_sums import wide_sum
 
 # Well above what another order of summation makes in each dtype; a part that sees other rows is off by far
 # more.

@@ -10,8 +10,16 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from tightfit.analysis.carried_values import Carried, carries
-from tightfit.analysis.scopes_of_source import Scope, begins_anew, bound_names, lines_of, scope_at, scopes_of, text_of
+from tightfit.analysis.source.carried_values import Carried, carries
+from tightfit.analysis.source.scopes_of_source import (
+    Scope,
+    begins_anew,
+    bound_names,
+    lines_of,
+    scope_at,
+    scopes_of,
+    text_of,
+)
 
 # A script is shorter; a recording names files, and this opens them.
 _MAX_SOURCE_BYTES = 2**20

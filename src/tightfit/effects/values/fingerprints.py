@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from tightfit.effects.word_sums import PIECE, WORDS, is_of_whole_words, wide_sum
+from tightfit.effects.values.word_sums import PIECE, WORDS, is_of_whole_words, wide_sum
 
 # Casts: autocast keeps those of weights for as long as its context lasts, and the second run may find them or not.
 _CASTS = ("_to_copy", "clone", "detach", "alias", "lift_fresh", "copy_", "record_stream")

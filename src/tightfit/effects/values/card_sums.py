@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
-from tightfit.effects.word_sums import sum_of_words
+from tightfit.effects.values.word_sums import sum_of_words
 
 DEVICE_TYPES = ("cuda",)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

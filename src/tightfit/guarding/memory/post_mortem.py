@@ -4,16 +4,53 @@ import gc
 import json
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tightfit.errors import OutputError
+from tightfit.guarding.memory.out_of_memory import release_memory
 from tightfit.output_files import write_text
 from tightfit.units import format_bytes
 
 _MOST_KINDS = 50
+
+
+class PostMortem:
+    """Writes to `folder` what is left of a run whose error is final, of these models and optimizers."""
+
+    def __init__(
+        self,
+        folder: Path,
+        models: Callable[[], Sequence[torch.nn.Module]],
+        optimizers: Sequence[torch.optim.Optimizer],
+    ) -> None:
+        self._folder = folder
+        self._models = models
+        self._optimizers = optimizers
+
+    def added_to(self, error: BaseException, *, step: int, tried: Sequence[str], why: str) -> BaseException:
+        """The error with notes that say what was tried, after the file was written."""
+        release_memory()
+        models = self._models()
+        notes = [
+            f"tightfit: step {step}: {why}",
+            f"tightfit: {explain(bytes_by_holder(models, self._optimizers))}",
+        ]
+        if tried:
+            notes.append("tightfit: tried: " + "; ".join(tried))
+        try:
+            path = write_post_mortem(
+                self._folder, error, step=step, tried=[*tried, why], models=models, optimizers=self._optimizers
+            )
+            notes.append(f"tightfit: more in {path}")
+        except OutputError as failed:
+            notes.append(f"tightfit: {failed}")
+        for note in notes:
+            error.add_note(note)
+        return error
 
 
 def write_post_mortem(

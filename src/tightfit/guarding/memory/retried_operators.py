@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tightfit.guarding.out_of_memory import is_out_of_memory
+from tightfit.guarding.memory.out_of_memory import is_out_of_memory
 
 
 class RetriedOperators(TorchDispatchMode):

@@ -4,7 +4,7 @@ import ast
 import dataclasses
 from collections.abc import Iterator, Set
 
-from tightfit.analysis.carried_values import carries
+from tightfit.analysis.source.carried_values import carries
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _Loop = ast.For | ast.AsyncFor | ast.While
