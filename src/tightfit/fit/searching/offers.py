@@ -69,7 +69,7 @@ class Offers:
             if name in self.refused:
                 continue
             for option in self.of(name, profile):
-                if (name, option.where) in self._refused_places:
+                if self.is_refused(option):
                     continue
                 if self._allowed.permits(option):
                     found.append(option)
@@ -94,6 +94,10 @@ class Offers:
         if effect is not None and self._allowed.permits(option):
             self._left_out.setdefault((option.technique, option.where), effect.reason)
         return effect is None
+
+    def is_refused(self, option: Option) -> bool:
+        """Whether `option` is left out by now, or all of its technique."""
+        return option.technique in self.refused or (option.technique, option.where) in self._refused_places
 
     def refuse(self, options: Sequence[Option], error: ApplyError | CaptureError) -> None:
         """Leaves out from now on what is to blame for `error`, which came of a run with `options`: a place, or a technique."""
