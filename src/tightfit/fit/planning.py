@@ -212,7 +212,7 @@ def _proven(search: Search, runs: TracedRuns, card: Device, *, prove: bool) -> P
         if isinstance(proof, Proof):
             return dataclasses.replace(plan, proof=proof)
         for mismatch in proof:
-            search.offers.refused[mismatch.technique] = (
+            search.offers.refusals.techniques[mismatch.technique] = (
                 f"its results on the host differ from those of the plain run: {mismatch.what}"
             )
 
