@@ -73,7 +73,7 @@ class FastForward:
         self._max_operators = recorder.num_operators + self._max_later
         self.training.begin(sys._getframe(1), is_stoppable=is_stoppable)
         self.program.ask_in_each_turn()
-        progress = self._gpu.progress
+        progress = self._gpu.operators.progress
 
         def watched(span: str, num_operators: int) -> None:
             if progress is not None:
@@ -81,7 +81,7 @@ class FastForward:
             # One call of a module may be endless by itself.
             self._check(times=2)
 
-        self._gpu.progress = watched
+        self._gpu.operators.progress = watched
         self.on_begin()
 
     def training_begins(self, *, is_call: bool) -> bool:

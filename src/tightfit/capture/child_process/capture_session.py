@@ -120,7 +120,7 @@ class CaptureSession:
             effects=self.watch.effects(),
             coverage=coverage,
             weights=self._weights.rows(with_noted=self.watch.predicts_only),
-            strings=tuple(self.recorder.texts),
+            strings=tuple(self.recorder.strings.texts),
             loaders=self._loading.uses(),
         )
         for look in WHEN_TAKEN:

@@ -156,7 +156,7 @@ def _trace(request: Request, path: str, closed_in: ClosedIn) -> Any:
     )
     if request.largest_batch_from is not None:
         session.give_largest_batches(request.largest_batch_from)
-    session.gpu.progress = status = StatusFile(path)
+    session.gpu.operators.progress = status = StatusFile(path)
     if request.follows_threads:
         session.follow_threads()
     report = prepare(request.preparation)

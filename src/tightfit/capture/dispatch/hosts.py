@@ -148,7 +148,7 @@ class HostMemory:
         """Notes an optimizer's fused update of host tensors; returns whether it is to be left out, since it is one of blank ones."""
         updated = list(zip(_UPDATES[operator], args, strict=False))
         num_bytes = sum(passes * tensor.nbytes for passes, tensors in updated for tensor in tensors)
-        self._recorder.wait(WaitKind.HOST_UPDATES, event=num_bytes // KIB)
+        self._recorder.waits.add(WaitKind.HOST_UPDATES, event=num_bytes // KIB)
         return any(self.is_blank(tensor) for _, tensors in updated for tensor in tensors)
 
     def new_blank(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
