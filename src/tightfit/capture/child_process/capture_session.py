@@ -97,9 +97,15 @@ class CaptureSession:
             from tightfit.capture.collectives.communication import Communication
 
             Communication(self.gpu, world).install()
-        self.watch = StepWatch(self.gpu, num_steps, by_yield=by_yield, on_end=self._take, follows=follows, until=until)
-        if with_effects:
-            self.watch.watch_effects()
+        self.watch = StepWatch(
+            self.gpu,
+            num_steps,
+            by_yield=by_yield,
+            on_end=self._take,
+            follows=follows,
+            until=until,
+            watches_effects=with_effects,
+        )
         self._weights = WeightsOnCard(self.gpu)
         self.watch.on_prediction = self._weights.note
         self.watch.install()
@@ -117,7 +123,7 @@ class CaptureSession:
             coverage = dataclasses.replace(coverage, not_reached=(missed, *coverage.not_reached))
         self._tape = dataclasses.replace(
             tape,
-            effects=self.watch.effects(),
+            effects=() if self.watch.effects is None else self.watch.effects.effects(),
             coverage=coverage,
             weights=self._weights.rows(with_noted=self.watch.predicts_only),
             strings=tuple(self.recorder.strings.texts),
