@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from tightfit.capture.collectives import gathered_values
 from tightfit.capture.collectives.arguments import Collective
-from tightfit.capture.dispatch.known_values import Unknown, limit
+from tightfit.capture.dispatch.values.known_values import Unknown, limit
 from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.tape import CollectiveKind
 

@@ -8,10 +8,11 @@ import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
-from tightfit.capture.dispatch import host_copies, sparse
-from tightfit.capture.dispatch.known_values import Unknown, limit
+from tightfit.capture.dispatch import sparse
+from tightfit.capture.dispatch.on_host import host_copies
 from tightfit.capture.dispatch.operators import facts, is_dense
 from tightfit.capture.dispatch.passed_checks import passing_answer
+from tightfit.capture.dispatch.values.known_values import Unknown, limit
 from tightfit.capture.dispatch.virtual import Handler, VirtualGpu
 from tightfit.errors import CaptureError
 from tightfit.tape import Category, WaitKind

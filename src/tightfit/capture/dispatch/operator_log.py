@@ -8,10 +8,10 @@ from torch._ops import OpOverload
 
 from tightfit.capture.dispatch import sparse
 from tightfit.capture.dispatch.call_cache import Call, Row
-from tightfit.capture.dispatch.data_dependent_conditions import ABOUT_FINITE, DataDependentConditions
 from tightfit.capture.dispatch.device_storages import DeviceStorages
-from tightfit.capture.dispatch.known_values import KnownValues
 from tightfit.capture.dispatch.operators import OperatorFacts, tensors, written
+from tightfit.capture.dispatch.values.data_dependent_conditions import ABOUT_FINITE, DataDependentConditions
+from tightfit.capture.dispatch.values.known_values import KnownValues
 from tightfit.capture.observe.attribution import Attribution
 from tightfit.capture.observe.kernel_memory import KernelMemory
 from tightfit.capture.observe.recorder import Recorder

@@ -17,13 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tightfit.capture.dispatch import fallback, one_card, program_operators
 from tightfit.capture.dispatch.call_cache import CallCache
-from tightfit.capture.dispatch.data_dependent_conditions import DataDependentConditions
-from tightfit.capture.dispatch.data_reads import ReadPolicy
 from tightfit.capture.dispatch.device_storages import DeviceStorages
-from tightfit.capture.dispatch.hosts import HostMemory
-from tightfit.capture.dispatch.known_values import KnownValues
+from tightfit.capture.dispatch.on_host.hosts import HostMemory
 from tightfit.capture.dispatch.operator_log import OperatorLog
 from tightfit.capture.dispatch.operators import OperatorFacts, are_alike, facts, tensors
+from tightfit.capture.dispatch.values.data_dependent_conditions import DataDependentConditions
+from tightfit.capture.dispatch.values.data_reads import ReadPolicy
+from tightfit.capture.dispatch.values.known_values import KnownValues
 from tightfit.capture.observe.attribution import Attribution
 from tightfit.capture.observe.kernel_memory import KernelMemory
 from tightfit.capture.observe.recorder import Recorder

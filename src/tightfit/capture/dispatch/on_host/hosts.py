@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from tightfit.capture.dispatch.unknown_masks import UnknownMasks
+from tightfit.capture.dispatch.on_host.unknown_masks import UnknownMasks
 from tightfit.capture.observe.host_storages import HostStorages
 from tightfit.capture.observe.recorder import Recorder
 from tightfit.capture.observe.reserved_memory import reserved
