@@ -8,6 +8,7 @@ whatever is done inside of the module.
 
 import dataclasses
 import itertools
+from collections import Counter
 from functools import cached_property
 
 import numpy as np
@@ -126,6 +127,21 @@ class ModuleCalls:
             for length in range(1, len(parts) + 1):
                 found.setdefault(".".join(parts[:length]))
         return [path for path in found if path]
+
+    @cached_property
+    def saved_weights(self) -> Counter[str]:
+        """By path, how many weights the modules at and inside of it save for backward, where none is frozen: not biases, which are smaller than the weight
+        beside them. (A norm saves both of its.)"""
+        weights, num_bytes = self.tape.weights, self.tape.storages.num_bytes
+        sizes: dict[int, list[int]] = {}
+        for module, storage in zip(weights.module.tolist(), weights.storage.tolist(), strict=True):
+            sizes.setdefault(module, []).append(int(num_bytes[storage]))
+        found: Counter[str] = Counter()
+        for module, of_module in sizes.items():
+            parts = self.tape.strings[module].split(".")
+            for length in range(1, len(parts) + 1):
+                found[".".join(parts[:length])] += of_module.count(max(of_module))
+        return found
 
     def modules_inside(self, path: str) -> list[str]:
         """The paths at and inside `path` that have operators of their own."""

@@ -270,7 +270,6 @@ class RecomputedCall:
         )
         self._copies = owner.copies(self.before, of_all=self._of_all)
         self._own_writes: frozenset[str] = frozenset()
-        self._spend()
         # Snapshots refer to tensors with a graph weakly. Those that the first run may read must be alive for
         # the second, whatever the program drops in between.
         in_graphs = self.before.in_graphs()
@@ -320,6 +319,7 @@ class RecomputedCall:
         return result
 
     def _end_first(self) -> None:
+        self._spend()
         self.owner.note_reach(self.before)
         self.owner.num_saved = len(self.saved)
         if self.saved.question:
@@ -390,11 +390,11 @@ class RecomputedCall:
         """Half of what a call costs the processor, in each of its runs."""
         if self.owner.schedule.has_values:
             return
-        num_modules = 0.5 * sum(1 for _ in self.owner.owner().modules())
+        num_tensors = 0.5 * len(self.saved)
         spends(HostWork.RECOMPUTED_CALL, 0.5)
-        spends(HostWork.RECOMPUTED_MODULE, num_modules)
+        spends(HostWork.RECOMPUTED_TENSOR, num_tensors)
         if self.owner.is_selective:
-            spends(HostWork.SELECTED_MODULE, num_modules)
+            spends(HostWork.SELECTED_TENSOR, num_tensors)
 
     def _is_written_since(self, now: Snapshot, held: Snapshot | None) -> bool:
         if now is self.before and self.owner.state.is_still(now):

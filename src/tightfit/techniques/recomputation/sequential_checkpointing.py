@@ -47,7 +47,12 @@ class SequentialCheckpointing(AbstractTechnique):
 
 def _option(technique: str, profile: Profile, layer_range: LayerRange) -> Option:
     equivalence_class = layer_range.equivalence_class(profile.modules)
+    path, numbers = layer_range.path, range(layer_range.begin, layer_range.end)
     block = RecomputableBlock(
-        path=layer_range.path, equivalence_class=equivalence_class, calls=layer_range.calls, slots=layer_range.slots
+        path=path,
+        equivalence_class=equivalence_class,
+        calls=layer_range.calls,
+        slots=layer_range.slots,
+        num_saved_weights=sum(profile.modules.saved_weights[f"{path}.{number}"] for number in numbers),
     )
     return with_settings(recompute_option(technique, profile, block), layer_range, equivalence_class)
