@@ -157,7 +157,7 @@ def test_a_source_is_told_apart_from_a_script(text, answer, tmp_path, monkeypatc
 def test_a_mistyped_name_is_refused_before_torch_is_imported():
     code = (
         "import sys\n"
-        "from tightfit.capture.targets.target import parse_target\n"
+        "from tightfit.capture.targets.target_kinds import parse_target\n"
         "from tightfit.errors import UsageError\n"
         "try:\n    parse_target('lama-3-8b')\n"
         "except UsageError as error:\n    print(error, 'torch' in sys.modules)\n"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tightfit.capture.processes.containment.policy import Policy
-from tightfit.capture.targets.target import parse_target
+from tightfit.capture.targets.target_kinds import parse_target
 from tightfit.capture.trace import Preparation, trace
 from tightfit.capture.trace_settings import DEFAULT_NUM_STEPS, DEFAULT_TIMEOUT_SECONDS, Steps, TraceSettings
 from tightfit.devices.catalogue import find

@@ -27,7 +27,7 @@ from tightfit.capture.patches.cuda_api import CudaApi
 from tightfit.capture.patches.loading import largest_batch, loaders
 from tightfit.capture.patches.loading.loading_times import LoadingTimes
 from tightfit.capture.steps.detector import StepWatch
-from tightfit.capture.targets.target import Script, Target, generator_on, run_script
+from tightfit.capture.targets.target_kinds import Script, Target, generator_on, run_script
 from tightfit.devices.catalogue import find
 from tightfit.effects.random_operators import draws
 from tightfit.errors import ApplyError, CaptureError, InternalError, faults

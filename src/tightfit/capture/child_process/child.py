@@ -28,7 +28,7 @@ from tightfit.capture.processes import process_role
 from tightfit.capture.processes.children import die_with_parent
 from tightfit.capture.processes.containment.closed_in import ClosedIn
 from tightfit.capture.processes.trace_progress import StatusFile
-from tightfit.capture.targets.target import GeneratorFunction, HuggingFaceConfig, Script, Target
+from tightfit.capture.targets.target_kinds import GeneratorFunction, HuggingFaceConfig, Script, Target
 from tightfit.errors import CaptureError, ProgramError, TightfitError, apply_error, faults
 from tightfit.errors import program_errors as programs
 from tightfit.tape import Coverage

@@ -25,7 +25,7 @@ from tightfit.capture.patches import eager, on_host
 from tightfit.capture.processes import process_role
 from tightfit.capture.processes.children import die_with_parent
 from tightfit.capture.processes.containment.closed_in import ClosedIn
-from tightfit.capture.targets.target import Script, generator_on
+from tightfit.capture.targets.target_kinds import Script, generator_on
 from tightfit.devices.catalogue import find
 from tightfit.errors import ApplyError, CaptureError, InternalError, faults
 from tightfit.errors.program_errors import one_line

@@ -13,7 +13,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from tightfit.capture.replace import replace
-from tightfit.capture.targets.target import Script, run_script
+from tightfit.capture.targets.target_kinds import Script, run_script
 
 _MOST_STEPS_OF_ONE_OPTIMIZER = 8
 """Times the steps asked for: an optimizer that has not stepped until another one has stepped so often has done its part, or waits for a later stage."""
