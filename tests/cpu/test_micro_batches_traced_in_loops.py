@@ -11,7 +11,7 @@ import pytest
 from tests.cpu.module_training import DEVICE, choice, promised_peak, timeline
 
 from tightfit.analysis.profile import Profile
-from tightfit.capture.targets import Script
+from tightfit.capture.targets.target_kinds import Script
 from tightfit.capture.trace import Preparation, trace
 from tightfit.devices.catalogue import find
 from tightfit.errors import ApplyError

@@ -5,7 +5,7 @@ import torch
 from tests.conformance.models import workload
 from tests.cpu.run_arguments import run_arguments
 
-from tightfit.capture.targets import GeneratorFunction
+from tightfit.capture.targets.target_kinds import GeneratorFunction
 from tightfit.errors import ApplyError
 from tightfit.fit.searching.allowed import Allowed, Without
 from tightfit.fit.searching.bisection import Bisection

@@ -125,6 +125,21 @@ def in_two_lengths(model: nn.Module, step: int) -> torch.Tensor:
     return model(long).square().mean() + model(short).square().mean()
 
 
+def test_one_long_sequence_runs_the_operators_of_the_whole_with_frozen_weights():
+    def frozen() -> nn.Module:
+        model = Stack()
+        for layer in model.layers:
+            layer.mlp.up.requires_grad_(False)
+        return model
+
+    def of_one(model: nn.Module, step: int) -> torch.Tensor:
+        return model(torch.randn(1, 64, 8, generator=torch.Generator().manual_seed(step))).square().mean()
+
+    assert_same(
+        train(frozen, of_one), train(frozen, of_one, [choice(NAME, "Stack.layers.0.mlp.up", num_tiles=4)]), **ORDER
+    )
+
+
 @pytest.mark.parametrize("loss", [of_data_and_of_what_was_made, in_two_lengths])
 def test_calls_whose_graphs_differ_are_each_compared_with_their_like(loss):
     assert_same(train(critic, loss), train(critic, loss, [choice(NAME, "Sequential.0", num_tiles=4)]), **ORDER)

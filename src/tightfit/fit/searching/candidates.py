@@ -178,13 +178,13 @@ class Candidates:
 
     def _split(self, options: Sequence[Option]) -> tuple[list[Option], list[Option]]:
         """Options that need a trace, and those that only retain the graph, without those that were refused since they were offered."""
-        left = [option for option in options if not self._offers.is_refused(option)]
+        left = [option for option in options if not self._offers.refusals.is_refused(option)]
         traced = [option for option in left if option.needs_new_trace]
         return traced, [option for option in left if not option.needs_new_trace]
 
     def _is_refused(self, run: TracedRun) -> bool:
         """Whether something that is on `run` was refused since it was traced, in company with other options."""
-        return any(self._offers.is_refused(option) for option in run.options)
+        return any(self._offers.refusals.is_refused(option) for option in run.options)
 
     def better(self, one: Candidate | None, other: Candidate | None) -> Candidate | None:
         """The faster of those that fit, else the smaller one; the first where they are alike."""

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from tightfit.effects.contents import contents_of, is_any_written
-from tightfit.effects.value_checks import checksum
+from tightfit.effects.values.contents import contents_of, is_any_written
+from tightfit.effects.values.value_checks import checksum
 from tightfit.techniques.lazy_tensors.code_in_graphs import CodeInGraph
 from tightfit.techniques.lazy_tensors.saved_and_shared import saved_and_shared, unpack_hooks
 from tightfit.techniques.lazy_tensors.written_since import WrittenSince

@@ -17,11 +17,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from tightfit.capture.observe.host_python import spends
 from tightfit.cost.host_python import HostWork
 from tightfit.effects.ambient import modes_of_program
-from tightfit.effects.fingerprints import paused
 from tightfit.effects.graph_shapes import graph_shape
 from tightfit.effects.outside_calls import without_outside_calls
 from tightfit.effects.reads import Reads
-from tightfit.effects.value_checks import has_values, nothing_hidden
+from tightfit.effects.values.fingerprints import paused
+from tightfit.effects.values.value_checks import has_values, nothing_hidden
 from tightfit.errors import ApplyError, TightfitError
 from tightfit.techniques.lazy_tensors.code_in_graphs import CodeInGraph
 from tightfit.techniques.micro_batches.batches import AbstractBatch, Batch
@@ -136,7 +136,7 @@ class SplitForward:
         with (
             without_outside_calls(self._refuse_outside, is_on=is_watched),
             _GradientsAside(self.model) as aside,
-            self._no_steps(),
+            _no_steps(self._refuse),
         ):
             checks_before = self._checks_left
             sums, outputs = self._run(forward, batch, aside)
@@ -206,7 +206,7 @@ class SplitForward:
             if proved is None or is_new:
                 # After the first part has run for real, so that lazy modules and caches are made; what that run
                 # has left behind is part of the proof.
-                with self._looking():
+                with _looking(self._refuse):
                     proved = self._proofs.prove(forward, batch, parts, decisions, values, shape, may_leave=not begin)
                 self._checks_left = self._check_steps
             outputs.add(output, end - begin, loss_key, proved.joined)
@@ -216,7 +216,7 @@ class SplitForward:
             del loss
             if self._checks_left and batch.num_examples > 1 and not begin and has_values(*aside.parameters):
                 self._checks_left -= 1
-                with self._looking(), self._unseen(), paused(), nothing_hidden(self.model):
+                with _looking(self._refuse), self._unseen(), paused(), nothing_hidden(self.model):
                     self._check(forward, batch, proved.means)
             self._is_checked = True
         if not sums.are_shares_equal():
@@ -247,32 +247,6 @@ class SplitForward:
         with self._unseen(), paused(), Reads() as reads:
             forward(*args, **kwargs)
         return reads.values
-
-    @contextlib.contextmanager
-    def _no_steps(self) -> Iterator[None]:
-        """Refuses optimizer steps inside: they would run once for each part, with the gradients of some."""
-
-        def refuse(*_: Any) -> None:
-            raise self._refuse("an optimizer is stepped within the forward of the model; leave micro_batches out")
-
-        handle = register_optimizer_step_pre_hook(refuse)
-        try:
-            yield
-        finally:
-            handle.remove()
-
-    @contextlib.contextmanager
-    def _looking(self) -> Iterator[None]:
-        """Around runs that are ours alone. What they raise is not the program's to catch: one that skips a batch for it would skip each next one too."""
-        try:
-            yield
-        except TightfitError:
-            raise
-        except Exception as error:
-            told = " ".join(str(error).split())
-            raise self._refuse(
-                f"a look at whether parts of the batch give what the whole gives ended with {type(error).__name__} ({told}); leave micro_batches out"
-            ) from error
 
     @torch.no_grad()
     def _refuse_parts_that_raise(self, forward: Forward, batch: AbstractBatch, error: Exception) -> None:
@@ -321,6 +295,34 @@ class SplitForward:
                 f"two examples together have the loss {together.item():.6g} and one by one {apart.item():.6g}: it depends on what else is in "
                 "the batch; leave micro_batches out"
             )
+
+
+@contextlib.contextmanager
+def _no_steps(refuse: Refuse) -> Iterator[None]:
+    """Refuses optimizer steps inside: they would run once for each part, with the gradients of some."""
+
+    def refuse_step(*_: Any) -> None:
+        raise refuse("an optimizer is stepped within the forward of the model; leave micro_batches out")
+
+    handle = register_optimizer_step_pre_hook(refuse_step)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextlib.contextmanager
+def _looking(refuse: Refuse) -> Iterator[None]:
+    """Around runs that are ours alone. What they raise is not the program's to catch: one that skips a batch for it would skip each next one too."""
+    try:
+        yield
+    except TightfitError:
+        raise
+    except Exception as error:
+        told = " ".join(str(error).split())
+        raise refuse(
+            f"a look at whether parts of the batch give what the whole gives ended with {type(error).__name__} ({told}); leave micro_batches out"
+        ) from error
 
 
 class _GradientsAside:

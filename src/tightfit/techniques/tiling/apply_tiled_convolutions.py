@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from tightfit.effects.fingerprints import paused
 from tightfit.effects.state import RegionState, Snapshot, structural_differences
-from tightfit.effects.value_checks import bound_for, difference, has_values
+from tightfit.effects.values.fingerprints import paused
+from tightfit.effects.values.value_checks import bound_for, difference, has_values
 from tightfit.errors import ApplyError
 from tightfit.techniques.session import Session, Verdict
-from tightfit.techniques.technique import Choice, check_each
+from tightfit.techniques.technique import ChosenOption, check_each
 from tightfit.techniques.tiling.halos import AxisLayer, flat, layers_along, length_within, paths, run_step
 from tightfit.techniques.tiling.tile_function import Tile, Tiling, run_tiled
 from tightfit.techniques.wrappers.first_order import are_transforms_active
@@ -27,10 +27,10 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _GIVES_INPUT = (torch.nn.Identity, torch.nn.modules.dropout._DropoutNd)
 
 
-def apply_tiled_convolutions(session: Session, chosen: Sequence[Choice]) -> None:
+def apply_tiled_convolutions(session: Session, chosen: Sequence[ChosenOption]) -> None:
     """Wraps each Sequential once, with code that runs its chains."""
 
-    def check(choice: Choice) -> None:
+    def check(choice: ChosenOption) -> None:
         begin, end = choice.settings["begin"], choice.settings["end"]
         sequential = check_sequential(session, choice.where, begin, end)
         children = [child for child in sequential._modules.values() if child is not None][begin:end]

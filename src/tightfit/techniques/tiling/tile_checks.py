@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from tightfit.effects.code import Code
-from tightfit.effects.fingerprints import paused
 from tightfit.effects.independence.rows import Mixes
 from tightfit.effects.state import RegionState, Snapshot, structural_differences
-from tightfit.effects.value_checks import halves_differ, has_values
+from tightfit.effects.values.fingerprints import paused
+from tightfit.effects.values.value_checks import halves_differ, has_values
 from tightfit.techniques.tiling.tile_function import Tile, TileRuns
 from tightfit.techniques.tiling.token_wise_check import check_token_wise
 from tightfit.techniques.wrappers.first_order import Refuse

@@ -13,10 +13,11 @@ import torch
 from torch.autograd import grad  # torch's own, whatever the program puts in its place later
 
 from tightfit.effects.ambient import Ambient
-from tightfit.effects.contents import checksum_of, contents_of, is_any_written
 from tightfit.effects.graph_shapes import graph_shape
+from tightfit.effects.independence.row_proof import dense
 from tightfit.effects.state import MOVED
-from tightfit.effects.value_checks import checksum, sums_differ
+from tightfit.effects.values.contents import checksum_of, contents_of, is_any_written
+from tightfit.effects.values.value_checks import checksum, sums_differ
 from tightfit.errors import ApplyError, TightfitError
 from tightfit.techniques.wrappers.first_order import Refuse, check_transforms, first_order
 
@@ -69,8 +70,8 @@ class Tile:
     out_end: int
 
     def of(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """This tile of the input, contiguous, as modules may view it in another shape."""
-        return tensor.narrow(dim, self.begin, self.end - self.begin).contiguous()
+        """This tile of the input, laid out as an input of its shape would be: modules may view it in another shape."""
+        return dense(tensor.narrow(dim, self.begin, self.end - self.begin))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
