@@ -15,7 +15,7 @@ import pytest
 import torch
 from benchmarks.guard import Failing
 
-from tightfit.capture.targets import Script, run_script
+from tightfit.capture.targets.target_kinds import Script, run_script
 from tightfit.guarding.loops.guarded_script import GuardedScript
 from tightfit.planner.plan import Plan
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from tightfit.analysis.profile import Profile
 from tightfit.analysis.recomputable import seconds_in_python
-from tightfit.capture.targets import GeneratorFunction
+from tightfit.capture.targets.target_kinds import GeneratorFunction
 from tightfit.capture.trace import Preparation, trace
 from tightfit.cost.host_python import REFERENCE_SECONDS, HostWork
 from tightfit.cost.steps import step_operators

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import DataLoader
 
-from tightfit.capture.largest_batches import shapes_of
+from tightfit.capture.patches.loading.largest_batches import shapes_of
 from tightfit.errors import UsageError
 from tightfit.guarding.attempted_step import run_step
 from tightfit.guarding.attempts import Attempts

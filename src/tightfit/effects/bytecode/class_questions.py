@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from tightfit.effects.bytecode.instructions import Instruction, instructions_of
-from tightfit.effects.users_code import is_users_class, is_users_file
+from tightfit.effects.users_code import FILES_OF_OURS, FILES_OF_TORCH, is_users_class, is_users_file
 
-_NOT_LOOKED_AT = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
+_NOT_LOOKED_AT = (FILES_OF_TORCH, FILES_OF_OURS)
 _MAX_FUNCTIONS = 4_000
 _LOADS = ("LOAD_GLOBAL", "LOAD_NAME")
 

@@ -4,21 +4,32 @@ import torch
 
 
 class ParameterData:
-    """The data of `parameter`, a strided view of a storage of its own.
+    """The data of `parameter`, a strided view of a storage of its own. `is_at_host`: its bytes are at the host already.
 
     Writes are counted by the parameter's versions, which other data may have others of.
     """
 
-    def __init__(self, parameter: torch.Tensor) -> None:
+    def __init__(self, parameter: torch.Tensor, *, is_at_host: bool) -> None:
         self.parameter = parameter
         self._dtype, self._shape, self._stride = parameter.dtype, parameter.shape, parameter.stride()
         self._offset = parameter.storage_offset()
         self._num_writes, self._base = 0, parameter._version
+        # The writes up to which the bytes on the card and at the host are equal.
+        self._writes_there = 0 if is_at_host else -1
 
     @property
     def num_writes(self) -> int:
         """How often it was written to, as far as versions say."""
         return self._num_writes + self.parameter._version - self._base
+
+    @property
+    def was_written(self) -> bool:
+        """Whether it was written to since its bytes on the card and at the host were equal."""
+        return self.num_writes != self._writes_there
+
+    def are_copied(self) -> None:
+        """The bytes at the host are copied to the card as they are now."""
+        self._writes_there = self.num_writes
 
     def exchange(self, data: torch.Tensor) -> None:
         """Sets other data, of the same values."""

@@ -45,7 +45,8 @@ class StreamedWeight:
         self.part = part
         self.residence = Residence.CARD
         self.num_bytes = parameter.untyped_storage().nbytes()
-        self.data = ParameterData(parameter)
+        # Nothing is at the host yet, but what is in a file.
+        self.data = ParameterData(parameter, is_at_host=isinstance(part, PartOfFile))
         self._device = device
         with torch.inference_mode(False), torch.no_grad():
             self.bytes_at_host = part.with_storage() if isinstance(part, Part) else part.bytes
@@ -56,15 +57,8 @@ class StreamedWeight:
         self.on_card = BytesOnCard(parameter, source, part, device)
         self.left = LeftMemory()
         self._uses_of_ours = _num_uses(self._at_host)
-        # Nothing is at the host yet, but what is in a file.
-        self._writes_there = 0 if isinstance(part, PartOfFile) else -1
         self.gradient: StreamedGradient | None = None
         """Of a weight that is trained."""
-
-    @property
-    def was_written(self) -> bool:
-        """Whether it was written to since its bytes on the card and at the host were equal."""
-        return self.data.num_writes != self._writes_there
 
     def is_ours(self) -> bool:
         """Whether its data is what was put there, and not what the program has set since."""
@@ -75,27 +69,25 @@ class StreamedWeight:
     def fetch(self, copies: CopyEngine) -> None:
         """Begins to bring it to the card."""
         self.on_card.take()
-        self._begin_to_come(copies)
+        self.data.are_copied()
+        self.on_card.begin_to_come(copies)
         self.residence = Residence.COMING
 
     def arrive(self, copies: CopyEngine) -> None:
         """Has it on the card, for what is computed from now on."""
         self.on_card.wait(copies)
-        if self.was_written:
+        if self.data.was_written:
             # At the host, while it was copied.
-            self._begin_to_come(copies)
+            self.data.are_copied()
+            self.on_card.begin_to_come(copies)
             self.on_card.wait(copies)
         with torch.inference_mode(False), torch.no_grad():
             self.data.exchange(self.data.of(self.on_card.whole))
         self.residence = Residence.CARD
 
-    def _begin_to_come(self, copies: CopyEngine) -> None:
-        self._writes_there = self.data.num_writes
-        self.on_card.begin_to_come(copies)
-
     def leave(self, copies: CopyEngine) -> bool:
         """Gives its memory on the card back; whether it had to be copied to the host before, because it was written to."""
-        was_written = self.was_written
+        was_written = self.data.was_written
         if was_written:
             copies.wait(copies.begin(self.on_card.whole, self.bytes_at_host, to_host=True, held=(self.part,)))
         # From now on the program may write to the bytes at the host, at once: what was copied from there has to be on the card.

@@ -129,8 +129,12 @@ class StreamedWeights:
         Raises:
             ApplyError: the disk fails.
         """
+        assert self.files is not None or not on_disk
         with self._lock:
-            weights = [StreamedWeight(p, self._part_for(p, on_disk=on_disk), self.device) for p in parameters]
+            weights = [
+                StreamedWeight(p, _part_for(p, self.slab, self.files if on_disk else None), self.device)
+                for p in parameters
+            ]
             block = StreamedBlock(len(self._blocks), weights)
             self._blocks.append(block)
             self._order.expect(block.number)
@@ -141,12 +145,6 @@ class StreamedWeights:
                 weight.leave(self._traffic.copies)
             self._traffic.gradients_leave()
             return block
-
-    def _part_for(self, parameter: torch.Tensor, *, on_disk: bool) -> Part | PartOfFile:
-        if not on_disk:
-            return self.slab.take(parameter.untyped_storage().nbytes())
-        assert self.files is not None
-        return self.files.part_of(parameter)
 
     @contextmanager
     def call(self, block: StreamedBlock, kind: Pass) -> Iterator[None]:
@@ -160,7 +158,10 @@ class StreamedWeights:
         finally:
             with self._lock, outside_of_selection():
                 block.num_calls -= 1
-                self._after_call(block, kind)
+                # What runs again in a backward pass is used there next.
+                if not block.num_calls and kind is not Pass.AGAIN:
+                    following = self._order.block_after((kind, block.number))
+                    self._drop_all_but(() if following is None else (self._blocks[following],))
 
     def use(self, block: StreamedBlock, kind: Pass) -> None:
         """Has the weights of `block` on the card for what is computed from now on, and begins to bring those of the block that follows."""
@@ -220,18 +221,9 @@ class StreamedWeights:
             for weight in block.weights:
                 self._traffic.have(weight)
                 self._traffic.have_gradient(weight)
-                is_viewed |= self._keep_views(weight)
+                is_viewed |= _keep_views(weight, self._traffic.copies, self.device)
             block.weights.clear()
         return is_viewed
-
-    def _keep_views(self, weight: StreamedWeight) -> bool:
-        """Leaves a weight and its gradient where the program has views of them, if that is no worse; whether there are views that are lost."""
-        viewed = [each for each in (weight, weight.gradient) if each is not None and each.has_view_at_host()]
-        if self.device.type != "cpu":
-            return bool(viewed)
-        for each in viewed:
-            each.return_to_host(self._traffic.copies)
-        return False
 
     def end(self) -> None:
         """Brings all weights back for good.
@@ -284,13 +276,6 @@ class StreamedWeights:
             self._traffic.have_gradient(weight)
             return saved.tensor(weight.on_card.whole)
 
-    def _after_call(self, block: StreamedBlock, kind: Pass) -> None:
-        # What runs again in a backward pass is used there next.
-        if block.num_calls or kind is Pass.AGAIN:
-            return
-        following = self._order.block_after((kind, block.number))
-        self._drop_all_but(() if following is None else (self._blocks[following],))
-
     def _drop_all_but(self, kept: Collection[StreamedBlock]) -> None:
         for block in self._blocks:
             if block not in kept and not block.num_calls:
@@ -298,3 +283,18 @@ class StreamedWeights:
                 block.weights = [weight for weight in block.weights if weight.is_ours()]
                 for weight in block.weights:
                     self._traffic.drop(weight)
+
+
+def _part_for(parameter: torch.Tensor, slab: HostSlab, files: WeightFiles | None) -> Part | PartOfFile:
+    """Where the bytes of a parameter are while it is away: in host memory, or in `files`."""
+    return slab.take(parameter.untyped_storage().nbytes()) if files is None else files.part_of(parameter)
+
+
+def _keep_views(weight: StreamedWeight, copies: CopyEngine, device: torch.device) -> bool:
+    """Leaves a weight and its gradient where the program has views of them, if that is no worse; whether there are views that are lost."""
+    viewed = [each for each in (weight, weight.gradient) if each is not None and each.has_view_at_host()]
+    if device.type != "cpu":
+        return bool(viewed)
+    for each in viewed:
+        each.return_to_host(copies)
+    return False

@@ -22,7 +22,7 @@ from tightfit.errors import ApplyError
 from tightfit.planner.option import Option
 from tightfit.planner.suggestion import Suggestion
 from tightfit.tape import Category, Column, Phase, Source, SpanKind, Tape
-from tightfit.techniques.technique import AbstractTechnique, Choice
+from tightfit.techniques.technique import AbstractTechnique, ChosenOption
 from tightfit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class KeptAlive(AbstractTechnique):
             for line, grows in rows[:NUM_LINES]
         ]
 
-    def apply(self, session: "Session", chosen: Sequence[Choice]) -> Never:
+    def apply(self, session: "Session", chosen: Sequence[ChosenOption]) -> Never:
         """Nothing can be applied to a model."""
         raise ApplyError("it is a suggestion about the program's own lines, and cannot be applied to a model")
 

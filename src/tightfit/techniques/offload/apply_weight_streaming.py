@@ -27,7 +27,7 @@ from tightfit.engine.weights.weights_in_files import bytes_on_disk
 from tightfit.errors import ApplyError
 from tightfit.techniques.offload.streamable import seen_by_others, streamable
 from tightfit.techniques.session import Session, Verdict
-from tightfit.techniques.technique import Choice, check_each
+from tightfit.techniques.technique import ChosenOption, check_each
 from tightfit.techniques.wrappers.far_tiers import by_tier, disk_space_for
 from tightfit.techniques.wrappers.forwards import OnlyHere
 from tightfit.techniques.wrappers.traced_calls import is_among_values
@@ -39,7 +39,7 @@ _NAME = "weight_streaming"
 _LOST = "; this pass cannot be finished: the file that they are in is damaged, or its disk"
 
 
-def apply_weight_streaming(session: Session, chosen: Sequence[Choice]) -> None:
+def apply_weight_streaming(session: Session, chosen: Sequence[ChosenOption]) -> None:
     """Moves the weights of each block to the host, and wraps its forward and those of the blocks beside it.
 
     Raises:
@@ -135,7 +135,7 @@ class _LoadedInPlace:
             )
 
 
-def _beside(choice: Choice) -> list[str]:
+def _beside(choice: ChosenOption) -> list[str]:
     places = (str(choice.settings.get(name, "")) for name in ("preceding", "following"))
     return [place_from(choice.where, place) for place in places if place]
 
@@ -166,7 +166,7 @@ def _check_not_seen(session: Session, parameters: Sequence[torch.Tensor]) -> Non
         )
 
 
-def _check_apart(choices: Mapping[torch.nn.Module, Choice]) -> None:
+def _check_apart(choices: Mapping[torch.nn.Module, ChosenOption]) -> None:
     for module, choice in choices.items():
         inside = next((choices[part] for part in module.modules() if part is not module and part in choices), None)
         if inside is not None:
@@ -184,7 +184,7 @@ def _move_others(parameters: Mapping[torch.nn.Module, Sequence[torch.Tensor]], d
                 parameter.data = parameter.data.to(device)
 
 
-def _parameters_of(session: Session, choice: Choice) -> tuple[torch.nn.Module, list[torch.Tensor]]:
+def _parameters_of(session: Session, choice: ChosenOption) -> tuple[torch.nn.Module, list[torch.Tensor]]:
     module = session.module(choice.where)
     found = streamable(
         session.model,

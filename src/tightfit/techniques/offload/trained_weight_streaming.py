@@ -25,7 +25,7 @@ from tightfit.planner.sides import Sides
 from tightfit.tape import Category, Column, CopyDirection, Phase
 from tightfit.techniques.offload.streamed_blocks import ALIGNMENT, MIN_BLOCKS, not_hidden, slots_of, smallest_of
 from tightfit.techniques.optimizer.states.state_sizes import MIN_ON_DISK
-from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
+from tightfit.techniques.technique import AbstractTechnique, ChosenOption, Needs
 
 if TYPE_CHECKING:
     from tightfit.techniques.session import Session
@@ -52,7 +52,7 @@ class TrainedWeightStreaming(AbstractTechnique):
         if len(profile.tape.weights) and run.step_ranges and not updates_in_backward(run) and family_of(run) != "other":
             yield from _options(self.name, profile)
 
-    def apply(self, session: "Session", chosen: Sequence[Choice]) -> None:
+    def apply(self, session: "Session", chosen: Sequence[ChosenOption]) -> None:
         """Moves the weights of the blocks to the host, and wraps their forwards and the optimizers' steps."""
         from tightfit.techniques.offload.apply_trained_weight_streaming import apply_trained_weight_streaming
 

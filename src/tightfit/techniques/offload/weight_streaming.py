@@ -18,7 +18,7 @@ from tightfit.engine.disk.disk_sizes import buffer_bytes_for, in_pages
 from tightfit.planner.option import Change, Option, merged
 from tightfit.tape import Column, CopyDirection, Phase
 from tightfit.techniques.offload.streamed_blocks import ALIGNMENT, MIN_BLOCKS, not_hidden, slots_of, smallest_of
-from tightfit.techniques.technique import AbstractTechnique, Choice
+from tightfit.techniques.technique import AbstractTechnique, ChosenOption
 
 if TYPE_CHECKING:
     from tightfit.techniques.session import Session
@@ -40,7 +40,7 @@ class WeightStreaming(AbstractTechnique):
         if len(profile.tape.weights):
             yield from _options(self.name, profile)
 
-    def apply(self, session: "Session", chosen: Sequence[Choice]) -> None:
+    def apply(self, session: "Session", chosen: Sequence[ChosenOption]) -> None:
         """Moves the weights of each block to the host, and wraps its forward and those of the blocks beside it."""
         from tightfit.techniques.offload.apply_weight_streaming import apply_weight_streaming
 

@@ -19,7 +19,7 @@ from tightfit.planner.sides import Sides
 from tightfit.planner.suggestion import Suggestion
 from tightfit.tape import Category, Column, Phase, Tape
 from tightfit.techniques.precision.lower_precision import born_in_float32, can_be_lowered, seconds_saved_in_bfloat16
-from tightfit.techniques.technique import AbstractTechnique, Choice
+from tightfit.techniques.technique import AbstractTechnique, ChosenOption
 
 if TYPE_CHECKING:
     from tightfit.techniques.session import Session
@@ -91,7 +91,7 @@ class Autocast(AbstractTechnique):
         )
         return [Suggestion(what=what, saves_bytes=saved, changes="results")]
 
-    def apply(self, session: "Session", chosen: Sequence[Choice]) -> None:
+    def apply(self, session: "Session", chosen: Sequence[ChosenOption]) -> None:
         """Runs the model's forward under autocast and returns its results in float32, as the loss outside expects them."""
         from tightfit.techniques.precision.apply_autocast import apply_autocast
 

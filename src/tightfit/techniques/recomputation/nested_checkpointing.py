@@ -14,7 +14,7 @@ from tightfit.analysis.recomputable import RecomputableBlock, seconds_in_python
 from tightfit.analysis.sequences import saved_bytes
 from tightfit.planner.option import Change, Option
 from tightfit.planner.sides import Sides
-from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
+from tightfit.techniques.technique import AbstractTechnique, ChosenOption, Needs
 
 if TYPE_CHECKING:
     from tightfit.techniques.session import Session
@@ -48,7 +48,7 @@ class NestedCheckpointing(AbstractTechnique):
                 for begin in range(0, len(stack) - length + 1, length):
                     yield _option(self.name, profile, stack[begin : begin + length])
 
-    def apply(self, session: "Session", chosen: Sequence[Choice]) -> None:
+    def apply(self, session: "Session", chosen: Sequence[ChosenOption]) -> None:
         """Wraps the forward of each block of each segment."""
         from tightfit.techniques.recomputation.apply_nested_checkpointing import apply_nested_checkpointing
 

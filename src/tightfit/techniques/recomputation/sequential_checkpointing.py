@@ -11,7 +11,7 @@ from tightfit.analysis.profile import Profile
 from tightfit.analysis.recomputable import RecomputableBlock, recompute_option
 from tightfit.analysis.sequences import LayerRange, saved_bytes, segments, with_settings
 from tightfit.planner.option import Option
-from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
+from tightfit.techniques.technique import AbstractTechnique, ChosenOption, Needs
 
 if TYPE_CHECKING:
     from tightfit.techniques.session import Session
@@ -38,7 +38,7 @@ class SequentialCheckpointing(AbstractTechnique):
                 if module_calls.lifetimes.bytes_of(layer_range.calls[-1].saved) >= least:
                     yield _option(self.name, profile, layer_range)
 
-    def apply(self, session: "Session", chosen: Sequence[Choice]) -> None:
+    def apply(self, session: "Session", chosen: Sequence[ChosenOption]) -> None:
         """Wraps each Sequential once, with code that runs its segments."""
         from tightfit.techniques.recomputation.apply_sequential_checkpointing import apply_sequential_checkpointing
 

@@ -11,7 +11,7 @@ from tightfit.effects.values.fingerprints import paused
 from tightfit.effects.values.value_checks import bound_for, difference, has_values
 from tightfit.errors import ApplyError
 from tightfit.techniques.session import Session, Verdict
-from tightfit.techniques.technique import Choice, check_each
+from tightfit.techniques.technique import ChosenOption, check_each
 from tightfit.techniques.tiling.first_state import FirstState
 from tightfit.techniques.tiling.halos import AxisLayer, flat, layers_along, length_within, paths, run_step
 from tightfit.techniques.tiling.tile_function import Tile, Tiling, run_tiled
@@ -28,10 +28,10 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _GIVES_INPUT = (torch.nn.Identity, torch.nn.modules.dropout._DropoutNd)
 
 
-def apply_tiled_convolutions(session: Session, chosen: Sequence[Choice]) -> None:
+def apply_tiled_convolutions(session: Session, chosen: Sequence[ChosenOption]) -> None:
     """Wraps each Sequential once, with code that runs its chains."""
 
-    def check(choice: Choice) -> None:
+    def check(choice: ChosenOption) -> None:
         begin, end = choice.settings["begin"], choice.settings["end"]
         sequential = check_sequential(session, choice.where, begin, end)
         children = [child for child in sequential._modules.values() if child is not None][begin:end]

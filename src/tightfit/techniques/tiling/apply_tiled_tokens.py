@@ -15,7 +15,7 @@ from tightfit.effects.values.value_checks import has_values
 from tightfit.errors import ApplyError, TightfitError
 from tightfit.errors.faults import is_ours
 from tightfit.techniques.session import Session, Verdict
-from tightfit.techniques.technique import Choice, check_each
+from tightfit.techniques.technique import ChosenOption, check_each
 from tightfit.techniques.tiling.tile_checks import TileProofs
 from tightfit.techniques.tiling.tile_function import Tile, Tiling, run_tiled
 from tightfit.techniques.wrappers.first_order import are_transforms_active
@@ -39,10 +39,10 @@ _MIXES = (
 )
 
 
-def apply_tiled_tokens(session: Session, chosen: Sequence[Choice]) -> None:
+def apply_tiled_tokens(session: Session, chosen: Sequence[ChosenOption]) -> None:
     """Wraps the forward of each module; that it is token-wise is proved on its first tile, before any result is used."""
 
-    def check(choice: Choice) -> torch.nn.Module:
+    def check(choice: ChosenOption) -> torch.nn.Module:
         module = session.module(choice.where)
         for name, part in module.named_modules():
             if isinstance(part, _MIXES):

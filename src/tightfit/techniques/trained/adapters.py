@@ -16,7 +16,7 @@ from tightfit.errors import ApplyError
 from tightfit.planner.option import Change, Option
 from tightfit.planner.suggestion import Suggestion
 from tightfit.tape import Phase
-from tightfit.techniques.technique import AbstractTechnique, Choice
+from tightfit.techniques.technique import AbstractTechnique, ChosenOption
 from tightfit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Adapters(AbstractTechnique):
             )
         ]
 
-    def apply(self, session: "Session", chosen: Sequence[Choice]) -> Never:
+    def apply(self, session: "Session", chosen: Sequence[ChosenOption]) -> Never:
         """Nothing can be applied to a model."""
         raise ApplyError(
             "adapters are parameters that the program's optimizer must know: write them into the program, with peft"

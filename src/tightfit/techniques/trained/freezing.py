@@ -17,7 +17,7 @@ from tightfit.analysis.trained_parts import NumberedModules, TrainedParts
 from tightfit.planner.option import Change, Option, merged
 from tightfit.planner.suggestion import Suggestion
 from tightfit.tape import Category, Phase
-from tightfit.techniques.technique import AbstractTechnique, Choice
+from tightfit.techniques.technique import AbstractTechnique, ChosenOption
 from tightfit.units import format_bytes, format_seconds_change
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class Freezing(AbstractTechnique):
             )
         ]
 
-    def apply(self, session: "Session", chosen: Sequence[Choice]) -> None:
+    def apply(self, session: "Session", chosen: Sequence[ChosenOption]) -> None:
         """Takes the parameters out of the graph; an optimizer skips parameters without a gradient."""
         from tightfit.techniques.trained.apply_freezing import apply_freezing
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from tightfit.capture.dispatch.unknown_masks import UnknownMasks
+from tightfit.capture.dispatch.on_host.unknown_masks import UnknownMasks
 from tightfit.capture.observe.host_storages import HostStorages
 from tightfit.capture.observe.recorder import Recorder
 from tightfit.capture.observe.reserved_memory import reserved
@@ -148,7 +148,7 @@ class HostMemory:
         """Notes an optimizer's fused update of host tensors; returns whether it is to be left out, since it is one of blank ones."""
         updated = list(zip(_UPDATES[operator], args, strict=False))
         num_bytes = sum(passes * tensor.nbytes for passes, tensors in updated for tensor in tensors)
-        self._recorder.wait(WaitKind.HOST_UPDATES, event=num_bytes // KIB)
+        self._recorder.waits.add(WaitKind.HOST_UPDATES, event=num_bytes // KIB)
         return any(self.is_blank(tensor) for _, tensors in updated for tensor in tensors)
 
     def new_blank(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -14,7 +14,7 @@ import importlib
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from tightfit.capture.huggingface import images as huggingface_images
+from tightfit.capture.targets.huggingface import images as huggingface_images
 from tightfit.errors import UsageError
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tightfit.capture.huggingface import inputs as huggingface_inputs
-from tightfit.capture.huggingface import tasks as huggingface_tasks
-from tightfit.capture.huggingface.known_names import in_one_spelling, name_of, nearest_to, presets
+from tightfit.capture.targets.huggingface import inputs as huggingface_inputs
+from tightfit.capture.targets.huggingface import tasks as huggingface_tasks
+from tightfit.capture.targets.huggingface.known_names import in_one_spelling, name_of, nearest_to, presets
 from tightfit.errors import MissingExtra, UsageError
 
 if TYPE_CHECKING:

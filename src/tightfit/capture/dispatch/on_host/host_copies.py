@@ -59,7 +59,7 @@ def note_to_host(gpu: VirtualGpu, source: torch.Tensor, target: torch.Tensor, *,
     if not num_bytes:
         return
     # Also for `.cpu()`, which ends in it: `_to_copy` is a cast to who looks for casts by name.
-    gpu.note_operator(_COPY, facts(_COPY), (target, source), {}, (target,), None)
+    gpu.operators.note(_COPY, facts(_COPY), (target, source), {}, (target,), None)
     is_pinned = gpu.host.storages.is_page_locked(target) and (target.is_contiguous() or _is_direct(source, target))
     gpu.recorder.copy(
         CopyDirection.TO_HOST, num_bytes, is_pinned=is_pinned, is_blocking=not (non_blocking and is_pinned)

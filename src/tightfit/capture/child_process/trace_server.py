@@ -23,7 +23,7 @@ PRELOADED = (
     "torch.nn.attention.flex_attention",
     "safetensors.torch",
 )
-_OF_HUGGING_FACE = "tightfit.capture.huggingface.preload:import_transformers"
+_OF_HUGGING_FACE = "tightfit.capture.targets.huggingface.preload:import_transformers"
 _SAVED = (".npz", ".pickle")
 
 

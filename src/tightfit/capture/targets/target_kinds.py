@@ -21,8 +21,8 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from tightfit.capture.huggingface.known_names import refuse_unknown
-from tightfit.capture.target_files import check_syntax, module_file, no_file, refuse_other_files
+from tightfit.capture.targets.huggingface.known_names import refuse_unknown
+from tightfit.capture.targets.target_files import check_syntax, module_file, no_file, refuse_other_files
 from tightfit.errors import UsageError
 
 
@@ -46,7 +46,7 @@ class GeneratorFunction:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HuggingFaceConfig:
-    """A model from its config, with `options` of `tightfit.capture.huggingface.target.HuggingFaceTarget`."""
+    """A model from its config, with `options` of `tightfit.capture.targets.huggingface.target.HuggingFaceTarget`."""
 
     source: str
     options: Mapping[str, Any]
@@ -191,7 +191,7 @@ def generator_on(target: GeneratorFunction | HuggingFaceConfig, *, device: str) 
     """The generator of a target that yields once per step; a config's model is made on `device`."""
     if isinstance(target, GeneratorFunction):
         return generator_of(target)
-    from tightfit.capture.huggingface.target import HuggingFaceTarget, workload
+    from tightfit.capture.targets.huggingface.target import HuggingFaceTarget, workload
 
     return workload(HuggingFaceTarget(source=target.source, **target.options), device=device)
 
