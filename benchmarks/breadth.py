@@ -238,7 +238,7 @@ def _update(fields: dict[str, Any], changes: dict[str, Any]) -> None:
 
 def check(case: Case, path: Path) -> Row:
     """One real training step of the small config on the CPU."""
-    from tightfit.capture.huggingface.target import HuggingFaceTarget, workload
+    from tightfit.capture.targets.huggingface.target import HuggingFaceTarget, workload
 
     start = time.perf_counter()
     error = ""

@@ -122,7 +122,7 @@ def _tape(function: str, parameters: Mapping[str, Any], tapes: Path, may_trace: 
         return read_tape(path)
     if not may_trace:
         return None
-    from tightfit.capture.targets import GeneratorFunction
+    from tightfit.capture.targets.target_kinds import GeneratorFunction
     from tightfit.capture.trace import trace
 
     target = GeneratorFunction(location=str(_WORKLOADS), function=function, parameters=dict(parameters))

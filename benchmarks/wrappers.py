@@ -20,10 +20,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tightfit.analysis.profile import Profile
-from tightfit.capture.targets import GeneratorFunction
+from tightfit.capture.targets.target_kinds import GeneratorFunction
 from tightfit.capture.trace import trace
 from tightfit.devices.catalogue import find
-from tightfit.effects import card_sums, contents
+from tightfit.effects.values import card_sums, contents
 from tightfit.planner.option import Option
 from tightfit.planner.plan import Choice
 from tightfit.runtime.apply import apply_choices

@@ -12,7 +12,7 @@ import hypothesis
 import pytest
 from tests.process_state import changed_since, process_state
 
-from tightfit.capture import trace_server
+from tightfit.capture.child_process import trace_server
 from tightfit.cli.shared.progress import ProgressLine
 
 # Programs that tests write run in processes of their own, and take their models from this folder.

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.engine import others
 from tightfit.analysis.profile import Profile
-from tightfit.capture.targets import GeneratorFunction
+from tightfit.capture.targets.target_kinds import GeneratorFunction
 from tightfit.capture.trace import Preparation, trace
 from tightfit.devices.catalogue import find
 from tightfit.planner.option import Option
@@ -162,4 +162,4 @@ def _traced(name: str, settings: Mapping[str, Any] | None, way: str = "") -> Tap
 
 
 def _allocated(profile: Profile) -> int:
-    return int(profile.trained_parts.memory_timeline.max(initial=0))
+    return int(profile.optimizer.trained_parts.memory_timeline.max(initial=0))

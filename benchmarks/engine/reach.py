@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tightfit.allocator.settings import AllocatorSettings
-from tightfit.capture.targets import GeneratorFunction
+from tightfit.capture.targets.target_kinds import GeneratorFunction
 from tightfit.capture.trace import Preparation, trace
 from tightfit.devices.catalogue import find
 from tightfit.simulate.peak import estimate_peak

@@ -13,7 +13,7 @@ from pathlib import Path
 import tightfit
 from tightfit.allocator.settings import AllocatorSettings
 from tightfit.analysis.profile import Profile
-from tightfit.capture.targets import GeneratorFunction
+from tightfit.capture.targets.target_kinds import GeneratorFunction
 from tightfit.capture.trace import Preparation, trace
 from tightfit.devices.catalogue import find
 from tightfit.planner.option import Option

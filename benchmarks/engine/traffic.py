@@ -15,7 +15,7 @@ from torch import nn
 
 from benchmarks.engine import others
 from tightfit.analysis.profile import Profile
-from tightfit.capture.targets import GeneratorFunction
+from tightfit.capture.targets.target_kinds import GeneratorFunction
 from tightfit.capture.trace import Preparation, trace
 from tightfit.devices.catalogue import find
 from tightfit.planner.option import Option
@@ -125,4 +125,4 @@ def _bytes_to_host(tape: Tape) -> int:
 
 def _allocated(tape: Tape) -> int:
     profile = Profile(tape, find(CARDS[0]))
-    return int(profile.trained_parts.memory_timeline.max(initial=0))
+    return int(profile.optimizer.trained_parts.memory_timeline.max(initial=0))

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.gpu.rows import Row
 from tightfit.allocator.settings import AllocatorSettings
-from tightfit.capture.targets import GeneratorFunction
+from tightfit.capture.targets.target_kinds import GeneratorFunction
 from tightfit.capture.trace import trace
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.catalogue import find

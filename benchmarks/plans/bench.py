@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from benchmarks.plans.workloads import Workload
-from tightfit.capture.targets import Target
+from tightfit.capture.targets.target_kinds import Target
 from tightfit.capture.trace_settings import TraceSettings
 from tightfit.fit.card_settings import CardSettings
 from tightfit.fit.planning_progress import ProgressLog

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tightfit.capture.targets import GeneratorFunction, HuggingFaceConfig, Target
+from tightfit.capture.targets.target_kinds import GeneratorFunction, HuggingFaceConfig, Target
 
 _MODELS = "benchmarks.plans.models"
 _CONFIGS = Path(__file__).parent / "configs"

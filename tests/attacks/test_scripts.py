@@ -14,7 +14,7 @@ from tests.cpu.applied import plan_of
 from tests.sampled import every_second
 
 from tightfit.analysis.profile import Profile
-from tightfit.capture.targets import Script
+from tightfit.capture.targets.target_kinds import Script
 from tightfit.capture.trace import Preparation, Traced, trace
 from tightfit.cli.main import run
 from tightfit.devices.catalogue import find

@@ -10,7 +10,7 @@ from tests.conformance.large_models import LARGE
 from tests.conformance.training import choice_of
 
 from tightfit.analysis.profile import Profile
-from tightfit.capture.targets import GeneratorFunction
+from tightfit.capture.targets.target_kinds import GeneratorFunction
 from tightfit.capture.trace import Preparation, trace
 from tightfit.devices.catalogue import find
 from tightfit.planner.option import Option

@@ -15,12 +15,12 @@ import pytest
 import torch
 from benchmarks.guard import Failing
 
-from tightfit.capture.targets import Script, run_script
+from tightfit.capture.targets.target_kinds import Script, run_script
 from tightfit.guarding.loops.guarded_script import GuardedScript
 from tightfit.planner.plan import Plan
 
 # What the guard itself computes at the beginning of a step is not the script's.
-_OWN = ("guarding/step_", "guarding/weight_sums", "effects/")
+_OWN = ("guarding/state/", "effects/")
 
 
 @functools.cache

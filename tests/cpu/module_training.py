@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tightfit.allocator.settings import AllocatorSettings
-from tightfit.capture.targets import GeneratorFunction
+from tightfit.capture.targets.target_kinds import GeneratorFunction
 from tightfit.capture.trace import Preparation, trace
 from tightfit.devices.catalogue import find
 from tightfit.planner import problem as problems

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tightfit.capture.targets import Target
+from tightfit.capture.targets.target_kinds import Target
 from tightfit.capture.trace_settings import TraceSettings
 from tightfit.fit.card_settings import CardSettings
 from tightfit.fit.planning_progress import ProgressLog

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tests.cpu.run_arguments import run_arguments
 
-from tightfit.capture.targets import GeneratorFunction
+from tightfit.capture.targets.target_kinds import GeneratorFunction
 from tightfit.devices.catalogue import find
 from tightfit.diagnosis.suggestions import from_profile as advice
 from tightfit.fit.traced_runs import TracedRun, TracedRuns

@@ -9,7 +9,7 @@ import torch
 
 import tightfit
 from tightfit.capture.observe.attribution import is_of_another_library
-from tightfit.capture.targets import GeneratorFunction
+from tightfit.capture.targets.target_kinds import GeneratorFunction
 from tightfit.capture.trace import trace
 from tightfit.tape import Phase, Tape
 

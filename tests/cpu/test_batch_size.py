@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tests.cpu import micro_batch_models as models
 
-from tightfit.capture.targets import GeneratorFunction, HuggingFaceConfig, Script
+from tightfit.capture.targets.target_kinds import GeneratorFunction, HuggingFaceConfig, Script
 from tightfit.cli.main import app
 from tightfit.errors import UsageError
 from tightfit.fit import batch_size

@@ -31,7 +31,7 @@ with session.gpu:
         before = session.recorder.num_operators
         run()
         columns = {key: values[before:] for key, values in session.recorder.operators.items()}
-        names = [session.recorder.texts[name] for name in columns["name"]]
+        names = [session.recorder.strings.texts[name] for name in columns["name"]]
         moved = [r + w for r, w in zip(columns["bytes_read"], columns["bytes_written"])]
         rows.append([work.name, work.kind, work.flops, work.num_bytes, names, columns["flops"], moved])
         del run

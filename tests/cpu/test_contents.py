@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tightfit.effects.contents import SMALL_BYTES, StoredAt, checksum_of, content_of, contents_of, is_any_written
+from tightfit.effects.values.contents import SMALL_BYTES, StoredAt, checksum_of, content_of, contents_of, is_any_written
 
 LARGE = SMALL_BYTES // 4 + 1
 

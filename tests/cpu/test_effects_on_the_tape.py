@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tightfit.capture.targets import GeneratorFunction
+from tightfit.capture.targets.target_kinds import GeneratorFunction
 from tightfit.capture.trace import trace
 from tightfit.tape import Effect, EffectKind, Tape
 from tightfit.tape.verify import verify_tape

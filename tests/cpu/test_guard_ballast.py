@@ -10,7 +10,7 @@ from tests.forked_python import forked_python
 
 import tightfit
 from tightfit.errors import UsageError
-from tightfit.guarding.ballast import Ballast
+from tightfit.guarding.memory.ballast import Ballast
 
 MIB = 1 << 20
 # The rows of the batches: the fourth is the long one.

@@ -21,7 +21,7 @@ from lightning import pytorch as lightning
 from tests.attacks.backward_thread import BackwardThread
 
 import tightfit
-from tightfit.capture.targets import Script, run_script
+from tightfit.capture.targets.target_kinds import Script, run_script
 from tightfit.guarding.loops.guarded_script import GuardedScript
 from tightfit.guarding.loops.outside_effects import OutsideEffects
 from tightfit.integrations.lightning import GuardCallback as LightningGuard

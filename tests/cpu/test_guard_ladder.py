@@ -242,7 +242,7 @@ def test_a_plan_that_is_refused_within_a_step_is_taken_off_and_the_step_run_agai
                 if fails and number == 1 and guard.plan_in_use < 0:
                     raise torch.OutOfMemoryError("CUDA out of memory.")
                 if number == 3 and guard.plan_in_use >= 0:
-                    raise guard._attempts._rungs._session.refuse("its inputs have changed")  # type: ignore[union-attr]
+                    raise guard._attempts.rungs.present.session.refuse("its inputs have changed")  # type: ignore[union-attr]
                 optimizer.step()
                 return float(loss.detach())
 
@@ -288,7 +288,7 @@ def test_a_graph_whose_updates_were_to_come_is_not_held_while_the_step_is_run_ag
     held: queue.SimpleQueue[bool] = queue.SimpleQueue()
     saved: queue.SimpleQueue[weakref.ref[torch.Tensor]] = queue.SimpleQueue()
     with tightfit.guard(training.model, training.optimizers, plans=training.plans) as guard:
-        assert guard._attempts._rungs.try_next([])
+        assert guard._attempts.rungs.try_next([])
 
         def step(batch: tuple[torch.Tensor, torch.Tensor]) -> None:
             training.optimizers[0].zero_grad()

@@ -14,11 +14,11 @@ import torch
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from tightfit.capture.huggingface import inputs as huggingface_inputs
-from tightfit.capture.huggingface import target as huggingface
-from tightfit.capture.huggingface import tasks as huggingface_tasks
-from tightfit.capture.huggingface.known_names import in_one_spelling, possible_model_types
-from tightfit.capture.huggingface.target import HuggingFaceTarget, is_huggingface_source, load_config, workload
+from tightfit.capture.targets.huggingface import inputs as huggingface_inputs
+from tightfit.capture.targets.huggingface import target as huggingface
+from tightfit.capture.targets.huggingface import tasks as huggingface_tasks
+from tightfit.capture.targets.huggingface.known_names import in_one_spelling, possible_model_types
+from tightfit.capture.targets.huggingface.target import HuggingFaceTarget, is_huggingface_source, load_config, workload
 from tightfit.errors import MissingExtra, UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -157,7 +157,7 @@ def test_a_source_is_told_apart_from_a_script(text, answer, tmp_path, monkeypatc
 def test_a_mistyped_name_is_refused_before_torch_is_imported():
     code = (
         "import sys\n"
-        "from tightfit.capture.targets import parse_target\n"
+        "from tightfit.capture.targets.target_kinds import parse_target\n"
         "from tightfit.errors import UsageError\n"
         "try:\n    parse_target('lama-3-8b')\n"
         "except UsageError as error:\n    print(error, 'torch' in sys.modules)\n"

@@ -17,7 +17,7 @@ from tests.forked_python import forked_python
 
 import tightfit
 from tightfit.capture import trace as capture_trace
-from tightfit.capture.targets import GeneratorFunction
+from tightfit.capture.targets.target_kinds import GeneratorFunction
 from tightfit.capture.trace import Traced, trace
 from tightfit.cli.main import run
 from tightfit.errors import InternalError

@@ -2,7 +2,7 @@
 
 from types import CodeType
 
-from tightfit.effects.instructions import instructions_of
+from tightfit.effects.bytecode.instructions import instructions_of
 
 SOURCE = """
 def backward(ctx, gradient, cache):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tightfit.capture.patches import libraries
-from tightfit.capture.targets import GeneratorFunction
+from tightfit.capture.targets.target_kinds import GeneratorFunction
 from tightfit.capture.trace import trace
 from tightfit.tape import Category
 

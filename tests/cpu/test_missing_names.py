@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tightfit.capture.targets import GeneratorFunction
+from tightfit.capture.targets.target_kinds import GeneratorFunction
 from tightfit.capture.trace import Preparation, trace
 from tightfit.cli.main import run
 from tightfit.errors import UnsupportedTorch

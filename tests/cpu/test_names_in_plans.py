@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tests.cpu.run_arguments import run_arguments
 
-from tightfit.capture.targets import GeneratorFunction
+from tightfit.capture.targets.target_kinds import GeneratorFunction
 from tightfit.fit.traced_runs import TracedRun, TracedRuns
 from tightfit.planner.setting_words import setting_words
 from tightfit.techniques.recomputation.selective_checkpointing import SelectiveCheckpointing

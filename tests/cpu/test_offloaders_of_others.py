@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tightfit.capture.targets import GeneratorFunction
+from tightfit.capture.targets.target_kinds import GeneratorFunction
 from tightfit.capture.trace import trace
 from tightfit.tape import CopyDirection
 

@@ -7,7 +7,7 @@ import pytest
 from tests.forked_python import forked_python
 
 from tightfit.capture.collectives.world import World
-from tightfit.capture.targets import Script
+from tightfit.capture.targets.target_kinds import Script
 from tightfit.capture.trace import trace
 from tightfit.cli.main import run
 from tightfit.errors import UsageError

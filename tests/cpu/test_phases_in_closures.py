@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tightfit.capture.targets import GeneratorFunction, Script
+from tightfit.capture.targets.target_kinds import GeneratorFunction, Script
 from tightfit.capture.trace import trace
 from tightfit.cost.steps import step_operators
 from tightfit.tape import Category, Phase, SpanKind, Tape

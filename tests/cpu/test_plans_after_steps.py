@@ -6,7 +6,7 @@ import pytest
 from tests.cpu.run_arguments import run_arguments
 
 from tightfit import plan
-from tightfit.capture.targets import Script
+from tightfit.capture.targets.target_kinds import Script
 from tightfit.fit.searching.allowed import Allowed
 from tightfit.fit.searching.candidates import Candidates
 from tightfit.fit.searching.offers import Offers

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tests.forked_python import forked_python
 
-from tightfit.capture.targets import GeneratorFunction
+from tightfit.capture.targets.target_kinds import GeneratorFunction
 from tightfit.capture.trace import trace
 from tightfit.errors import CaptureError
 from tightfit.tape import Tape

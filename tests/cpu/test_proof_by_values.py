@@ -10,7 +10,7 @@ import pytest
 from tests.null.test_tape import small_tape as tape_of_one_operator
 
 import tightfit
-from tightfit.capture.targets import GeneratorFunction, Script, Target
+from tightfit.capture.targets.target_kinds import GeneratorFunction, Script, Target
 from tightfit.fit.planning_progress import ProgressLog
 from tightfit.fit.proof import Mismatch, Prover
 from tightfit.fit.values import differences

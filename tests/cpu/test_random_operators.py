@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tightfit.analysis.profile import Profile
-from tightfit.capture.targets import GeneratorFunction
+from tightfit.capture.targets.target_kinds import GeneratorFunction
 from tightfit.capture.trace import trace
 from tightfit.devices.catalogue import find
 from tightfit.effects.random_operators import draws

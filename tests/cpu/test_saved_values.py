@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tightfit.effects import card_sums
 from tightfit.effects.graph_shapes import graph_shape
+from tightfit.effects.values import card_sums
 from tightfit.errors import ApplyError
 from tightfit.planner.plan import Choice
 from tightfit.runtime.apply import apply_choices

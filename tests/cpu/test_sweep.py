@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tightfit.capture.targets import GeneratorFunction, HuggingFaceConfig, Script
+from tightfit.capture.targets.target_kinds import GeneratorFunction, HuggingFaceConfig, Script
 from tightfit.cli.main import run
 from tightfit.errors import UsageError
 from tightfit.fit.combinations import Axis, combinations, with_values

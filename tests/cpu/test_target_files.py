@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tightfit.capture.target_files import module_file, refuse_other_files
-from tightfit.capture.targets import Script, parse_target
+from tightfit.capture.targets.target_files import module_file, refuse_other_files
+from tightfit.capture.targets.target_kinds import Script, parse_target
 from tightfit.cli.main import run
 from tightfit.errors import ProgramError, UsageError
 

@@ -18,7 +18,7 @@ from torch import nn
 
 import tightfit
 from tightfit.analysis.relative_places import place_from, relative_place
-from tightfit.capture.targets import GeneratorFunction
+from tightfit.capture.targets.target_kinds import GeneratorFunction
 from tightfit.capture.trace import Preparation, trace
 from tightfit.cli.main import run
 from tightfit.devices.catalogue import find

@@ -9,7 +9,7 @@ from tests.cpu import kept_alive_models as models
 from tests.cpu.module_training import DEVICE
 
 from tightfit.analysis.profile import Profile
-from tightfit.capture.targets import GeneratorFunction
+from tightfit.capture.targets.target_kinds import GeneratorFunction
 from tightfit.capture.trace import trace
 from tightfit.devices.catalogue import find
 from tightfit.errors import ApplyError

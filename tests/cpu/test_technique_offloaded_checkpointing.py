@@ -7,7 +7,7 @@ from tests.conformance.large_models import Decoder
 from torch import nn
 
 from tightfit.analysis.profile import Profile
-from tightfit.capture.targets import GeneratorFunction
+from tightfit.capture.targets.target_kinds import GeneratorFunction
 from tightfit.capture.trace import trace
 from tightfit.devices.catalogue import find
 from tightfit.engine import copy_engines

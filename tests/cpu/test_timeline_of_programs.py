@@ -2,7 +2,7 @@
 
 import pytest
 
-from tightfit.capture.targets import GeneratorFunction
+from tightfit.capture.targets.target_kinds import GeneratorFunction
 from tightfit.capture.trace import trace
 from tightfit.cost.copies import copy_seconds
 from tightfit.devices.catalogue import find

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tightfit.capture import trace_server
+from tightfit.capture.child_process import trace_server
 from tightfit.capture.processes import fork_server
 
 

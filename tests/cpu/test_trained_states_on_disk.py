@@ -17,7 +17,7 @@ from tests.cpu.training_loops import LOOPS, Optimizer, gradients, train
 from tests.sampled import every_second
 
 from tightfit.analysis.profile import Profile
-from tightfit.capture.targets import GeneratorFunction
+from tightfit.capture.targets.target_kinds import GeneratorFunction
 from tightfit.capture.trace import Preparation, trace
 from tightfit.devices.catalogue import find
 from tightfit.engine.descriptors import close_gone

@@ -25,7 +25,7 @@ from tests.cpu.test_technique_weight_streaming import (
 from torch import nn
 
 from tightfit.analysis.profile import Profile
-from tightfit.capture.targets import GeneratorFunction
+from tightfit.capture.targets.target_kinds import GeneratorFunction
 from tightfit.capture.trace import Preparation, trace
 from tightfit.devices.catalogue import find
 from tightfit.engine.disk import disk_places

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tightfit.effects import fingerprints, word_sums
-from tightfit.effects.word_sums import sum_of_words, wide_sum
+from tightfit.effects.values import fingerprints, word_sums
+from tightfit.effects.values.word_sums import sum_of_words, wide_sum
 
 TENSORS = {
     "words": torch.randn(64, 64),

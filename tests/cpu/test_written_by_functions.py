@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tightfit.effects.written_by_functions import may_write
+from tightfit.effects.bytecode.written_by_functions import may_write
 
 COUNTS = {"calls": 0}
 LAYER = nn.Linear(2, 2)

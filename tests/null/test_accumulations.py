@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tightfit.analysis.accumulations import accumulations_from, advice_on_accumulation
+from tightfit.analysis.source.accumulations import accumulations_from, advice_on_accumulation
 
 LOOP = """\
 for x, y in loader:

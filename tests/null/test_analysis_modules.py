@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from tightfit.analysis.lifetimes import StorageLifetimes
 from tightfit.analysis.modules import ModuleCalls
 from tightfit.tape import Category, EventKind, Events, Operators, Phase, Source, SpanKind, Spans, Storages, Tape
 
@@ -98,7 +99,7 @@ def two_steps() -> tuple[Tape, dict[str, int]]:
 
 def test_a_module_is_visited_once_a_step() -> None:
     tape, _ = two_steps()
-    module_calls = ModuleCalls(tape)
+    module_calls = ModuleCalls(StorageLifetimes(tape))
     calls = module_calls.calls("Net.h.1")
     assert len(calls) == module_calls.num_rounds == 2
     assert module_calls.modules_inside("Net.h.1") == ["Net.h.1", "Net.h.1.mlp"]
@@ -108,7 +109,7 @@ def test_a_module_is_visited_once_a_step() -> None:
 
 def test_what_waits_is_what_the_backward_pass_finds_but_for_the_output() -> None:
     tape, seen = two_steps()
-    for step, call in enumerate(ModuleCalls(tape).calls("Net.h.0")):
+    for step, call in enumerate(ModuleCalls(StorageLifetimes(tape)).calls("Net.h.0")):
         # The output is born before the statistics that come with it, and a workspace of a library is nobody's.
         assert call.output == seen[f"out {step} 0"]
         assert call.saved.tolist() == [seen[f"saved {step} 0"], seen[f"mean {step} 0"]]
@@ -116,7 +117,7 @@ def test_what_waits_is_what_the_backward_pass_finds_but_for_the_output() -> None
 
 def test_the_input_is_the_last_large_storage_that_was_there_before() -> None:
     tape, seen = two_steps()
-    module_calls = ModuleCalls(tape)
+    module_calls = ModuleCalls(StorageLifetimes(tape))
     assert [v.input for v in module_calls.calls("Net.h.1")] == [seen["out 0 0"], seen["out 1 0"]]
     assert [v.input for v in module_calls.calls("Net.h.0")] == [-1, -1]
 
@@ -131,15 +132,15 @@ def test_an_output_that_nothing_waits_for_is_an_output_still() -> None:
     scribe.free(copy)
     scribe.operator("Net.a", Phase.BACKWARD)
     scribe.free(saved)
-    module_calls = ModuleCalls(scribe.tape())
+    module_calls = ModuleCalls(StorageLifetimes(scribe.tape()))
     (first,), (second,) = module_calls.calls("Net.a"), module_calls.calls("Net.b")
     assert (first.output, first.saved.tolist()) == (out, [saved])
-    assert second.input == out and module_calls.freed_at[out] < second.back_event
+    assert second.input == out and module_calls.lifetimes.freed_at[out] < second.back_event
 
 
 def test_events_frame_the_visit() -> None:
     tape, seen = two_steps()
-    module_calls = ModuleCalls(tape)
+    module_calls = ModuleCalls(StorageLifetimes(tape))
     call = module_calls.calls("Net.h.1")[-1]
     kinds, storages = tape.events.kind, tape.events.storage
     inside = range(call.begin_event, call.end_event)
@@ -151,13 +152,20 @@ def test_events_frame_the_visit() -> None:
 
 def test_a_module_that_ran_nothing_has_no_visits() -> None:
     tape, _ = two_steps()
-    assert ModuleCalls(tape).calls("Net.h.7") == ()
-    assert ModuleCalls(tape).modules_inside("Net.h.7") == []
+    assert ModuleCalls(StorageLifetimes(tape)).calls("Net.h.7") == ()
+    assert ModuleCalls(StorageLifetimes(tape)).modules_inside("Net.h.7") == []
 
 
 def test_a_container_that_is_never_called_is_a_path_nevertheless() -> None:
     tape, _ = two_steps()
-    assert ModuleCalls(tape).paths == ["Net", "Net.h", "Net.h.0", "Net.h.0.mlp", "Net.h.1", "Net.h.1.mlp"]
+    assert ModuleCalls(StorageLifetimes(tape)).paths == [
+        "Net",
+        "Net.h",
+        "Net.h.0",
+        "Net.h.0.mlp",
+        "Net.h.1",
+        "Net.h.1.mlp",
+    ]
 
 
 def test_a_call_without_gradients_is_no_visit() -> None:
@@ -170,7 +178,7 @@ def test_a_call_without_gradients_is_no_visit() -> None:
             scribe.operator("Net.head", Phase.FORWARD, 64)
     scribe.operator("Net.block", Phase.BACKWARD, 64)
     scribe.free(inner, output)
-    (call,) = ModuleCalls(scribe.tape()).calls("Net.block")
+    (call,) = ModuleCalls(StorageLifetimes(scribe.tape())).calls("Net.block")
     assert (call.begin, call.end) == (3, 5)
     assert call.saved.tolist() == [inner]
 
@@ -187,7 +195,7 @@ def test_visits_of_one_round_go_backwards_one_after_the_other() -> None:
         scribe.operator("Policy.inner", Phase.BACKWARD)
         scribe.free(*storages)
         scribe.operator("", Phase.BACKWARD)
-    first, second, third = ModuleCalls(scribe.tape()).calls("Policy")
+    first, second, third = ModuleCalls(StorageLifetimes(scribe.tape())).calls("Policy")
     assert [(v.back_begin, v.back_end) for v in (third, second, first)] == [(10, 12), (14, 16), (18, 20)]
     assert third.back_event < third.back_end_event <= second.back_event
 
@@ -202,5 +210,5 @@ def test_visits_that_go_backwards_side_by_side_share_the_backward_pass() -> None
     for storage in saved:
         scribe.operator("Net.tower", Phase.BACKWARD)
         scribe.free(storage)
-    first, second = ModuleCalls(scribe.tape()).calls("Net.tower")
+    first, second = ModuleCalls(StorageLifetimes(scribe.tape())).calls("Net.tower")
     assert (first.back_begin, first.back_end) == (second.back_begin, second.back_end) == (7, 9)

@@ -9,7 +9,7 @@ from tests.null.test_devices_command import with_nvidia_smi
 from tightfit.cli.main import run
 from tightfit.devices.catalogue import find
 from tightfit.errors import UsageError
-from tightfit.guarding.process_budget import allocator_setting
+from tightfit.guarding.memory.process_budget import allocator_setting
 from tightfit.units import GIB, MIB
 
 SCRIPT = "import os\nprint(os.environ['PYTORCH_CUDA_ALLOC_CONF'])\n"

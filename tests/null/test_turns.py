@@ -54,7 +54,7 @@ class Program:
         member, entered = Member(), threading.Event()
 
         def turn() -> None:
-            self.turns.enter(member)
+            self.turns.members.enter(member)
             entered.set()
             member.begin()
             try:

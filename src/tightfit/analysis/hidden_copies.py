@@ -63,7 +63,7 @@ class TimeForCopies:
 
 def copy_time(profile: "Profile", following: ModuleCall, *, to_disk: bool = False) -> TimeForCopies:
     """The time for copies beside this call of a block, to the host, or through it to disk."""
-    seconds = profile.seconds
+    seconds = profile.costs.seconds
     out_costs, back_costs = (copy_costs(profile.device, to_card=way) for way in (False, True))
     if to_disk:
         # Link and disk work on different pieces at the same time.
@@ -88,7 +88,7 @@ def own_input(profile: "Profile", call: ModuleCall, following: ModuleCall) -> in
     """
     if call.input < 0:
         return -1
-    freed_at = int(profile.modules.freed_at[call.input])
+    freed_at = int(profile.lifetimes.freed_at[call.input])
     # What the call does not save is freed before the backward pass, unless the program has a name for it.
     is_kept = following.begin_event < freed_at <= call.back_event
     if is_kept or freed_at > call.back_end_event:
@@ -107,7 +107,7 @@ def movable(profile: "Profile", call: ModuleCall, following: ModuleCall) -> Colu
     if found >= 0:
         saved = np.append(saved, found)
     # What is freed before the backward pass of the call is not saved by it, and what lives on after it is the program's own.
-    freed_at = modules.freed_at[saved]
+    freed_at = modules.lifetimes.freed_at[saved]
     return saved[(freed_at > call.back_event) & (freed_at <= call.back_end_event)]
 
 
@@ -118,5 +118,5 @@ def _have_gradients(modules: ModuleCalls, saved: Column) -> Column:
     found = np.ones(len(saved), dtype=bool)
     for at, (storage, maker) in enumerate(zip(saved.tolist(), makers.tolist(), strict=True)):
         if _WITH_STATISTICS.search(tape.strings[int(tape.operators.name[maker])]):
-            found[at] = storage == modules.first_result(maker)
+            found[at] = storage == modules.lifetimes.first_result(maker)
     return found

@@ -3,21 +3,18 @@
 No model is needed. A module is a path; its submodules are the paths that continue it. A module call is one call of a module in a forward pass with
 gradients: a contiguous range of its operators, with the range of the backward pass that belongs to it. A storage that is allocated in a call
 and still allocated when the backward pass begins is saved for backward; one of them may be the call's own output, which stays allocated
-whatever is done inside of the module. A tape does not say which storages are inputs and outputs: they are taken to be the last large ones
-allocated before the call and in it.
+whatever is done inside of the module.
 """
 
 import dataclasses
 import itertools
+from collections import Counter
 from functools import cached_property
 
 import numpy as np
 
-from tightfit.allocator.pools import MIN_BLOCK_BYTES
-from tightfit.tape import Column, EventKind, Phase, Source, Tape
-
-# Batch and layer norm allocate their statistics after their result; whatever is this small is no input or output.
-_SMALLEST_SHARE = 0.05
+from tightfit.analysis.lifetimes import StorageLifetimes
+from tightfit.tape import Column, Phase
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,9 +83,10 @@ class _SortedPaths:
 class ModuleCalls:
     """The module calls of a tape."""
 
-    def __init__(self, tape: Tape) -> None:
-        self.tape = tape
-        operators, events = tape.operators, tape.events
+    def __init__(self, lifetimes: StorageLifetimes) -> None:
+        self.lifetimes = lifetimes
+        self.tape = tape = lifetimes.tape
+        operators = tape.operators
         self._phase = operators.phase
         modules = np.unique(operators.module)
         texts = [tape.strings[m] for m in modules.tolist()]
@@ -99,18 +97,6 @@ class ModuleCalls:
         rank_of = np.zeros(len(tape.strings), dtype=np.int64)
         rank_of[modules[order]] = np.arange(len(order))
         self._rank = rank_of[operators.module]
-        # The allocator's own rounding, without which predictions for many small storages come out too low.
-        self.block_bytes = -(-tape.storages.num_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
-        # A storage that is never freed outlives the tape.
-        freed_at = np.full(len(tape.storages), len(events), dtype=np.int64)
-        frees = events.kind == EventKind.FREE
-        freed_at[events.storage[frees]] = np.flatnonzero(frees)
-        self.freed_at = freed_at
-        self._is_tensor = tape.storages.source == Source.TENSOR
-        # Tables, as these are asked for each of thousands of calls.
-        self._first_event = np.searchsorted(events.operator, np.arange(len(operators) + 2), side="left")
-        self._in_order_of_operators = np.argsort(tape.storages.operator, kind="stable")
-        self._operators_in_order = tape.storages.operator[self._in_order_of_operators].astype(np.int64)
         self._calls: dict[str, tuple[ModuleCall, ...]] = {}
         self._rounds = _Rounds(self._phase)
         self.num_rounds = self._rounds.num_rounds
@@ -119,7 +105,7 @@ class ModuleCalls:
     def saved_for_backward(self) -> Column:
         """Which storages are saved for backward: allocated in a forward pass and not freed when the backward pass of its round begins."""
         born_of = self.tape.storages.operator
-        known = (born_of >= 0) & self._is_tensor
+        known = (born_of >= 0) & self.lifetimes.is_tensor
         saved_for_backward = np.zeros(len(born_of), dtype=bool)
         if not self.num_rounds:
             return saved_for_backward
@@ -128,22 +114,10 @@ class ModuleCalls:
         rounds = np.where(forward, self._rounds.of[operators], 0)
         first = self._rounds.first_backward[rounds]
         has_backward = first < len(self._phase)
-        saved_for_backward[known] = forward & has_backward & (self.freed_at[known] > self.event_of(first))
+        saved_for_backward[known] = (
+            forward & has_backward & (self.lifetimes.freed_at[known] > self.lifetimes.event_of(first))
+        )
         return saved_for_backward
-
-    def event_of(self, operator: Column | int) -> Column:
-        """The index of the first event of an operator; for the number of operators, the number of events before the end of the tape."""
-        return self._first_event[operator + 1]
-
-    def made_in(self, begin: int, end: int) -> Column:
-        """The storages that the operators `[begin, end)` allocate, in the order of their allocation."""
-        low, high = self._operators_in_order.searchsorted((begin, end))
-        return np.sort(self._in_order_of_operators[low:high])
-
-    def freed_in(self, begin: int, end: int) -> Column:
-        """The storages that the events `[begin, end)` free, in the order of their allocation."""
-        events = self.tape.events
-        return np.sort(events.storage[begin:end][events.kind[begin:end] == EventKind.FREE])
 
     @cached_property
     def paths(self) -> list[str]:
@@ -154,12 +128,20 @@ class ModuleCalls:
                 found.setdefault(".".join(parts[:length]))
         return [path for path in found if path]
 
-    def first_result(self, operator: int) -> int:
-        """The storage of the first result of an operator that has made some: results are allocated in order, after what is freed again inside."""
-        made = self.made_in(operator, operator + 1)
-        made = made[self._is_tensor[made]]
-        lasting = made[self.freed_at[made] >= self.event_of(operator + 1)]
-        return int(lasting[0]) if len(lasting) else -1
+    @cached_property
+    def saved_weights(self) -> Counter[str]:
+        """By path, how many weights the modules at and inside of it save for backward, where none is frozen: not biases, which are smaller than the weight
+        beside them. (A norm saves both of its.)"""
+        weights, num_bytes = self.tape.weights, self.tape.storages.num_bytes
+        sizes: dict[int, list[int]] = {}
+        for module, storage in zip(weights.module.tolist(), weights.storage.tolist(), strict=True):
+            sizes.setdefault(module, []).append(int(num_bytes[storage]))
+        found: Counter[str] = Counter()
+        for module, of_module in sizes.items():
+            parts = self.tape.strings[module].split(".")
+            for length in range(1, len(parts) + 1):
+                found[".".join(parts[:length])] += of_module.count(max(of_module))
+        return found
 
     def modules_inside(self, path: str) -> list[str]:
         """The paths at and inside `path` that have operators of their own."""
@@ -189,40 +171,34 @@ class ModuleCalls:
                 found.append(self.call(path, begin, end, int(back[0]), int(back[-1]) + 1))
         rounds = [list(group) for _, group in itertools.groupby(found, key=lambda call: self._rounds.of[call.begin])]
         # A single call in a round keeps its backward pass even if nothing of it is saved: a module may save only its inputs.
-        ran = [[v for v in group if len(group) == 1 or _is_run_backwards(v, self.freed_at)] for group in rounds]
+        ran = [
+            [v for v in group if len(group) == 1 or _is_run_backwards(v, self.lifetimes.freed_at)] for group in rounds
+        ]
         return tuple(call for group in ran for call in _one_after_the_other(group, backward, self))
 
     def call(self, path: str, begin: int, end: int, back_begin: int, back_end: int) -> ModuleCall:
         """The call of `path` that consists of these operators, forward and backward."""
-        made = self.made_in(begin, end)
+        lifetimes = self.lifetimes
+        made = lifetimes.made_in(begin, end)
         saved = made[self.saved_for_backward[made]]
         # Only storages of the same forward pass: parameters and batches are allocated before it and stay anyway.
-        before = self.made_in(int(self._rounds.first_forward[self._rounds.of[begin]]), begin)
-        at_begin = before[self._is_tensor[before] & (self.freed_at[before] >= self.event_of(begin))]
-        output = self.output_of(begin, end)
+        before = lifetimes.made_in(int(self._rounds.first_forward[self._rounds.of[begin]]), begin)
+        at_begin = before[lifetimes.is_tensor[before] & (lifetimes.freed_at[before] >= lifetimes.event_of(begin))]
+        output = lifetimes.output_of(begin, end)
         return ModuleCall(
             path=path,
             begin=begin,
             end=end,
             back_begin=back_begin,
             back_end=back_end,
-            begin_event=int(self.event_of(begin)),
-            end_event=int(self.event_of(end)),
-            back_event=int(self.event_of(back_begin)),
-            back_end_event=int(self.event_of(back_end)),
+            begin_event=int(lifetimes.event_of(begin)),
+            end_event=int(lifetimes.event_of(end)),
+            back_event=int(lifetimes.event_of(back_begin)),
+            back_end_event=int(lifetimes.event_of(back_end)),
             saved=saved[saved != output],
             output=output,
-            input=_last_large(self, at_begin),
+            input=lifetimes.last_large(at_begin),
         )
-
-    def output_of(self, begin: int, end: int) -> int:
-        """The storage that the operators `[begin, end)` hand to the next one; -1 if nothing of theirs is left."""
-        made = self.made_in(begin, end)
-        return _last_large(self, made[self._is_tensor[made] & (self.freed_at[made] >= self.event_of(end))])
-
-    def bytes_of(self, storages: Column) -> int:
-        """The bytes of these storages, rounded as the allocator does."""
-        return int(self.block_bytes[storages].sum())
 
     def operator_names(self, begin: int, end: int) -> tuple[str, ...]:
         """The names of the operators `[begin, end)`."""
@@ -241,7 +217,7 @@ def _one_after_the_other(calls: list[ModuleCall], backward: Column, of: ModuleCa
         return calls
     end, ends = calls[0].back_end, []
     for call in reversed(calls[1:]):
-        gone = of.freed_at[call.saved]
+        gone = of.lifetimes.freed_at[call.saved]
         gone = gone[(gone >= call.back_event) & (gone < call.back_end_event)]
         ends.append(int(of.tape.events.operator[gone.max()]) if len(gone) else end)
     if max(ends) >= end:
@@ -251,17 +227,11 @@ def _one_after_the_other(calls: list[ModuleCall], backward: Column, of: ModuleCa
         return calls
     return [
         dataclasses.replace(
-            call, back_begin=b, back_end=e, back_event=int(of.event_of(b)), back_end_event=int(of.event_of(e))
+            call,
+            back_begin=b,
+            back_end=e,
+            back_event=int(of.lifetimes.event_of(b)),
+            back_end_event=int(of.lifetimes.event_of(e)),
         )
         for call, b, e in zip(calls, reversed(begins), reversed([*ends, end]), strict=True)
     ]
-
-
-def _last_large(of: ModuleCalls, storages: Column) -> int:
-    """The first large storage of the last operator that has one: max pooling allocates its int64 indices, which are larger, after its result."""
-    sizes = of.block_bytes[storages]
-    large = storages[sizes >= _SMALLEST_SHARE * sizes.max(initial=0)]
-    if not len(large):
-        return -1
-    allocated_at = of.tape.storages.operator[large]
-    return int(large[allocated_at == allocated_at.max()][0])

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from tightfit.analysis.hidden_copies import TimeForCopies, copy_time
 from tightfit.analysis.recomputable import RecomputableBlock
+from tightfit.analysis.step_sides import host_waits
 from tightfit.cost.host_python import HostWork
 from tightfit.planner.option import Change
 from tightfit.planner.sides import Sides
@@ -65,7 +66,7 @@ class MovedSizes:
         in_python = len(self._sizes) * HostWork.OFFLOADED_CALL.value / self._profile.num_steps
         waited = found / self._profile.num_steps
         # A host that waits for the card in each step waits for these too; another one is ahead of it meanwhile.
-        return Sides(on_card=waited, on_host=in_python + (waited if self._profile.host_waits else 0.0))
+        return Sides(on_card=waited, on_host=in_python + (waited if host_waits(self._profile.tape) else 0.0))
 
 
 def largest_hidden(there: Sizes, times: Sequence[TimeForCopies]) -> Sizes:

@@ -6,11 +6,13 @@ implementation ran, `gradient_readers` what else reads the gradients.
 
 import dataclasses
 from collections.abc import Iterable
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tightfit.analysis.intervals import memory_timeline, runs_of
+from tightfit.analysis.trained_parts import TrainedParts
 from tightfit.cost.efficiency import efficiency_of
 from tightfit.planner.sides import Sides
 from tightfit.tape import Category, Column, Phase, SpanKind
@@ -37,14 +39,14 @@ class OptimizerProfile:
         self.tape = profile.tape
         self.device = profile.device
         self.modules = profile.modules
-        self.operator_seconds = profile.seconds
-        self.is_kernel = profile.is_kernel
-        self.is_product = profile.is_product
+        self.operator_seconds = profile.costs.seconds
+        self.is_kernel = profile.costs.is_kernel
+        self.is_product = profile.costs.is_product
         self.num_steps = profile.num_steps
         self.step = profile.step
-        self.block_bytes = profile.modules.block_bytes
-        self.allocated_at = profile.allocated_at
-        self.freed_at = profile.modules.freed_at
+        self.block_bytes = profile.lifetimes.block_bytes
+        self.allocated_at = profile.lifetimes.allocated_at
+        self.freed_at = profile.lifetimes.freed_at
         # Taken from the profile rather than computed again: each is a pass over all operators or events of the tape.
         self.step_ranges = self._find_stretches()
         self._names: dict[OptimizerRange, tuple[str, ...]] = {}
@@ -55,8 +57,8 @@ class OptimizerProfile:
             OptimizerRange(
                 begin=begin,
                 end=end,
-                begin_event=int(self.modules.event_of(begin)),
-                end_event=int(self.modules.event_of(end)),
+                begin_event=int(self.modules.lifetimes.event_of(begin)),
+                end_event=int(self.modules.lifetimes.event_of(end)),
                 sides=self.sides_of(begin, end),
             )
             for begin, end in runs
@@ -77,6 +79,11 @@ class OptimizerProfile:
         begins = spans.begin[spans.kind == SpanKind.STEP]
         last = tuple(s for s in self.step_ranges if len(begins) and s.begin_event >= begins[-1])
         return last or self.step_ranges[-1:]
+
+    @cached_property
+    def trained_parts(self) -> TrainedParts:
+        """The trained parameters, by module."""
+        return TrainedParts(self)
 
     @property
     def sides(self) -> Sides:
@@ -130,7 +137,9 @@ def sides_of_kernels(run: OptimizerProfile, step_range: OptimizerRange, num_kern
 
 def events_of(run: OptimizerProfile, runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Ranges of operators as ranges of events."""
-    return [(int(run.modules.event_of(begin)), int(run.modules.event_of(end))) for begin, end in runs]
+    return [
+        (int(run.modules.lifetimes.event_of(begin)), int(run.modules.lifetimes.event_of(end))) for begin, end in runs
+    ]
 
 
 def passes_of(run: OptimizerProfile) -> list[tuple[int, int]]:

@@ -28,32 +28,29 @@ SMALLEST_SHARE = 0.002
 BATCH_NORMS = ("aten.native_batch_norm", "aten._batch_norm", "aten.cudnn_batch_norm", "aten.miopen_batch_norm")
 KERNELS_PER_BATCH_NORM = 7
 """Its two statistics and its counter are copied and put back around a second run."""
+# A storage is saved by several operators, and as several views; a frozen weight meets no gradient. Of blocks of nine models, 1.0 to 1.5 of each were saved.
+_TENSORS_PER_STORAGE = 1.15
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputableBlock:
-    """A module that could be recomputed, with all its calls; `equivalence_class` is equal for those that differ only in their position."""
+    """A module that could be recomputed, with all its calls; `equivalence_class` is equal for those that differ only in their position.
+
+    `num_saved_weights`: see `ModuleCalls.saved_weights`.
+    """
 
     path: str
     equivalence_class: str
     calls: tuple[ModuleCall, ...]
     slots: frozenset[str]
-
-    @property
-    def num_modules(self) -> int:
-        """The modules at and inside of it, those among them that only call others."""
-        found = {self.path}
-        for slot in self.slots:
-            module = slot.partition("@")[2]
-            while len(module) > len(self.path):
-                found.add(module)
-                module = module.rpartition(".")[0]
-        return len(found)
+    num_saved_weights: int
 
 
 def blocks(module_calls: ModuleCalls) -> list[RecomputableBlock]:
     """The candidates of a run, outermost first."""
-    total = module_calls.bytes_of(np.flatnonzero(module_calls.saved_for_backward)) / max(1, module_calls.num_rounds)
+    total = module_calls.lifetimes.bytes_of(np.flatnonzero(module_calls.saved_for_backward)) / max(
+        1, module_calls.num_rounds
+    )
     found = []
     for path in module_calls.paths:
         inside = module_calls.modules_inside(path)
@@ -65,11 +62,15 @@ def blocks(module_calls: ModuleCalls) -> list[RecomputableBlock]:
         # Called once per round, the model recomputed as a whole saves nothing at the peak: all of it is back at once in backward.
         if is_root and len(calls) <= module_calls.num_rounds:
             continue
-        if calls and module_calls.bytes_of(calls[-1].saved) >= SMALLEST_SHARE * total:
+        if calls and module_calls.lifetimes.bytes_of(calls[-1].saved) >= SMALLEST_SHARE * total:
             slots = frozenset(f"activations@{module}" for module in inside)
             found.append(
                 RecomputableBlock(
-                    path=path, equivalence_class=_likeness(module_calls, path, calls[-1]), calls=calls, slots=slots
+                    path=path,
+                    equivalence_class=_likeness(module_calls, path, calls[-1]),
+                    calls=calls,
+                    slots=slots,
+                    num_saved_weights=module_calls.saved_weights[path],
                 )
             )
     return found
@@ -85,12 +86,14 @@ def recompute_option(
     The storages that a call saves for backward are freed from the end of its forward to the beginning of its backward pass, where all of them are
     allocated again. The input is retained until then if the plain run frees it earlier.
     """
-    module_calls, seconds = profile.modules, profile.seconds
+    module_calls, seconds = profile.modules, profile.costs.seconds
     changes, added, num_issued = [], 0.0, 0
     for call in block.calls:
         stays = np.zeros(len(call.saved), dtype=bool) if kept is None else kept(call)
         gone = call.saved[~stays]
-        changes.append(Change(begin=call.end_event, end=call.back_event, num_bytes=-module_calls.bytes_of(gone)))
+        changes.append(
+            Change(begin=call.end_event, end=call.back_event, num_bytes=-module_calls.lifetimes.bytes_of(gone))
+        )
         changes += input_kept(module_calls, call)
         again = np.ones(call.end - call.begin, dtype=bool)
         if len(gone):
@@ -99,13 +102,15 @@ def recompute_option(
         # Selective checkpointing serves the kept results from its cache instead of computing them again.
         if kept is not None:
             again[module_calls.tape.storages.operator[call.saved[stays]] - call.begin] = False
-        num_restoring = KERNELS_PER_BATCH_NORM * int(profile.is_batch_norm[call.begin : call.end].sum())
-        added += float(seconds[call.begin : call.end][again].sum()) + num_restoring * profile.launch_seconds
-        num_issued += int(profile.is_kernel[call.begin : call.end][again].sum()) + num_restoring
+        num_restoring = KERNELS_PER_BATCH_NORM * int(profile.costs.is_batch_norm[call.begin : call.end].sum())
+        added += (
+            float(seconds[call.begin : call.end][again].sum()) + num_restoring * profile.costs.efficiency.launch_seconds
+        )
+        num_issued += int(profile.costs.is_kernel[call.begin : call.end][again].sum()) + num_restoring
     in_python = seconds_in_python(block, keeps_some=kept is not None)
     sides = Sides(
         on_card=added / profile.num_steps,
-        on_host=(num_issued * profile.issue_seconds + in_python) / profile.num_steps,
+        on_host=(num_issued * profile.costs.efficiency.issue_seconds + in_python) / profile.num_steps,
     )
     return Option(
         technique=technique,
@@ -122,16 +127,19 @@ def recompute_option(
 
 def seconds_in_python(block: RecomputableBlock, *, keeps_some: bool = False) -> float:
     """The processor's time of the wrapper around `block` in all of its calls; it `keeps_some` of the results."""
-    of_module = HostWork.RECOMPUTED_MODULE.value + keeps_some * HostWork.SELECTED_MODULE.value
-    return len(block.calls) * (HostWork.RECOMPUTED_CALL.value + block.num_modules * of_module)
+    of_tensor = HostWork.RECOMPUTED_TENSOR.value + keeps_some * HostWork.SELECTED_TENSOR.value
+    num_tensors = _TENSORS_PER_STORAGE * sum(len(call.saved) + block.num_saved_weights for call in block.calls)
+    return len(block.calls) * HostWork.RECOMPUTED_CALL.value + num_tensors * of_tensor
 
 
 def input_kept(module_calls: ModuleCalls, call: ModuleCall) -> list[Change]:
     """The cost of retaining the input of a module call until its backward pass; none where the plain run retains it anyway."""
-    freed_at = int(module_calls.freed_at[call.input]) if call.input >= 0 else call.back_event
+    freed_at = int(module_calls.lifetimes.freed_at[call.input]) if call.input >= 0 else call.back_event
     if freed_at >= call.back_event:
         return []
-    return [Change(begin=freed_at, end=call.back_end_event, num_bytes=int(module_calls.block_bytes[call.input]))]
+    return [
+        Change(begin=freed_at, end=call.back_end_event, num_bytes=int(module_calls.lifetimes.block_bytes[call.input]))
+    ]
 
 
 def _is_list(path: str, inside: list[str]) -> bool:
@@ -145,7 +153,7 @@ def _likeness(module_calls: ModuleCalls, path: str, call: ModuleCall) -> str:
     content = (
         module_calls.operator_names(call.begin, call.end),
         tape.operators.flops[call.begin : call.end].tolist(),
-        module_calls.block_bytes[call.saved].tolist(),
+        module_calls.lifetimes.block_bytes[call.saved].tolist(),
     )
     # Numbers in the path are left out, as layers.0 and layers.7 differ in nothing else; the hash of operators, FLOPs and bytes
     # keeps apart layers of one list that differ (every n-th one a mixture of experts, say).

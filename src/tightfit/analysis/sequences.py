@@ -39,7 +39,7 @@ class LayerRange:
     def equivalence_class(self, module_calls: ModuleCalls) -> str:
         """The equivalence class: equal for the same range of children in modules that do the same."""
         path = re.sub(r"\d+", "*", self.path)
-        return f"{path}[{self.begin}:{self.end}]#{[module_calls.bytes_of(call.saved) for call in self.calls]}"
+        return f"{path}[{self.begin}:{self.end}]#{[module_calls.lifetimes.bytes_of(call.saved) for call in self.calls]}"
 
 
 class LayerSequence:
@@ -75,9 +75,12 @@ class LayerSequence:
 
     def _kept(self, before: list[ModuleCall], call: ModuleCall) -> Iterator[Change]:
         """The input of `call`, from where the plain run frees it to the end of the backward pass of `call`."""
-        output = self.module_calls.output_of(before[0].begin, before[-1].end) if before else -1
-        if output >= 0 and self.module_calls.freed_at[output] < call.back_end_event:
-            begin, size = int(self.module_calls.freed_at[output]), int(self.module_calls.block_bytes[output])
+        output = self.module_calls.lifetimes.output_of(before[0].begin, before[-1].end) if before else -1
+        if output >= 0 and self.module_calls.lifetimes.freed_at[output] < call.back_end_event:
+            begin, size = (
+                int(self.module_calls.lifetimes.freed_at[output]),
+                int(self.module_calls.lifetimes.block_bytes[output]),
+            )
             yield Change(begin=begin, end=call.back_end_event, num_bytes=size)
 
     def operator_names(self, position: int) -> tuple[str, ...]:
@@ -87,13 +90,16 @@ class LayerSequence:
 
     def saved_bytes(self, begin: int, end: int) -> int:
         """The bytes that these children save for backward in one call, without the output of the last one."""
-        return self.module_calls.bytes_of(joined(self.module_calls, self.path, self._rounds[-1][begin:end]).saved)
+        return self.module_calls.lifetimes.bytes_of(
+            joined(self.module_calls, self.path, self._rounds[-1][begin:end]).saved
+        )
 
     def boundary_bytes(self, position: int) -> int:
         """The bytes of the input of the child at `position`, which recomputing it retains; doubled if nothing else retains that input."""
         output = joined(self.module_calls, self.path, self._rounds[-1][:position]).output
         return (
-            int(self.module_calls.block_bytes[output]) * (1 if self.module_calls.saved_for_backward[output] else 2)
+            int(self.module_calls.lifetimes.block_bytes[output])
+            * (1 if self.module_calls.saved_for_backward[output] else 2)
             if output >= 0
             else 0
         )
@@ -166,7 +172,9 @@ def joined(module_calls: ModuleCalls, path: str, calls: list[ModuleCall]) -> Mod
 
 def saved_bytes(module_calls: ModuleCalls) -> float:
     """The bytes that are saved for backward, on average over the rounds of a run."""
-    return module_calls.bytes_of(np.flatnonzero(module_calls.saved_for_backward)) / max(1, module_calls.num_rounds)
+    return module_calls.lifetimes.bytes_of(np.flatnonzero(module_calls.saved_for_backward)) / max(
+        1, module_calls.num_rounds
+    )
 
 
 def with_settings(option: Option, layer_range: LayerRange, equivalence_class: str, **settings: int) -> Option:

@@ -16,7 +16,7 @@ from tightfit.planner.option import Change
 from tightfit.tape import Category, Column, Phase, Tape
 
 if TYPE_CHECKING:
-    from tightfit.analysis.profile import Profile
+    from tightfit.analysis.optimizer import OptimizerProfile
 
 
 MIN_BLOCKS = 2
@@ -34,10 +34,10 @@ class NumberedModules:
 class TrainedParts:
     """The trained parts of a run."""
 
-    def __init__(self, profile: "Profile") -> None:
-        self.run = profile.optimizer
-        self.tape: Tape = profile.tape
-        self.module_calls = profile.modules
+    def __init__(self, run: "OptimizerProfile") -> None:
+        self.run = run
+        self.tape: Tape = run.tape
+        self.module_calls = run.modules
 
     @cached_property
     def gradients(self) -> Column:

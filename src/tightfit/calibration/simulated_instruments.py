@@ -98,7 +98,7 @@ class SimulatedInstruments:
 
     def process_bytes(self) -> int:
         """Reserved bytes of the simulated allocator, the context, and the libraries that the operators so far have loaded."""
-        names = {self._recorder.texts[int(name)] for name in set(self._recorder.operators["name"])}
+        names = {self._recorder.strings.texts[int(name)] for name in set(self._recorder.operators["name"])}
         kinds = {operator_class(name) for name in names}
         loaded = {
             "cublas": "matmul" in kinds,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tightfit import errors
-from tightfit.capture import trace_server
+from tightfit.capture.child_process import trace_server
 from tightfit.capture.collectives.rank_traces import RankTraces
 from tightfit.capture.collectives.world import World
 from tightfit.capture.processes.children import shared_folder
@@ -21,7 +21,7 @@ from tightfit.capture.processes.containment.policy import CLOSED, Policy, contai
 from tightfit.capture.processes.containment.written import dropped_notes
 from tightfit.capture.processes.fork_server import NOT_CLOSED_IN, ForkedChild, forked_child
 from tightfit.capture.processes.trace_progress import StatusReader, TraceProgress, user_place
-from tightfit.capture.targets import HuggingFaceConfig, Target, words_of
+from tightfit.capture.targets.target_kinds import HuggingFaceConfig, Target, words_of
 from tightfit.capture.trace_settings import DEFAULT_NUM_STEPS, DEFAULT_TIMEOUT_SECONDS
 from tightfit.errors.faults import answering, kept_file
 from tightfit.errors.program_errors import says_of_a_thread

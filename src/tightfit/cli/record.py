@@ -18,7 +18,7 @@ from tightfit.output_files import check_outputs
 from tightfit.units import format_bytes
 
 if TYPE_CHECKING:
-    from tightfit.capture.targets import GeneratorFunction, Script
+    from tightfit.capture.targets.target_kinds import GeneratorFunction, Script
     from tightfit.recordings.recording import ActiveRecording
 
 _SEVERAL = Parameter(consume_multiple=False)
@@ -63,7 +63,7 @@ def record(
     max_events
         Keep the last N events, 200000 if not given.
     """
-    from tightfit.capture.targets import HuggingFaceConfig, Script, parse_target
+    from tightfit.capture.targets.target_kinds import HuggingFaceConfig, Script, parse_target
     from tightfit.recordings.recording import DEFAULT_MAX_EVENTS
     from tightfit.recordings.recording import record as new_recording
 
@@ -158,7 +158,7 @@ def _stem(target: str) -> str:
 
 
 def _run_script(script: "Script", recording: "ActiveRecording", num_steps: int | None) -> None:
-    from tightfit.capture.targets import run_script
+    from tightfit.capture.targets.target_kinds import run_script
 
     with recording:
         hooks = recording.recorder.hooks
@@ -173,7 +173,7 @@ def _run_script(script: "Script", recording: "ActiveRecording", num_steps: int |
 
 
 def _run_function(function: "GeneratorFunction", recording: "ActiveRecording", num_steps: int) -> None:
-    from tightfit.capture.targets import generator_of
+    from tightfit.capture.targets.target_kinds import generator_of
 
     # Imports the user's module and checks the parameters; the function's set-up runs at the first next(), which is recorded.
     generator = generator_of(function)

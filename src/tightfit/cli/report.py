@@ -148,7 +148,7 @@ def _tape(
     target: str, arguments: Sequence[str], device: Sequence[str], parameter: Sequence[str], tracing: TraceOptions
 ) -> "Tape":
     from tightfit import fit
-    from tightfit.capture.target_files import refuse_other_files
+    from tightfit.capture.targets.target_files import refuse_other_files
     from tightfit.cli.shared.local_cards import local_cards
     from tightfit.tape.load import read_tape
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from tightfit.capture.targets import Script, parse_script
+from tightfit.capture.targets.target_kinds import Script, parse_script
 from tightfit.cli.arguments.options import CLOSED_IN, SEVERAL, Permissions
 from tightfit.cli.arguments.programs import exit_code_of
 from tightfit.cli.arguments.sizes import Size, with_unit

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tightfit.effects.users_code import is_users_file
+from tightfit.effects.users_code import FILES_OF_OURS, FILES_OF_TORCH, is_users_file
 
 aten = torch.ops.aten
 # `Tensor.item()`, `bool()`, `int()` and `float()` end in the first; `torch.equal` compares on the device and
@@ -19,14 +19,13 @@ READS = (aten._local_scalar_dense.default, aten.equal.default)
 def line_of_code() -> str:
     """The innermost line of the user's code on the stack (or else of a library's), as `train.py:12`."""
     frame, found = sys._getframe(1), ""
-    here, there = str(Path(__file__).parent.parent), str(Path(torch.__file__).parent)
     while frame is not None:
         file = frame.f_code.co_filename
         if is_users_file(file):
             return f"{Path(file).name}:{frame.f_lineno}"
         if (
             not found
-            and not file.startswith((here, there, "<"))
+            and not file.startswith((FILES_OF_OURS, FILES_OF_TORCH, "<"))
             and "lib/python" not in file.replace("site-packages", "")
         ):
             found = f"{Path(file).name}:{frame.f_lineno}"
@@ -40,11 +39,10 @@ def is_called_by_us(inner: types.FrameType | None = None) -> bool:
     `inner` is where the look begins, with a frame of torch's protocols; without it, the caller of who asks.
     """
     frame = inner or sys._getframe(2)
-    torch_files, own_files = str(Path(torch.__file__).parent), str(Path(__file__).parent.parent)
     while frame is not None:
         file, name = frame.f_code.co_filename, frame.f_code.co_name
-        if not file.startswith(torch_files) and name not in ("__torch_function__", "__torch_dispatch__"):
-            return file.startswith(own_files)
+        if not file.startswith(FILES_OF_TORCH) and name not in ("__torch_function__", "__torch_dispatch__"):
+            return file.startswith(FILES_OF_OURS)
         frame = frame.f_back
     return False
 
@@ -52,9 +50,7 @@ def is_called_by_us(inner: types.FrameType | None = None) -> bool:
 def is_called_by_library(inner: types.FrameType) -> bool:
     """Whether torch or our own code makes the call that the frame `inner` handles, and not the program or another library."""
     caller = inner.f_back
-    return caller is None or caller.f_code.co_filename.startswith(
-        (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
-    )
+    return caller is None or caller.f_code.co_filename.startswith((FILES_OF_TORCH, FILES_OF_OURS))
 
 
 class Reads(TorchDispatchMode):

@@ -15,10 +15,10 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from tightfit.effects.contents import SMALL_BYTES, content_of
 from tightfit.effects.holders import PLAIN, in_graphs, is_gone
 from tightfit.effects.random_states import numpy_state, put_python_state, python_state
 from tightfit.effects.reachable.reach import Reach, reach_of, reach_of_arguments
+from tightfit.effects.values.contents import SMALL_BYTES, content_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

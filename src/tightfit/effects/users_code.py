@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+FILES_OF_TORCH, FILES_OF_OURS = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 _LIBRARIES = tuple(
     {str(Path(sysconfig.get_paths()[name])) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    | {str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<frozen"}
+    | {FILES_OF_TORCH, FILES_OF_OURS, "<frozen"}
 )
 
 _COMMON = frozenset(("torch", "tightfit", *sys.stdlib_module_names))

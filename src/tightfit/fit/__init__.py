@@ -8,7 +8,7 @@ from typing import Any
 from tightfit.allocator.settings import AllocatorSettings
 from tightfit.capture.collectives.rank_traces import RankTraces
 from tightfit.capture.collectives.world import World
-from tightfit.capture.targets import HuggingFaceConfig, Script, parse_target
+from tightfit.capture.targets.target_kinds import HuggingFaceConfig, Script, parse_target
 from tightfit.capture.trace import Preparation, Traced, trace
 from tightfit.capture.trace_settings import AS_USUAL, DEFAULT_NUM_STEPS, DEFAULT_TIMEOUT_SECONDS, Steps, TraceSettings
 from tightfit.devices.calibration import Calibration
@@ -49,7 +49,7 @@ def capture(
     world: World | None = None,
     ranks: RankTraces | None = None,
 ) -> Tape:
-    """The tape of `target` on a virtual `device`; see `tightfit.capture.targets` for what a target is. `world`: it is a distributed script, of which one
+    """The tape of `target` on a virtual `device`; see `tightfit.capture.targets.target_kinds` for what a target is. `world`: it is a distributed script, of which one
     rank is traced; `ranks` keeps what others send it.
 
     Raises:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from tightfit.capture.targets import GeneratorFunction, HuggingFaceConfig, Script, Target, parse_target
+from tightfit.capture.targets.target_kinds import GeneratorFunction, HuggingFaceConfig, Script, Target, parse_target
 from tightfit.capture.trace_settings import AS_USUAL, TraceSettings
 from tightfit.errors import CaptureError, UsageError
 from tightfit.errors.faults import answering, theirs

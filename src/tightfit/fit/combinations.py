@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.allocator.settings import AllocatorSettings
-from tightfit.capture.targets import GeneratorFunction, HuggingFaceConfig, Script, Target
+from tightfit.capture.targets.target_kinds import GeneratorFunction, HuggingFaceConfig, Script, Target
 from tightfit.capture.trace_settings import AS_USUAL, TraceSettings
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.device import Device

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from tightfit.capture.processes.containment.policy import Policy
-from tightfit.capture.targets import Script, Target
+from tightfit.capture.targets.target_kinds import Script, Target
 from tightfit.capture.trace_settings import DEFAULT_NUM_STEPS, TraceSettings
 from tightfit.errors import UsageError
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tightfit.capture.processes.containment.policy import Policy
-from tightfit.capture.targets import parse_target
+from tightfit.capture.targets.target_kinds import parse_target
 from tightfit.capture.trace import Preparation, trace
 from tightfit.capture.trace_settings import DEFAULT_NUM_STEPS, DEFAULT_TIMEOUT_SECONDS, Steps, TraceSettings
 from tightfit.devices.catalogue import find
@@ -212,7 +212,7 @@ def _proven(search: Search, runs: TracedRuns, card: Device, *, prove: bool) -> P
         if isinstance(proof, Proof):
             return dataclasses.replace(plan, proof=proof)
         for mismatch in proof:
-            search.offers.refused[mismatch.technique] = (
+            search.offers.refusals.techniques[mismatch.technique] = (
                 f"its results on the host differ from those of the plain run: {mismatch.what}"
             )
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 
 from tightfit.capture.processes.containment.policy import CLOSED, Policy
-from tightfit.capture.targets import Target
+from tightfit.capture.targets.target_kinds import Target
 from tightfit.errors import ApplyError
 from tightfit.fit.planning_progress import ProgressLog
 from tightfit.fit.values import HostValues, differences, run_on_host

@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from tightfit.capture.huggingface.known_names import presets, refuse_unknown
-from tightfit.capture.huggingface.target import is_huggingface_source
-from tightfit.capture.targets import GeneratorFunction
+from tightfit.capture.targets.huggingface.known_names import presets, refuse_unknown
+from tightfit.capture.targets.huggingface.target import is_huggingface_source
+from tightfit.capture.targets.target_kinds import GeneratorFunction
 from tightfit.capture.trace import Preparation, trace
 from tightfit.devices.catalogue import find
 from tightfit.errors import UsageError

@@ -12,7 +12,7 @@ import numpy as np
 
 from tightfit.allocator.settings import AllocatorSettings
 from tightfit.analysis.profile import Profile
-from tightfit.capture.targets import Target
+from tightfit.capture.targets.target_kinds import Target
 from tightfit.capture.trace import Preparation, trace
 from tightfit.capture.trace_settings import TraceSettings
 from tightfit.errors import CaptureError

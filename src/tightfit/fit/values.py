@@ -13,7 +13,7 @@ from typing import Any
 from tightfit.capture.processes.children import shared_folder
 from tightfit.capture.processes.containment.policy import CLOSED, Containment, Policy, contained
 from tightfit.capture.processes.fork_server import forked_child
-from tightfit.capture.targets import Target, words_of
+from tightfit.capture.targets.target_kinds import Target, words_of
 from tightfit.capture.trace import Preparation
 from tightfit.errors import ApplyError, InternalError
 from tightfit.planner.plan import Choice

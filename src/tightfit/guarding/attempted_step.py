@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 from tightfit.errors import ApplyError
 from tightfit.guarding.attempts import Attempts
-from tightfit.guarding.out_of_memory import without_frames
+from tightfit.guarding.memory.out_of_memory import without_frames
 from tightfit.guarding.replayed_batches import ReplayedBatches
 
 Result = TypeVar("Result")

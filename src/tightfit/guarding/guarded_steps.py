@@ -21,12 +21,12 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import DataLoader
 
-from tightfit.capture.largest_batches import shapes_of
+from tightfit.capture.patches.loading.largest_batches import shapes_of
 from tightfit.errors import UsageError
 from tightfit.guarding.attempted_step import run_step
 from tightfit.guarding.attempts import Attempts
-from tightfit.guarding.ballast import Ballast
 from tightfit.guarding.largest_batch_of import largest_batch_of
+from tightfit.guarding.memory.ballast import Ballast
 from tightfit.guarding.named_values import attributes_named_by
 from tightfit.guarding.rehearsal import Rehearsal, rehearse_step
 from tightfit.guarding.replayed_batches import Batch, ReplayedBatches
@@ -117,7 +117,7 @@ class GuardedSteps:
     @property
     def plan_in_use(self) -> int:
         """The position in `plans` of the one that is on the model now; -1 for none."""
-        return self._attempts.plan_in_use
+        return self._attempts.rungs.at
 
     def batches(self, loader: Iterable[Batch]) -> ReplayedBatches[Batch]:
         """An iterator over `loader` for steps that call `next` themselves: a step that is run again gets the same batches."""

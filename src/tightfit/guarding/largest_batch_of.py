@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from tightfit.capture.largest_batches import (
+from tightfit.capture.patches.loading.largest_batches import (
     MAX_SECONDS,
     LargestBatch,
     can_be_looked_through,

@@ -6,8 +6,8 @@ from typing import Any
 
 from tightfit.errors import ApplyError
 from tightfit.guarding.attempts import Attempts
-from tightfit.guarding.out_of_memory import without_frames
-from tightfit.guarding.retried_updates import UpdateReached
+from tightfit.guarding.memory.out_of_memory import without_frames
+from tightfit.guarding.memory.retried_updates import UpdateReached
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ def rehearse_step(
         attempt = attempts.begin(reached, names_data=names_data)
         failure: BaseException | None = None
         try:
-            with attempts.up_to_updates():
+            with attempts.updates.up_to_updates():
                 call()
         except UpdateReached:
             pass
@@ -54,8 +54,8 @@ def rehearse_step(
                 raise ApplyError(
                     f"the largest batch was tried, and {why_not}: what that has changed cannot be taken back; start again without it"
                 )
-            found = attempts.plan_in_use
-            attempts.to_the_top()
+            found = attempts.rungs.at
+            attempts.rungs.to_the_top()
             return found
         attempts.take_back(attempt, failure, tried)
         del attempt

@@ -126,8 +126,8 @@ class _Peaks:
     def between(self, chosen: Column, begin: int, end: int) -> int:
         """The peak of the bytes of `chosen` storages between two events."""
         change = np.zeros(len(self._tape.events) + 1, dtype=np.int64)
-        np.add.at(change, self._profile.allocated_at[chosen], self._calls.block_bytes[chosen])
-        np.subtract.at(change, self._calls.freed_at[chosen], self._calls.block_bytes[chosen])
+        np.add.at(change, self._profile.lifetimes.allocated_at[chosen], self._calls.lifetimes.block_bytes[chosen])
+        np.subtract.at(change, self._calls.lifetimes.freed_at[chosen], self._calls.lifetimes.block_bytes[chosen])
         return int(np.cumsum(change)[begin : max(begin + 1, end)].max(initial=0))
 
 
@@ -178,7 +178,7 @@ class _Reader:
             gathered_per_parameter=weights.gathered_per_parameter,
             gradients_per_parameter=gradients / trained,
             states_per_parameter=states / trained,
-            optimizer_seconds=float(self.profile.seconds[optimizer].sum()) / steps,
+            optimizer_seconds=float(self.profile.costs.seconds[optimizer].sum()) / steps,
             input_bytes=self.peaks.of_category(Category.INPUTS),
             # Gradients are reduced in the type that they are stored in.
             reduced_per_gathered=1 / weights.gathered_per_parameter,
@@ -258,9 +258,9 @@ class _Reader:
         name = re.sub(r"\.\d+", ".*", call.path)
         output = [call.output] if call.output >= 0 and self.calls.saved_for_backward[call.output] else []
         saved = np.r_[call.saved, np.array(output, dtype=np.int64)].astype(np.int64)
-        input_bytes = self.calls.bytes_of(np.array([call.input])) if call.input >= 0 else 0
+        input_bytes = self.calls.lifetimes.bytes_of(np.array([call.input])) if call.input >= 0 else 0
         if not input_bytes and call.output >= 0:
-            input_bytes = self.calls.bytes_of(np.array([call.output]))
+            input_bytes = self.calls.lifetimes.bytes_of(np.array([call.output]))
         class_name = self.tape.module_classes.get(call.path, "")
         part = self._part(name, forward, backward, saved, self.weights.inside(call.path), input_bytes)
         return dataclasses.replace(part, class_name=class_name)
@@ -288,11 +288,11 @@ class _Reader:
         )
         temporary = np.isin(made_by, backward) & (storages.category != Category.GRADIENTS)
         working = np.flatnonzero(temporary)
-        begin = int(self.calls.event_of(int(backward[0]))) if len(backward) else 0
-        end = int(self.calls.event_of(int(backward[-1]) + 1)) if len(backward) else 0
+        begin = int(self.calls.lifetimes.event_of(int(backward[0]))) if len(backward) else 0
+        end = int(self.calls.lifetimes.event_of(int(backward[-1]) + 1)) if len(backward) else 0
         in_forward = np.flatnonzero(np.isin(made_by, forward) & ~self.calls.saved_for_backward)
-        fbegin = int(self.calls.event_of(int(forward[0]))) if len(forward) else 0
-        fend = int(self.calls.event_of(int(forward[-1]) + 1)) if len(forward) else 0
+        fbegin = int(self.calls.lifetimes.event_of(int(forward[0]))) if len(forward) else 0
+        fend = int(self.calls.lifetimes.event_of(int(forward[-1]) + 1)) if len(forward) else 0
         peak = max(
             self.peaks.between(working, begin, end) if len(backward) else 0,
             self.peaks.between(in_forward, fbegin, fend) if len(forward) and not input_bytes else 0,
@@ -307,9 +307,9 @@ class _Reader:
             backward=rows_back,
             parameter_bytes=weights.total,
             trained_bytes=weights.trained,
-            saved_bytes=self.calls.bytes_of(saved),
-            product_bytes=self.calls.bytes_of(kept),
-            alternate_bytes=self.calls.bytes_of(kept[~np.isin(made_by[kept], seconds)]),
+            saved_bytes=self.calls.lifetimes.bytes_of(saved),
+            product_bytes=self.calls.lifetimes.bytes_of(kept),
+            alternate_bytes=self.calls.lifetimes.bytes_of(kept[~np.isin(made_by[kept], seconds)]),
             input_bytes=input_bytes,
             working_bytes=peak,
             key_value_bytes=key_value,

@@ -25,7 +25,7 @@ class WeightsOfTape:
 
     def __init__(self, profile: Profile) -> None:
         self.tape = profile.tape
-        self._block_bytes = profile.modules.block_bytes
+        self._block_bytes = profile.lifetimes.block_bytes
         weights = self.tape.weights
         self.by_module: dict[str, dict[int, bool]] = {}
         for storage, module, is_trained in zip(

@@ -193,35 +193,32 @@ class Attachment:
             ApplyError: they cannot be applied, or the session has refused something since.
         """
         with self._lock:
-            self._outermost(module, args, kwargs)
-
-    def _outermost(self, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        module = innermost(module)
-        self._loops.look()
-        if not torch.is_grad_enabled():
-            self._called_without_gradients.setdefault(module, None)
-            self._predicts(module, args, kwargs)
-            return
-        live = self._live.get(module)
-        if live is not None:
-            self._make_anew_for_optimizers(module, live)
-        elif module in self._parts or not any(p.requires_grad for p in module.parameters()):
-            return
-        else:
-            # Paths inside of these begin with their own class: a capture names paths by the first outermost call, also one
-            # without gradients.
-            names = {root_of(c.where) for c in self._choices if is_module(c.where)}
-            for part in [
-                m
-                for m in module.modules()
-                if m is not module and m in self._called_without_gradients and type(m).__name__ in names
-            ]:
-                self._meet(part, is_first=False)
-            live = self._meet(module, is_first=True)
-        live.root.inputs.note(input_shapes(args, kwargs))
-        # From here on calls of modules cost nothing again.
-        if self._planned and not self._waits():
-            self._calls.end()
+            module = innermost(module)
+            self._loops.look()
+            if not torch.is_grad_enabled():
+                self._called_without_gradients.setdefault(module, None)
+                self._predicts(module, args, kwargs)
+                return
+            live = self._live.get(module)
+            if live is not None:
+                self._make_anew_for_optimizers(module, live)
+            elif module in self._parts or not any(p.requires_grad for p in module.parameters()):
+                return
+            else:
+                # Paths inside of these begin with their own class: a capture names paths by the first outermost call, also one
+                # without gradients.
+                names = {root_of(c.where) for c in self._choices if is_module(c.where)}
+                for part in [
+                    m
+                    for m in module.modules()
+                    if m is not module and m in self._called_without_gradients and type(m).__name__ in names
+                ]:
+                    self._meet(part, is_first=False)
+                live = self._meet(module, is_first=True)
+            live.root.inputs.note(input_shapes(args, kwargs))
+            # From here on calls of modules cost nothing again.
+            if self._planned and not self._waits():
+                self._calls.end()
 
     def _predicts(self, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """A model is called without gradients: choices that are for such calls are applied at the first one."""

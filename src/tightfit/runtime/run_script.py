@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
-from tightfit.capture.targets import Script, run_script
+from tightfit.capture.targets.target_kinds import Script, run_script
 from tightfit.errors import ApplyError, TightfitError, apply_error, forget_apply_errors
 from tightfit.errors.faults import noted
 from tightfit.planner.explain import groups

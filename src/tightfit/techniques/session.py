@@ -18,7 +18,7 @@ from typing import Any, Self
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from tightfit.effects.card_sums import first_difference
+from tightfit.effects.values.card_sums import first_difference
 from tightfit.errors import ApplyError
 from tightfit.techniques.wrappers.forwards import Around, OnlyHere, copied_wrappers, take_off_copied, wrap_forward
 from tightfit.techniques.wrappers.replaced_methods import MethodReplacement

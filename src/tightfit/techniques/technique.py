@@ -21,8 +21,8 @@ Checked = TypeVar("Checked")
 _BOOLS = {True: True, False: False, "True": True, "False": False}
 
 
-class Choice(Protocol):
-    """One choice of a plan, as far as a technique needs it; `tightfit.planner.plan.Choice` is one."""
+class ChosenOption(Protocol):
+    """An option that is applied, as far as its technique needs it; a `tightfit.planner.plan.Choice` is one."""
 
     @property
     def where(self) -> str:
@@ -68,7 +68,7 @@ class AbstractTechnique(abc.ABC):
         """The options on this profile; none if the technique does not apply. Pure: no torch, no side effects."""
 
     @abc.abstractmethod
-    def apply(self, session: "Session", chosen: Sequence[Choice]) -> None:
+    def apply(self, session: "Session", chosen: Sequence[ChosenOption]) -> None:
         """Applies the chosen options to the session's live objects, and registers with the session how to undo it.
 
         Raises:
@@ -84,7 +84,7 @@ class AbstractTechnique(abc.ABC):
         return ()
 
 
-def check_each(chosen: Iterable[Choice], check: Callable[[Choice], Checked]) -> list[Checked]:
+def check_each(chosen: Iterable[ChosenOption], check: Callable[[ChosenOption], Checked]) -> list[Checked]:
     """The result of `check` for each choice.
 
     Raises:

@@ -105,7 +105,7 @@ def virtual():
         for run in graphs("cuda"):
             begin = recorder.num_operators
             run()
-            names = list(recorder.strings)
+            names = list(recorder.strings.texts)
             rows = zip(recorder.operators["name"][begin:], recorder.operators["phase"][begin:], strict=True)
             sums = [names[name] for name, phase in rows if phase == Phase.BACKWARD]
             counts[run.__name__] = [sums.count("aten.add_.Tensor"), sums.count("aten.add.Tensor")]

@@ -2,8 +2,8 @@
 
 import torch
 
-from tightfit.capture.dispatch.data_dependent_conditions import DataDependentConditions
-from tightfit.capture.dispatch.data_reads import NUM_PASSED_CHECKS, ReadPolicy
+from tightfit.capture.dispatch.values.data_dependent_conditions import DataDependentConditions
+from tightfit.capture.dispatch.values.data_reads import NUM_PASSED_CHECKS, ReadPolicy
 
 
 def unknown():

@@ -15,14 +15,14 @@ class _Seen:
 
     def __enter__(self):
         recorder = VirtualEvent.recorder
-        self._begins = [len(table["operator"]) for table in (recorder.copies, recorder.waits, recorder.events)]
+        self._begins = [len(table["operator"]) for table in (recorder.copies, recorder.waits.columns, recorder.events)]
         return self
 
     def __exit__(self, *_):
         recorder = VirtualEvent.recorder
         copies = self._rows(recorder.copies, 0, ("direction", "is_pinned", "is_blocking", "num_bytes"))
         self.copies = [(CopyDirection(direction), *rest) for direction, *rest in copies]
-        waits = self._rows(recorder.waits, 1, ("kind", "stream", "event"))
+        waits = self._rows(recorder.waits.columns, 1, ("kind", "stream", "event"))
         self.waits = [(WaitKind(kind), *rest) for kind, *rest in waits]
         self.num_events = len(recorder.events["operator"]) - self._begins[2]
 

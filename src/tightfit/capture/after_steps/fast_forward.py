@@ -14,7 +14,7 @@ import torch
 from tightfit.capture.after_steps.other_loops import OtherLoops
 from tightfit.capture.after_steps.rewritten_program import RewrittenProgram
 from tightfit.capture.after_steps.running_lines import lines_of
-from tightfit.capture.after_steps.training_loops import AFTER, TrainingLoops
+from tightfit.capture.after_steps.training_loops import AFTER, TrainingLoops, is_in_last_step
 from tightfit.capture.after_steps.unreached import RunningLine, not_reached
 from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.capture.observe.attribution import short
@@ -73,7 +73,7 @@ class FastForward:
         self._max_operators = recorder.num_operators + self._max_later
         self.training.begin(sys._getframe(1), is_stoppable=is_stoppable)
         self.program.ask_in_each_turn()
-        progress = self._gpu.progress
+        progress = self._gpu.operators.progress
 
         def watched(span: str, num_operators: int) -> None:
             if progress is not None:
@@ -81,7 +81,7 @@ class FastForward:
             # One call of a module may be endless by itself.
             self._check(times=2)
 
-        self._gpu.progress = watched
+        self._gpu.operators.progress = watched
         self.on_begin()
 
     def training_begins(self, *, is_call: bool) -> bool:
@@ -94,9 +94,9 @@ class FastForward:
         self._others.num_calls += 1
         self._check(times=2)
         # Before a backward pass that no module's call preceded, a forward pass has run, and would be held on to.
-        if is_call and self.training.is_in_last_step():
+        if is_call and is_in_last_step(self._gpu):
             self.training.leave_before_step(sys._getframe(1))
-        if self.training.cannot_be_left:
+        if self.training.patience.is_over:
             self.stop("its training loop cannot be left")
         return self._span("training")
 
@@ -180,7 +180,7 @@ class FastForward:
             return self._others.is_cut(number, at_turn=self._num_turns, max_operators=self._max_later)
         running = list(program.around(sys._getframe(1)))
         training.begin_turn(number, running)
-        if training.is_in_last_step():
+        if is_in_last_step(self._gpu):
             training.note_gradients(number)
             return False
         around = [n for n in running if n != number]

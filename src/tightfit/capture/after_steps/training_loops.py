@@ -22,6 +22,30 @@ MAX_UNSEEN_STEPS = 8
 """A second optimizer may step this many times before the detector counts a step of it."""
 
 
+class Patience:
+    """How many steps may still end before a training loop is left."""
+
+    def __init__(self) -> None:
+        self.num_ended = 0
+        """Steps since the last loop was left."""
+        self._most = 0
+
+    def begin(self, most: int) -> None:
+        """Counts from now on, to so many steps."""
+        self.num_ended, self._most = 0, most
+
+    @property
+    def is_over(self) -> bool:
+        """Whether more steps have ended than a loop that can be left would have taken."""
+        return self.num_ended >= self._most
+
+
+def is_in_last_step(gpu: VirtualGpu) -> bool:
+    """Whether the last of the steps asked for lasts: until the next one begins, as those before it did. Its figures are then those of any other
+    step, with what the head of the next turn frees and loads."""
+    return gpu.recorder.spans[-1][1] == SpanKind.STEP
+
+
 class TrainingLoops:
     """The training loops of `program`. `parameters` gives those of its models and optimizers."""
 
@@ -42,26 +66,19 @@ class TrainingLoops:
         self._num_steps = num_steps
         self._parameters = parameters
         self._with_gradients: dict[int, list[weakref.ref[torch.Tensor]]] = {}
-        self._num_ended_since_left = 0
+        self.patience = Patience()
         self._num_steps_looked_at = 0
-        self._max_ended_since_left = 0
 
     def step_ended(self) -> None:
         """A training step has ended."""
         self.num_ended += 1
-        self._num_ended_since_left += 1
+        self.patience.num_ended += 1
         for number in self._program.around(sys._getframe(1)):
             self._program.steps[number] += 1
 
     def begin(self, frame: FrameType | None, *, is_stoppable: bool) -> None:
         """The last of the steps asked for has ended, in `frame`. `is_stoppable`: a framework runs the loop, and was asked to stop."""
-        self._num_ended_since_left = 0
-        self._max_ended_since_left = _patience(self._program, self._num_steps, frame, is_stoppable=is_stoppable)
-
-    @property
-    def cannot_be_left(self) -> bool:
-        """Whether more steps have ended than a loop that can be left would have taken."""
-        return self._num_ended_since_left >= self._max_ended_since_left
+        self.patience.begin(_max_ended(self._program, self._num_steps, frame, is_stoppable=is_stoppable))
 
     def leave_before_step(self, frame: FrameType | None) -> None:
         """Leaves the training loop that runs in `frame`, where its next step would begin, if the user's code can be left there.
@@ -91,7 +108,7 @@ class TrainingLoops:
         if any(steps[inner] > 0 and inner not in running for inner in self._program.inside(number)):
             self.around.add(number)
         if self.goes_through_stages(number):
-            self._num_ended_since_left = 0
+            self.patience.num_ended = 0
 
     def goes_through_stages(self, number: int) -> bool:
         """Whether a loop goes through a list of things that are trained one after the other."""
@@ -120,15 +137,10 @@ class TrainingLoops:
 
     def framework_leaves(self) -> bool:
         """Whether the training loop of a framework, which has taken enough steps, is to end before its time."""
-        if self.is_in_last_step():
+        if is_in_last_step(self._gpu):
             return False
         self._training_left(self._gpu.attribution.where(), self._program.around(sys._getframe(1)))
         return True
-
-    def is_in_last_step(self) -> bool:
-        """Whether the last of the steps asked for lasts: until the next one begins, as those before it did. Its figures are then those of any other
-        step, with what the head of the next turn frees and loads."""
-        return self._gpu.recorder.spans[-1][1] == SpanKind.STEP
 
     def _training_left(self, place: str, around: Iterable[int]) -> None:
         recorder = self._gpu.recorder
@@ -144,12 +156,11 @@ class TrainingLoops:
         if differing:
             recorder.assume(place, differing)
         self.around.update(around)
-        self._num_ended_since_left = 0
-        self._max_ended_since_left = self._num_steps + MAX_UNSEEN_STEPS
+        self.patience.begin(self._num_steps + MAX_UNSEEN_STEPS)
         recorder.span(AFTER, SpanKind.ASIDE)
 
 
-def _patience(program: RewrittenProgram, num_steps: int, frame: FrameType | None, *, is_stoppable: bool) -> int:
+def _max_ended(program: RewrittenProgram, num_steps: int, frame: FrameType | None, *, is_stoppable: bool) -> int:
     """How many steps may still end before a training loop is left."""
     if next(program.around(frame), None) is not None:
         return num_steps + MAX_UNSEEN_STEPS

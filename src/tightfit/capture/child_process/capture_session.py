@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from tightfit.capture import targets
 from tightfit.capture.after_steps.fast_forward import EndOfCapture, FastForward
 from tightfit.capture.after_steps.running_lines import places_of
 from tightfit.capture.child_process.weights_on_card import WeightsOnCard
@@ -28,6 +27,7 @@ from tightfit.capture.patches.cuda_api import CudaApi
 from tightfit.capture.patches.loading import largest_batch, loaders
 from tightfit.capture.patches.loading.loading_times import LoadingTimes
 from tightfit.capture.steps.detector import StepWatch
+from tightfit.capture.targets.target_kinds import Script, Target, generator_on, run_script
 from tightfit.devices.catalogue import find
 from tightfit.effects.random_operators import draws
 from tightfit.errors import ApplyError, CaptureError, InternalError, faults
@@ -97,9 +97,15 @@ class CaptureSession:
             from tightfit.capture.collectives.communication import Communication
 
             Communication(self.gpu, world).install()
-        self.watch = StepWatch(self.gpu, num_steps, by_yield=by_yield, on_end=self._take, follows=follows, until=until)
-        if with_effects:
-            self.watch.watch_effects()
+        self.watch = StepWatch(
+            self.gpu,
+            num_steps,
+            by_yield=by_yield,
+            on_end=self._take,
+            follows=follows,
+            until=until,
+            watches_effects=with_effects,
+        )
         self._weights = WeightsOnCard(self.gpu)
         self.watch.on_prediction = self._weights.note
         self.watch.install()
@@ -117,10 +123,10 @@ class CaptureSession:
             coverage = dataclasses.replace(coverage, not_reached=(missed, *coverage.not_reached))
         self._tape = dataclasses.replace(
             tape,
-            effects=self.watch.effects(),
+            effects=() if self.watch.effects is None else self.watch.effects.effects(),
             coverage=coverage,
             weights=self._weights.rows(with_noted=self.watch.predicts_only),
-            strings=tuple(self.recorder.texts),
+            strings=tuple(self.recorder.strings.texts),
             loaders=self._loading.uses(),
         )
         for look in WHEN_TAKEN:
@@ -148,21 +154,21 @@ class CaptureSession:
             followed = threads.ThreadsFollowed(self.gpu, lambda: after.is_on, after.stop)
         followed.install()
 
-    def run(self, target: targets.Target) -> None:
+    def run(self, target: Target) -> None:
         """Runs the target until its steps are over.
 
         Raises:
             CaptureError: it never takes a step, or never uses the card.
         """
         with self.gpu, contextlib.suppress(EndOfCapture):
-            if isinstance(target, targets.Script):
+            if isinstance(target, Script):
                 assert self.watch.after is not None
                 held = self._run_script(target, self.watch.after)  # noqa: F841 - what lives at the end of a script lives on until the tape is taken
                 if self.watch.num_ended or self.watch.predicts():
                     self.watch.settle()
             else:
-                self._run_generator(targets.generator_on(target, device="cuda"))
-        if not self.watch.num_ended and not isinstance(target, targets.Script):
+                self._run_generator(generator_on(target, device="cuda"))
+        if not self.watch.num_ended and not isinstance(target, Script):
             raise CaptureError("the function did not yield: set up, then `yield` once per step")
         if not self.watch.num_ended and not self.watch.has_ended:
             others = (
@@ -179,10 +185,10 @@ class CaptureSession:
                 'the workload took its steps without a tensor on the GPU; does it move its model to "cuda"?'
             )
 
-    def _run_script(self, script: targets.Script, after: FastForward) -> Mapping[str, Any] | None:
+    def _run_script(self, script: Script, after: FastForward) -> Mapping[str, Any] | None:
         """The globals of the script, or None after an error of its own behind its steps: the tape has what came before."""
         try:
-            return targets.run_script(script, compiled=after.program.compiled)
+            return run_script(script, compiled=after.program.compiled)
         except (Exception, SystemExit) as error:
             is_own = isinstance(error, ApplyError | InternalError) or faults.our_error(error, "the capture") is not None
             if not is_own:

@@ -22,13 +22,13 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from tightfit.capture import targets
 from tightfit.capture.collectives.world import World
 from tightfit.capture.patches import manifest, nvidia_smi
 from tightfit.capture.processes import process_role
 from tightfit.capture.processes.children import die_with_parent
 from tightfit.capture.processes.containment.closed_in import ClosedIn
 from tightfit.capture.processes.trace_progress import StatusFile
+from tightfit.capture.targets.target_kinds import GeneratorFunction, HuggingFaceConfig, Script, Target
 from tightfit.errors import CaptureError, ProgramError, TightfitError, apply_error, faults
 from tightfit.errors import program_errors as programs
 from tightfit.tape import Coverage
@@ -44,7 +44,7 @@ _REPORTED_PACKAGES = ("transformers", "accelerate", "peft", "diffusers", "lightn
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """The request to the child. `device` is a name of the catalogue or a path; `target` is a `targets.Target` as a dict with its `kind`,
+    """The request to the child. `device` is a name of the catalogue or a path; `target` is a `Target` as a dict with its `kind`,
     `world` a `tightfit.capture.collectives.world.World` as a dict, `preparation` a `tightfit.capture.trace.Preparation` as a dict.
     """
 
@@ -156,7 +156,7 @@ def _trace(request: Request, path: str, closed_in: ClosedIn) -> Any:
     )
     if request.largest_batch_from is not None:
         session.give_largest_batches(request.largest_batch_from)
-    session.gpu.progress = status = StatusFile(path)
+    session.gpu.operators.progress = status = StatusFile(path)
     if request.follows_threads:
         session.follow_threads()
     report = prepare(request.preparation)
@@ -272,11 +272,9 @@ def prepare(preparation: dict[str, Any] | None) -> Callable[[], Any]:
     return getattr(importlib.import_module(module), name)(preparation["argument"])
 
 
-def target_of(fields: dict[str, Any]) -> targets.Target:
+def target_of(fields: dict[str, Any]) -> Target:
     """The target from its fields, with its `kind`, in a request."""
-    kinds: dict[str, Any] = {
-        c.__name__: c for c in (targets.Script, targets.GeneratorFunction, targets.HuggingFaceConfig)
-    }
+    kinds: dict[str, Any] = {c.__name__: c for c in (Script, GeneratorFunction, HuggingFaceConfig)}
     return kinds[fields["kind"]](**{k: v for k, v in fields.items() if k != "kind"})
 
 

@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from tightfit.capture import targets
 from tightfit.capture.child_process.child import leave, prepare, quiet, raise_what_was_swallowed, target_of
 from tightfit.capture.child_process.host_script import ScriptOnHost
 from tightfit.capture.patches import eager, on_host
 from tightfit.capture.processes import process_role
 from tightfit.capture.processes.children import die_with_parent
 from tightfit.capture.processes.containment.closed_in import ClosedIn
+from tightfit.capture.targets.target_kinds import Script, generator_on
 from tightfit.devices.catalogue import find
 from tightfit.errors import ApplyError, CaptureError, InternalError, faults
 from tightfit.errors.program_errors import one_line
@@ -96,7 +96,7 @@ def _run(request: HostRequest, closed_in: ClosedIn, done: Callable[[Callable[[],
         # that only sums in another order.
         torch.set_default_dtype(torch.float64)
     target = target_of(request.target)
-    if isinstance(target, targets.Script):
+    if isinstance(target, Script):
         script = ScriptOnHost(request.num_steps)
         # Before a plan is put on, as when it is traced.
         script.install()
@@ -106,7 +106,7 @@ def _run(request: HostRequest, closed_in: ClosedIn, done: Callable[[Callable[[],
         return
     report = prepare(request.preparation)
     closed_in.begin()
-    generator = targets.generator_on(target, device="cpu")
+    generator = generator_on(target, device="cpu")
     assert isinstance(generator, GeneratorType)
     losses = [_numbers(value) for value in itertools.islice(generator, request.num_steps)]
     done(lambda: _of_generator(generator, losses, report))

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from tightfit.capture import targets
 from tightfit.capture.replace import replace
+from tightfit.capture.targets.target_kinds import Script, run_script
 
 _MOST_STEPS_OF_ONE_OPTIMIZER = 8
 """Times the steps asked for: an optimizer that has not stepped until another one has stepped so often has done its part, or waits for a later stage."""
@@ -57,11 +57,11 @@ class ScriptOnHost:
         register_optimizer_step_pre_hook(lambda *_: self._goes_on())
         register_optimizer_step_post_hook(lambda optimizer, *_: self._stepped(optimizer))
 
-    def run(self, script: targets.Script, *, done: Callable[[], None]) -> None:
+    def run(self, script: Script, *, done: Callable[[], None]) -> None:
         """Runs the script; `done` is called when its steps are over, or at its end, and does not return."""
         self._done = done
         # Held on to, so that at the end of a script its models are still there.
-        held = targets.run_script(script)
+        held = run_script(script)
         self._done()
         del held
 

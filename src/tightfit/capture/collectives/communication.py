@@ -77,7 +77,7 @@ class Communication:
         """Makes all process groups fake ones, and takes their operators."""
         gpu = self._gpu
         recorder = gpu.recorder
-        recorder.world = (self._world.rank, self._world.num_ranks, self._world.num_nodes)
+        recorder.communication.world = (self._world.rank, self._world.num_ranks, self._world.num_nodes)
         groups.install(self._world, self._new_group)
         for func in arguments.operators():
             is_in_place = func._schema.name.startswith(f"{arguments.IN_PLACE}::")
@@ -105,12 +105,12 @@ class Communication:
 
     def _new_group(self, name: str, ranks: tuple[int, ...], is_eager: bool) -> None:
         if is_eager:
-            self._groups[name] = self._gpu.recorder.communicator(ranks)
+            self._groups[name] = self._gpu.recorder.communication.group(ranks)
 
     def _number(self, group: Any) -> int:
         name = group.group_name
         if name not in self._groups:
-            self._groups[name] = self._gpu.recorder.communicator(groups.ranks_of(group))
+            self._groups[name] = self._gpu.recorder.communication.group(groups.ranks_of(group))
         return self._groups[name]
 
     def _run(self, gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -160,11 +160,13 @@ class Communication:
                 stream.wait_stream(current)
             set_stream(stream)
             try:
-                gpu.note_operator(func, facts(func), (list(call.sent),), {}, call.received, None)
+                gpu.operators.note(func, facts(func), (list(call.sent),), {}, call.received, None)
             finally:
                 set_stream(current)
             peer = -1 if call.peer < 0 else groups.ranks_of(call.group)[call.peer]
-            recorder.collective(call.kind, call.num_bytes, self._number(call.group), call.group.size(), peer)
+            recorder.communication.collective(
+                recorder.num_operators - 1, call.kind, call.num_bytes, self._number(call.group), call.group.size(), peer
+            )
         event = VirtualEvent()
         if stream is not current:
             event.record(stream)

@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from tightfit.capture.collectives import gathered_values
 from tightfit.capture.collectives.arguments import Collective
-from tightfit.capture.dispatch.known_values import Unknown, limit
+from tightfit.capture.dispatch.values.known_values import Unknown, limit
 from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.tape import CollectiveKind
 
@@ -33,10 +33,10 @@ class ReceivedValues:
                 self._last_sent[(call.group.group_name, call.peer)] = [value.clone() for value in sent]
         virtual = [t for t in call.received if isinstance(t, FakeTensor)]
         if found is None:
-            gpu.note_writes(virtual)
+            gpu.operators.note_writes(virtual)
             return
-        if gpu.on_write is not None:
-            gpu.on_write(virtual)
+        if gpu.operators.on_write is not None:
+            gpu.operators.on_write(virtual)
         for target, raw in zip(call.received, found, strict=True):
             value = raw.reshape(target.shape).to(target.dtype)
             if not isinstance(target, FakeTensor):

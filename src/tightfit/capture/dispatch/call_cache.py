@@ -12,8 +12,8 @@ import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from tightfit.capture.dispatch.known_values import is_small
 from tightfit.capture.dispatch.operators import OperatorFacts, tensors
+from tightfit.capture.dispatch.values.known_values import is_small
 
 Key = tuple[Any, ...]
 

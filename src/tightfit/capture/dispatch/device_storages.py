@@ -7,8 +7,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tightfit.capture.dispatch import sparse
-from tightfit.capture.dispatch.data_dependent_conditions import DataDependentConditions
-from tightfit.capture.dispatch.known_values import KnownValues
+from tightfit.capture.dispatch.values.data_dependent_conditions import DataDependentConditions
+from tightfit.capture.dispatch.values.known_values import KnownValues
 from tightfit.capture.observe.recorder import Recorder
 from tightfit.tape import Category
 

@@ -20,9 +20,9 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tightfit.capture.dispatch import sparse
-from tightfit.capture.dispatch.hosts import MIN_MAPPED_BYTES, mapped_zeros
-from tightfit.capture.dispatch.known_values import Unknown
+from tightfit.capture.dispatch.on_host.hosts import MIN_MAPPED_BYTES, mapped_zeros
 from tightfit.capture.dispatch.operators import facts
+from tightfit.capture.dispatch.values.known_values import Unknown
 from tightfit.errors import CaptureError
 
 if TYPE_CHECKING:

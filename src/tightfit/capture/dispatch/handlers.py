@@ -8,10 +8,11 @@ import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
-from tightfit.capture.dispatch import host_copies, sparse
-from tightfit.capture.dispatch.known_values import Unknown, limit
+from tightfit.capture.dispatch import sparse
+from tightfit.capture.dispatch.on_host import host_copies
 from tightfit.capture.dispatch.operators import facts, is_dense
 from tightfit.capture.dispatch.passed_checks import passing_answer
+from tightfit.capture.dispatch.values.known_values import Unknown, limit
 from tightfit.capture.dispatch.virtual import Handler, VirtualGpu
 from tightfit.errors import CaptureError
 from tightfit.tape import Category, WaitKind
@@ -29,13 +30,13 @@ def _to_copy(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Map
         if to_device:
             return gpu.run(func, args, kwargs)
         if torch.device(device).type == "meta":
-            gpu.note_operator(func, facts(func), args, {}, (), None)
+            gpu.operators.note(func, facts(func), args, {}, (), None)
             strides = _stride_of_copy(source, kwargs.get("memory_format"))
             return torch.empty_strided(source.size(), strides, dtype=kwargs.get("dtype") or source.dtype, device="meta")
         return _to_host(
             gpu, source, kwargs.get("dtype") or source.dtype, host_copies.is_non_blocking(func, args, kwargs)
         )
-    gpu.note_operator(func, facts(func), args, {}, (), None)
+    gpu.operators.note(func, facts(func), args, {}, (), None)
     if source.layout not in (torch.strided, torch.sparse_coo):
         return _refuse_compressed(gpu, func, args, kwargs)
     if source.layout != torch.strided:
@@ -96,7 +97,7 @@ def _copy_(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mappi
     if isinstance(target, FakeTensor) and isinstance(source, FakeTensor):
         return gpu.run(func, args, kwargs)
     if isinstance(target, FakeTensor):
-        gpu.note_operator(func, facts(func), args, {}, (target,), None)
+        gpu.operators.note(func, facts(func), args, {}, (target,), None)
         non_blocking = host_copies.is_non_blocking(func, args, kwargs)
         host_copies.note_to_card(gpu, source, target, target.dtype, non_blocking=non_blocking)
         if gpu.known_values.known(target) and not gpu.host.is_blank(source):
@@ -153,7 +154,7 @@ def _synchronize(gpu: VirtualGpu) -> None:
 
 def _read(gpu: VirtualGpu) -> None:
     """The host reads a value that the current stream has computed."""
-    gpu.recorder.wait(WaitKind.HOST_READS, stream=gpu.recorder.stream)
+    gpu.recorder.waits.add(WaitKind.HOST_READS, stream=gpu.recorder.stream)
     _synchronize(gpu)
 
 
@@ -171,9 +172,9 @@ def _shaped_by_data(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwar
         )
         values = _all_places(args[0]) if func is aten.nonzero.default else _largest(func, args, kwargs)
     results = values if isinstance(values, tuple) else (values,)
-    gpu.note_operator(func, facts(func), args, kwargs, (), None)
+    gpu.operators.note(func, facts(func), args, kwargs, (), None)
     if not _knows_size(func, args, kwargs):
-        gpu.recorder.wait(WaitKind.HOST_READS, stream=gpu.recorder.stream)
+        gpu.recorder.waits.add(WaitKind.HOST_READS, stream=gpu.recorder.stream)
     out = []
     for value in results:
         tensor = gpu.new(value.size(), value.stride(), value.dtype)
@@ -270,7 +271,7 @@ def _pack_padded(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs:
     # the card.
     narrow = torch.empty(*padded.shape[:2], 1)
     packed, batch_sizes = func(narrow, lengths, batch_first)
-    gpu.note_operator(func, facts(func), args, kwargs, (), None)
+    gpu.operators.note(func, facts(func), args, kwargs, (), None)
     size = (packed.size(0), *padded.shape[2:])
     return gpu.new(size, torch.empty(size, device="meta").stride(), padded.dtype), batch_sizes
 
@@ -283,7 +284,7 @@ def _never(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mappi
 def _ctc_loss(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The loss of each row and the forward variables, two for each label of the longest target and one more (LossCTC.cu)."""
     log_probs, longest = args[0], max(args[3])
-    gpu.note_operator(func, facts(func), args, kwargs, (), None)
+    gpu.operators.note(func, facts(func), args, kwargs, (), None)
     steps, batch = log_probs.shape[:2]
     width = 2 * longest + 1
     variables = gpu.new((batch, steps, width), (steps * width, width, 1), log_probs.dtype)
@@ -293,7 +294,7 @@ def _ctc_loss(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Ma
 def _ctc_loss_backward(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The gradient of the log-probabilities, beside backward variables that are as many as the forward ones (LossCTC.cu)."""
     log_probs, log_alpha = args[1], args[6]
-    gpu.note_operator(func, facts(func), args, kwargs, (), None)
+    gpu.operators.note(func, facts(func), args, kwargs, (), None)
     log_beta = gpu.new(log_alpha.size(), log_alpha.stride(), log_alpha.dtype)
     gradient = gpu.new(log_probs.size(), log_probs.stride(), log_probs.dtype)
     del log_beta
@@ -322,7 +323,7 @@ def _unscale(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Map
     # `found_inf` was filled with zero by the caller (torch/amp/grad_scaler.py, `unscale_`) and stays zero, so
     # `_maybe_opt_step` steps the optimizer. A skipped step would leave the optimizer state out of the tape.
     known = facts(func)
-    gpu.note_operator(func, known, args, kwargs, (), None)
+    gpu.operators.note(func, known, args, kwargs, (), None)
     gpu.recorder.assume(gpu.attribution.where(), "gradients are assumed to be finite: GradScaler skips no step")
 
 

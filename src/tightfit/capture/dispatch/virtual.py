@@ -7,7 +7,7 @@ new storage is recorded, and recorded as freed when Python and autograd have dro
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Self
 
 import torch
@@ -15,18 +15,19 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tightfit.capture.dispatch import fallback, one_card, program_operators, sparse
-from tightfit.capture.dispatch.call_cache import Call, CallCache, Row
-from tightfit.capture.dispatch.data_dependent_conditions import ABOUT_FINITE, DataDependentConditions
-from tightfit.capture.dispatch.data_reads import ReadPolicy
+from tightfit.capture.dispatch import fallback, one_card, program_operators
+from tightfit.capture.dispatch.call_cache import CallCache
 from tightfit.capture.dispatch.device_storages import DeviceStorages
-from tightfit.capture.dispatch.hosts import HostMemory
-from tightfit.capture.dispatch.known_values import KnownValues
-from tightfit.capture.dispatch.operators import OperatorFacts, are_alike, facts, tensors, written
+from tightfit.capture.dispatch.on_host.hosts import HostMemory
+from tightfit.capture.dispatch.operator_log import OperatorLog
+from tightfit.capture.dispatch.operators import OperatorFacts, are_alike, facts, tensors
+from tightfit.capture.dispatch.values.data_dependent_conditions import DataDependentConditions
+from tightfit.capture.dispatch.values.data_reads import ReadPolicy
+from tightfit.capture.dispatch.values.known_values import KnownValues
 from tightfit.capture.observe.attribution import Attribution
 from tightfit.capture.observe.kernel_memory import KernelMemory
 from tightfit.capture.observe.recorder import Recorder
-from tightfit.errors import CaptureError, faults
+from tightfit.errors import faults
 from tightfit.errors.program_errors import IN_A_THREAD
 from tightfit.tape import Category
 
@@ -35,7 +36,6 @@ aten = torch.ops.aten
 CUDA = torch.device("cuda", 0)
 
 _DEVICE_OF = torch.ops.prim.device.default
-_OPERATORS_BETWEEN_PROGRESS = 1024
 
 # Factories that may be asked for a tensor on another device than that of their first argument. Offloaders make the host memory for a tensor so.
 _AS_ANOTHER = frozenset(
@@ -61,18 +61,6 @@ def _names_the_card(args: Sequence[Any]) -> bool:
 def _is_wrapper(kind: type) -> bool:
     module = kind.__module__
     return module.partition(".")[0] not in ("torch", "tightfit") or module.startswith("torch.distributed.")
-
-
-class _DtypeNames(dict["torch.dtype | None", int]):
-    """The names of dtypes as indices of strings; without a dtype the empty one."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__({None: 0})
-        self._recorder = recorder
-
-    def __missing__(self, dtype: torch.dtype | None) -> int:
-        index = self[dtype] = self._recorder.intern(str(dtype).removeprefix("torch."))
-        return index
 
 
 class _SharedFakeMode(FakeTensorMode):
@@ -140,17 +128,16 @@ class VirtualGpu(TorchDispatchMode):
         self.conditions = DataDependentConditions()
         self.storages = DeviceStorages(recorder, self.known_values, self.conditions)
         self.has_side_streams = False
-        self.progress: Callable[[str, int], None] | None = None
         self.on_backward_end: Callable[[], None] | None = None
-        self.on_write: Callable[[Iterable[torch.Tensor]], None] | None = None  # called with each operator's targets
         self.communication: dict[
             OpOverload, Handler
         ] = {}  # the operators of process groups, of tensors on the host too
         self._handlers = dict(handlers)
         self.kernels = kernels
         self._composites = composites
-        self._names: dict[OpOverload, int] = {}
-        self._dtypes = _DtypeNames(recorder)
+        self.operators = OperatorLog(
+            recorder, self.attribution, self.storages, kernels, self.known_values, self.conditions
+        )
 
     def handle(self, func: OpOverload, handler: Handler) -> None:
         """Has `handler` run an operator that the program has defined."""
@@ -233,7 +220,7 @@ class VirtualGpu(TorchDispatchMode):
         if call is not None:
             out = self.calls.outputs(call, args)
             if not known.is_view:
-                self._recorded(func, known, args, kwargs, out, call)
+                self.operators.record(func, known, args, kwargs, out, call)
             return out
         has_run, out = self._run_by_torch(func, known, args, kwargs)
         if has_run:
@@ -243,7 +230,7 @@ class VirtualGpu(TorchDispatchMode):
         if key is not None:
             call = self.calls.remember(key, known, args, out)
         if not known.is_view:
-            self._recorded(func, known, args, kwargs, out, call)
+            self.operators.record(func, known, args, kwargs, out, call)
         return out
 
     def _run_by_torch(
@@ -269,118 +256,6 @@ class VirtualGpu(TorchDispatchMode):
             self.recorder.assume(self.attribution.where(), f"{known.name}: {_ASSUMED_OF_FAKES}")
         return False, out
 
-    def _recorded(
-        self,
-        func: OpOverload,
-        known: OperatorFacts,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        out: Any,
-        call: Call | None,
-    ) -> None:
-        try:
-            self._record(func, known, args, kwargs, out, call)
-        except CaptureError:
-            raise
-        except Exception as error:
-            # Nothing of the program's runs here.
-            raise faults.internal_error(error, f"the capture of {known.name}") from error
-
-    def _record(
-        self,
-        func: OpOverload,
-        known: OperatorFacts,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        out: Any,
-        call: Call | None,
-    ) -> None:
-        outputs = (
-            [out] if isinstance(out, torch.Tensor) else list(tensors(out)) if isinstance(out, list | tuple) else []
-        )
-        row = None if call is None else call.row
-        if row is None:
-            row = self._row(func, known, args, kwargs, outputs, out)
-            if call is not None:
-                call.row = row
-        self._note(func, known, row, args, kwargs)
-        if known.creates:
-            for tensor in outputs:
-                self.storages.add(tensor)
-        if known.resizes:
-            for tensor in written(func, args, kwargs):
-                self.storages.resize(tensor)
-        if isinstance(out, torch.Tensor) and out.dtype == torch.bool:
-            self.conditions.follow(func, args, out)
-        # After the outputs: most kernels ask for their scratch memory then (docs/how-it-works/cuda-rules.md).
-        self.kernels.add(func, args, kwargs, out, None if call is None else call.scratch)
-        if call is None or call.has_small_outputs or known.is_mutable:
-            self.known_values.follow(func, known, args, kwargs, outputs)
-        if known.is_mutable:
-            self.conditions.written(written(func, args, kwargs))
-        elif func in ABOUT_FINITE and isinstance(out, torch.Tensor) and self.conditions.counts_nothing(func, args, out):
-            self._adopt_nothing(out)
-
-    def _adopt_nothing(self, out: torch.Tensor) -> None:
-        """`out` says whether values are finite, and they are: what is read of it is 0."""
-        if not out.dim() and not self.known_values.known(out):
-            self.recorder.assume(self.attribution.where(), "values are assumed to be finite: no infinity, no NaN")
-            self.known_values.adopt(out, torch.zeros((), dtype=out.dtype))
-
-    def note_operator(
-        self,
-        func: OpOverload,
-        known: OperatorFacts,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        outputs: Sequence[torch.Tensor],
-        out: Any,
-    ) -> None:
-        """Adds a row to the tape's operators."""
-        self._note(func, known, self._row(func, known, args, kwargs, outputs, out), args, kwargs)
-
-    def _row(
-        self,
-        func: OpOverload,
-        known: OperatorFacts,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        outputs: Sequence[torch.Tensor],
-        out: Any,
-    ) -> Row:
-        bytes_read = bytes_written = 0
-        dtype = None
-        for tensor in tensors(args):
-            bytes_read += sparse.num_bytes(tensor)
-            if dtype is None and tensor.is_floating_point():
-                dtype = tensor.dtype
-        for tensor in outputs or written(func, args, kwargs):
-            bytes_written += sparse.num_bytes(tensor)
-            dtype = dtype or tensor.dtype
-        return Row(
-            dtype=dtype,
-            flops=known.flops(*args, **kwargs, out_val=out) if known.flops else 0,
-            bytes_read=bytes_read,
-            bytes_written=bytes_written,
-            sizes=None if known.sizes is None else known.sizes(args, out),
-        )
-
-    def _note(
-        self, func: OpOverload, known: OperatorFacts, row: Row, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> None:
-        name = self._names.get(func)
-        if name is None:
-            name = self._names[func] = self.recorder.intern(known.name)
-        module, line = self.attribution.locate()
-        recorder = self.recorder
-        recorder.operator(name, module, line, self._dtypes[row.dtype], row.flops, row.bytes_read, row.bytes_written)
-        if row.sizes is not None:
-            recorder.geometry.append((recorder.num_operators - 1, *row.sizes))
-        if self.on_write is not None and known.is_mutable:
-            self.on_write(written(func, args, kwargs))
-        if self.progress is not None and not recorder.num_operators % _OPERATORS_BETWEEN_PROGRESS:
-            self.progress(recorder.spans[-1][0], recorder.num_operators)
-
     def lift(self, host: torch.Tensor) -> FakeTensor:
         """A fake host tensor of the same shape: FakeTensorMode would memoise the real one and keep it alive."""
         return self.empty(host.size(), host.stride(), host.dtype, host.device)
@@ -398,13 +273,6 @@ class VirtualGpu(TorchDispatchMode):
     ) -> FakeTensor:
         """A tensor, by default on the device, that is not recorded yet."""
         return self.calls.new(size, stride, dtype, device)
-
-    def note_writes(self, targets: Sequence[torch.Tensor]) -> None:
-        """Notes that a kernel has written unknown values to `targets`."""
-        if self.on_write is not None:
-            self.on_write(targets)
-        self.known_values.forget_written(targets)
-        self.conditions.written(targets)
 
 
 def _shape_of(tensor: torch.Tensor) -> torch.Tensor:

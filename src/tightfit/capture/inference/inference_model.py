@@ -5,8 +5,8 @@ import copy
 import importlib
 from typing import Any
 
-from tightfit.capture.huggingface.target import load_config
 from tightfit.capture.inference.paged_attention import NAME
+from tightfit.capture.targets.huggingface.target import load_config
 from tightfit.errors import UsageError
 
 # The classes that generate, and the names of the tables of model types that transformers has for them.

@@ -180,16 +180,12 @@ class _Run:
             cache = self.cache_of(1, _SHORT + 1)
         REPORT["caches"][str(_SHORT + 1)] = layout_of(cache)
         self.loops = more.number > self._calls.number
-        long = max(self.no_longer(_LONG_IN_A_LOOP if self.loops else _LONG), 2 * widest_window(self.config))
+        long = max(_no_longer(self.config, _LONG_IN_A_LOOP if self.loops else _LONG), 2 * widest_window(self.config))
         for length in (long, long + 1):
             REPORT["caches"][str(length)] = layout_of(self.cache_of(1, length))
         if self.is_pair:
             outputs = self.forward(1, _SHORT, use_cache=True, encoded=2 * _SHORT)
             REPORT["caches"]["encoded"] = layout_of(_cache(outputs))
-
-    def no_longer(self, num_tokens: int) -> int:
-        """`num_tokens`, or as many as the model has positions for, with room for one token more."""
-        return min(num_tokens, (input_width(self.config) or num_tokens + 1) - 1)
 
     def batch(self, num_tokens: int) -> torch.Tensor:
         """The states behind so many tokens (tokens, width), in as few requests as the model has positions for."""
@@ -204,7 +200,7 @@ class _Run:
     def speed(self) -> Iterator[tuple[str, int]]:
         """Prompts of several lengths, and a token more for batches of several sizes: what was run, and its size."""
         sizes = _PROMPTS_IN_A_LOOP if self.loops else _PROMPTS
-        longest = self.no_longer(sizes[-1])
+        longest = _no_longer(self.config, sizes[-1])
         for num_tokens in (size * longest // sizes[-1] for size in sizes):
             # An encoder reads the prompt, and the decoder begins with one token.
             length = 1 if self.is_pair else num_tokens
@@ -232,7 +228,11 @@ class _Run:
         tokens = torch.zeros(rows, length, dtype=torch.int64, device="cuda")
         arguments: dict[str, Any] = {"input_ids": tokens, "use_cache": use_cache}
         if self.is_pair:
-            source = self._source(rows, encoded or _SHORT) if cache is None else {"encoder_outputs": (self._encoded,)}
+            source = (
+                _encoder_inputs(self.model, self.config, rows, encoded or _SHORT)
+                if cache is None
+                else {"encoder_outputs": (self._encoded,)}
+            )
             arguments = {**source, "decoder_input_ids": tokens, "use_cache": use_cache}
         if cache is not None:
             arguments["past_key_values" if "past_key_values" in self.arguments else "cache_params"] = cache
@@ -240,13 +240,19 @@ class _Run:
         self._encoded = getattr(outputs, "encoder_last_hidden_state", None)
         return outputs
 
-    def _source(self, rows: int, length: int) -> dict[str, torch.Tensor]:
-        """What the encoder reads: tokens, or the frames of a sound, whose number is the config's."""
-        if self.model.main_input_name == "input_features":
-            frames = 2 * self.config.max_source_positions
-            shape, dtype = (rows, self.config.num_mel_bins, frames), self.model.dtype
-            return {"input_features": torch.zeros(*shape, dtype=dtype, device="cuda")}
-        return {"input_ids": torch.zeros(rows, length, dtype=torch.int64, device="cuda")}
+
+def _no_longer(config: Any, num_tokens: int) -> int:
+    """`num_tokens`, or as many as the model has positions for, with room for one token more."""
+    return min(num_tokens, (input_width(config) or num_tokens + 1) - 1)
+
+
+def _encoder_inputs(model: Any, config: Any, rows: int, length: int) -> dict[str, torch.Tensor]:
+    """What the encoder reads: tokens, or the frames of a sound, whose number is the config's."""
+    if model.main_input_name == "input_features":
+        frames = 2 * config.max_source_positions
+        shape, dtype = (rows, config.num_mel_bins, frames), model.dtype
+        return {"input_features": torch.zeros(*shape, dtype=dtype, device="cuda")}
+    return {"input_ids": torch.zeros(rows, length, dtype=torch.int64, device="cuda")}
 
 
 def _cache(outputs: Any) -> Any:

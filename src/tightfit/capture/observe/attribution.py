@@ -118,13 +118,13 @@ class Attribution:
     def _line_of(self, code: CodeType, number: int) -> int:
         index = self._lines.get((code, number))
         if index is None:
-            index = self._lines[code, number] = self.recorder.intern(f"{short(code.co_filename)}:{number}")
+            index = self._lines[code, number] = self.recorder.strings.intern(f"{short(code.co_filename)}:{number}")
         return index
 
     def where(self, *, otherwise: str = "(a library)") -> str:
         """The user's line as text, for an assumption; `otherwise` where none of the program's is on the stack."""
         index = self.line() or self.locate()[1]
-        return self.recorder.texts[index] or otherwise
+        return self.recorder.strings.texts[index] or otherwise
 
     def weights(self) -> Iterator[tuple[torch.Tensor, int]]:
         """The parameters that the modules which were called hold themselves, each with the path of its module as an index of strings."""
@@ -141,7 +141,7 @@ class Attribution:
             # paths.
             for name, child in root.named_modules():
                 path = f"{prefix}.{name}" if name else prefix
-                self._paths.setdefault(child, self.recorder.intern(path))
+                self._paths.setdefault(child, self.recorder.strings.intern(path))
                 classes, name_of_class = self.recorder.module_classes, type(child).__name__
                 if classes.setdefault(path, name_of_class) != name_of_class:
                     classes[path] = ""

@@ -38,5 +38,5 @@ class VirtualFile:
 def move(direction: CopyDirection, num_bytes: int) -> None:
     """`num_bytes` are written or read, on the current stream: a thread beside the program's does it, and no kernel is launched."""
     recorder = VirtualStream.recorder
-    recorder.operator(recorder.intern(_NAMES[direction]), 0, 0, 0, 0.0, 0, 0)
+    recorder.operator(recorder.strings.intern(_NAMES[direction]), 0, 0, 0, 0.0, 0, 0)
     recorder.copy(direction, num_bytes, is_pinned=True, is_blocking=False)

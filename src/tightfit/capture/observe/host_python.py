@@ -12,4 +12,4 @@ def spends(work: HostWork, number: float = 1) -> None:
     from tightfit.capture.observe.streams import VirtualStream
     from tightfit.tape import WaitKind
 
-    VirtualStream.recorder.wait(WaitKind.HOST_RUNS, event=microseconds(work, number))
+    VirtualStream.recorder.waits.add(WaitKind.HOST_RUNS, event=microseconds(work, number))

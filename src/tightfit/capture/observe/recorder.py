@@ -45,12 +45,78 @@ class DiskBytes:
         self.peak_bytes = max(self.peak_bytes, self.num_bytes)
 
 
+class StringTable:
+    """The strings of a tape, each once; `texts` has them by index."""
+
+    def __init__(self) -> None:
+        self._indices: dict[str, int] = {"": 0}
+        self.texts = [""]
+
+    def intern(self, text: str) -> int:
+        """The index of `text` among the strings."""
+        index = self._indices.get(text)
+        if index is None:
+            index = self._indices[text] = len(self.texts)
+            self.texts.append(text)
+        return index
+
+
+class CommunicationLog:
+    """The groups of ranks, and the collectives among them."""
+
+    def __init__(self) -> None:
+        self.collectives: dict[str, list[int]] = {
+            name: [] for name in ("operator", "kind", "num_bytes", "group", "group_size", "peer")
+        }
+        self.groups: list[tuple[int, ...]] = []
+        self.world = (0, 1, 1)
+        """The rank that is traced, of how many, on how many nodes."""
+
+    def group(self, ranks: tuple[int, ...]) -> int:
+        """Notes that a group of these ranks communicates on cards; returns its number."""
+        self.groups.append(ranks)
+        return len(self.groups) - 1
+
+    def collective(
+        self, operator: int, kind: CollectiveKind, num_bytes: int, group: int, group_size: int, peer: int
+    ) -> None:
+        """This operator is a collective."""
+        row = (operator, kind, num_bytes, group, group_size, peer)
+        for column, value in zip(self.collectives.values(), row, strict=True):
+            column.append(value)
+
+
+class WaitLog:
+    """Waits of streams and of the host, between the operators of `recorder`."""
+
+    def __init__(self, recorder: "Recorder") -> None:
+        self.columns: dict[str, list[int]] = {name: [] for name in ("kind", "operator", "stream", "event")}
+        self._recorder = recorder
+
+    def add(self, kind: WaitKind, *, stream: int = -1, event: int = -1) -> None:
+        """A stream records or waits for an event, or the host waits."""
+        if self._recorder.is_in_thread and kind not in (WaitKind.RECORD, WaitKind.STREAM_FOR_EVENT):
+            return
+        row = (kind, self._recorder.num_operators, stream, event)
+        for column, value in zip(self.columns.values(), row, strict=True):
+            column.append(value)
+
+    @property
+    def number(self) -> int:
+        """How many were recorded so far."""
+        return len(self.columns["kind"])
+
+    def forget(self, since: int) -> None:
+        """Drops the waits from number `since` on."""
+        for column in self.columns.values():
+            del column[since:]
+
+
 class Recorder:
     """The trace so far. The hot methods are `operator`, `allocate` and `free`."""
 
     def __init__(self) -> None:
-        self.strings: dict[str, int] = {"": 0}
-        self.texts = [""]  # the same by index: every read of device data asks for one
+        self.strings = StringTable()
         self.operators: dict[str, list[int | float]] = {
             name: []
             for name in ("name", "module", "line", "dtype", "phase", "stream", "flops", "bytes_read", "bytes_written")
@@ -62,13 +128,9 @@ class Recorder:
         self.copies: dict[str, list[int]] = {
             name: [] for name in ("operator", "direction", "is_pinned", "is_blocking", "num_bytes")
         }
-        self.collectives: dict[str, list[int]] = {
-            name: [] for name in ("operator", "kind", "num_bytes", "group", "group_size", "peer")
-        }
-        self.communicators: list[tuple[int, ...]] = []
-        self.world = (0, 1, 1)  # the rank that is traced, of how many, on how many nodes
+        self.communication = CommunicationLog()
         self.geometry: list[tuple[int, ...]] = []  # rows of `Geometry`
-        self.waits: dict[str, list[int]] = {name: [] for name in ("kind", "operator", "stream", "event")}
+        self.waits = WaitLog(self)
         self.spans: list[tuple[str, SpanKind, int, int]] = []  # name, kind, first event, first operator
         self.assumptions: dict[tuple[str, str], None] = {}
         self.module_classes: dict[str, str] = {}  # by path; empty of two models of one class with other parts there
@@ -83,14 +145,6 @@ class Recorder:
         self._operator_columns = tuple(self.operators.values())
         self._storage_columns = tuple(self.storages.values())
         self._event_columns = tuple(self.events.values())
-
-    def intern(self, text: str) -> int:
-        """The index of `text` among the strings."""
-        index = self.strings.get(text)
-        if index is None:
-            index = self.strings[text] = len(self.texts)
-            self.texts.append(text)
-        return index
 
     def operator(
         self, name: int, module: int, line: int, dtype: int, flops: float, bytes_read: int, bytes_written: int
@@ -136,35 +190,6 @@ class Recorder:
         for column, value in zip(self.copies.values(), row, strict=True):
             column.append(value)
 
-    def communicator(self, ranks: tuple[int, ...]) -> int:
-        """Notes that a group of these ranks communicates on cards; returns its number."""
-        self.communicators.append(ranks)
-        return len(self.communicators) - 1
-
-    def collective(self, kind: CollectiveKind, num_bytes: int, group: int, group_size: int, peer: int) -> None:
-        """The last operator is a collective."""
-        row = (self.num_operators - 1, kind, num_bytes, group, group_size, peer)
-        for column, value in zip(self.collectives.values(), row, strict=True):
-            column.append(value)
-
-    def wait(self, kind: WaitKind, *, stream: int = -1, event: int = -1) -> None:
-        """A stream records or waits for an event, or the host waits."""
-        if self.is_in_thread and kind not in (WaitKind.RECORD, WaitKind.STREAM_FOR_EVENT):
-            return
-        row = (kind, self.num_operators, stream, event)
-        for column, value in zip(self.waits.values(), row, strict=True):
-            column.append(value)
-
-    @property
-    def num_waits(self) -> int:
-        """How many waits were recorded so far."""
-        return len(self.waits["kind"])
-
-    def forget_waits(self, since: int) -> None:
-        """Drops the waits from number `since` on."""
-        for column in self.waits.values():
-            del column[since:]
-
     def empty_cache(self) -> None:
         """`torch.cuda.empty_cache`."""
         self._event(EventKind.EMPTY_CACHE, -1)
@@ -189,7 +214,7 @@ def tape_of(recorder: Recorder, *, target: str, versions: Mapping[str, str], tra
     """The trace so far as a tape."""
     ends = [*(begins for _, _, *begins in recorder.spans[1:]), [len(recorder.events["kind"]), recorder.num_operators]]
     kept = [
-        (recorder.intern(name), kind, begin, end, (first, last))
+        (recorder.strings.intern(name), kind, begin, end, (first, last))
         for (name, kind, begin, first), (end, last) in zip(recorder.spans, ends, strict=True)
         if end > begin
     ]
@@ -198,7 +223,7 @@ def tape_of(recorder: Recorder, *, target: str, versions: Mapping[str, str], tra
         target=target,
         versions=versions,
         traced_for=traced_for,
-        strings=tuple(recorder.texts),
+        strings=tuple(recorder.strings.texts),
         operators=Operators.from_columns(recorder.operators),
         storages=Storages.from_columns(recorder.storages),
         events=Events.from_columns(recorder.events),
@@ -206,12 +231,12 @@ def tape_of(recorder: Recorder, *, target: str, versions: Mapping[str, str], tra
         operators_of_steps=tuple(operators for _, kind, _, _, operators in kept if kind == SpanKind.STEP),
         copies=Copies.from_columns(recorder.copies),
         geometry=Geometry.from_rows(recorder.geometry),
-        waits=Waits.from_columns(recorder.waits),
-        collectives=Collectives.from_columns(recorder.collectives),
-        rank=recorder.world[0],
-        num_ranks=recorder.world[1],
-        num_nodes=recorder.world[2],
-        communicators=tuple(recorder.communicators),
+        waits=Waits.from_columns(recorder.waits.columns),
+        collectives=Collectives.from_columns(recorder.communication.collectives),
+        rank=recorder.communication.world[0],
+        num_ranks=recorder.communication.world[1],
+        num_nodes=recorder.communication.world[2],
+        communicators=tuple(recorder.communication.groups),
         assumptions=tuple(Assumption(where=where, what=what) for where, what in recorder.assumptions),
         host_peak_bytes=recorder.host.peak_bytes,
         disk_peak_bytes=recorder.disk.peak_bytes,

@@ -31,13 +31,13 @@ class VirtualEvent:
         """Marks a place in `stream`, by default the current one. A second call moves the mark."""
         if self._number is None:
             self._number = next(self._numbers)
-        self.recorder.wait(WaitKind.RECORD, stream=(stream or current_stream()).stream_id, event=self._number)
+        self.recorder.waits.add(WaitKind.RECORD, stream=(stream or current_stream()).stream_id, event=self._number)
 
     def wait(self, stream: Any = None) -> None:
         """Orders `stream`, by default the current one, after the mark. Without a mark there is nothing to wait for."""
         if self._number is not None:
             number = (stream or current_stream()).stream_id
-            self.recorder.wait(WaitKind.STREAM_FOR_EVENT, stream=number, event=self._number)
+            self.recorder.waits.add(WaitKind.STREAM_FOR_EVENT, stream=number, event=self._number)
 
     def query(self) -> bool:
         """Whether the event is complete: always."""
@@ -51,7 +51,7 @@ class VirtualEvent:
     def synchronize(self) -> None:
         """The host waits for the event."""
         if self._number is not None:
-            self.recorder.wait(WaitKind.HOST_FOR_EVENT, event=self._number)
+            self.recorder.waits.add(WaitKind.HOST_FOR_EVENT, event=self._number)
 
 
 class VirtualStream:
@@ -94,7 +94,7 @@ class VirtualStream:
 
     def synchronize(self) -> None:
         """Waits for the stream: what was freed while it was in use can be reused now."""
-        self.recorder.wait(WaitKind.HOST_FOR_STREAM, stream=self.stream_id)
+        self.recorder.waits.add(WaitKind.HOST_FOR_STREAM, stream=self.stream_id)
         self.recorder.synchronize()
 
     def __enter__(self) -> Self:
@@ -119,7 +119,7 @@ class VirtualStream:
 
 def synchronize(recorder: Recorder) -> None:
     """`torch.cuda.synchronize`: the host waits for all streams."""
-    recorder.wait(WaitKind.HOST_FOR_DEVICE)
+    recorder.waits.add(WaitKind.HOST_FOR_DEVICE)
     recorder.synchronize()
 
 

@@ -123,12 +123,12 @@ IN_BOTH: tuple[Name, ...] = (
     known(
         "torch.utils._pytree:tree_leaves",
         "to find tensors among arguments",
-        "capture/dispatch capture capture/steps effects guarding techniques",
+        "capture/dispatch capture/patches capture/steps effects guarding techniques",
     ),
     known(
         "torch.utils._pytree:tree_map", "to find tensors among arguments", "capture/dispatch capture/patches techniques"
     ),
-    known("torch.utils._pytree:tree_map_only", "to find tensors among arguments", "capture effects techniques"),
+    known("torch.utils._pytree:tree_map_only", "to find tensors among arguments", "capture/patches effects techniques"),
     # Tensors without data, modes and operators.
     known(
         "torch._ops:OpOverload",

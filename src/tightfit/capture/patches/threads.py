@@ -50,7 +50,7 @@ class ThreadsFollowed:
         TurnLock.turns = self.turns
         if sys.platform != "win32":
             # Workers of a data loader, often.
-            os.register_at_fork(after_in_child=self.turns.forget)
+            os.register_at_fork(after_in_child=self.turns.members.forget)
         # Conditions, events, semaphores and barriers take their locks by these names, and so do queues, futures and pools.
         replace(threading, Lock=TurnLock, _allocate_lock=TurnLock, _CRLock=None)
         # Which waits in C, for a lock of its own; pools have their tasks in one.
@@ -60,11 +60,11 @@ class ThreadsFollowed:
 
         @faults.hands_over
         def started(thread: threading.Thread) -> None:
-            if self.turns.own() is None:
+            if self.turns.members.own() is None:
                 start(thread)
                 return
             if not _is_of_the_program(thread):
-                with self.turns.aside():
+                with self.turns.members.aside():
                     start(thread)
                 return
             self._gpu.recorder.assume(self._gpu.attribution.where(), _TAKE_TURNS)
@@ -73,7 +73,7 @@ class ThreadsFollowed:
             entered.acquire()
             thread.run = functools.partial(self._run, thread, member, entered)  # type: ignore[method-assign]
             # Until it has entered it takes no turns, and is waited for by nobody else.
-            with self.turns.aside():
+            with self.turns.members.aside():
                 start(thread)
                 entered.acquire()
             self.turns.let_others_run()
@@ -81,7 +81,7 @@ class ThreadsFollowed:
         @faults.hands_over
         def joined(thread: threading.Thread, timeout: float | None = None) -> None:
             member = self._members.get(thread)
-            if member is not None and self.turns.own() is not None and thread is not threading.current_thread():
+            if member is not None and self.turns.members.own() is not None and thread is not threading.current_thread():
                 while not member.has_ended:
                     self.turns.wait(functools.partial(getattr, member, "has_ended"), timeout)
                     if timeout is not None and not member.has_ended:
@@ -99,7 +99,7 @@ class ThreadsFollowed:
         @faults.hands_over
         def selected(selector: Any, timeout: float | None = None) -> Any:
             ready = select(selector, 0)
-            if ready or self.turns.own() is None or not self.turns.others:
+            if ready or self.turns.members.own() is None or not self.turns.members.others:
                 return ready or select(selector, timeout)
             self.turns.wait(lambda: bool(select(selector, 0)), timeout)
             return select(selector, 0)
@@ -109,7 +109,7 @@ class ThreadsFollowed:
     def _run(self, thread: threading.Thread, member: Member, entered: _thread.LockType) -> None:
         # An object that refers to itself would live on, and what it holds, until the garbage collector finds it.
         del thread.__dict__["run"]
-        self.turns.enter(member)
+        self.turns.members.enter(member)
         entered.release()
         self._gpu.fake.threads.add(_thread.get_ident())
         member.begin()
@@ -132,7 +132,7 @@ class ThreadsFollowed:
 
     @faults.hands_over
     def _slept(self, seconds: float) -> None:
-        if self._gpu.recorder.is_in_thread and self.turns.own() is not None:
+        if self._gpu.recorder.is_in_thread and self.turns.members.own() is not None:
             self._gpu.recorder.assume(self._gpu.attribution.where(), _SLEEPS)
         slept(self.turns, seconds)
 

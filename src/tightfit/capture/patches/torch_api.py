@@ -272,10 +272,10 @@ def _install_reading(gpu: VirtualGpu) -> None:
 
     @hands_over
     def to_list_(self: FakeTensor) -> Any:
-        before = gpu.recorder.num_waits
+        before = gpu.recorder.waits.number
         values = to_list(self)
         # Fake tensors read element by element, where a card makes one copy to the host.
-        gpu.recorder.forget_waits(before + 1)
+        gpu.recorder.waits.forget(before + 1)
         return values
 
     as_array = torch.Tensor.__array__

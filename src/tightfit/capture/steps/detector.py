@@ -6,7 +6,7 @@ steps least often has. In a script without an optimizer each backward pass ends 
 
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -17,7 +17,7 @@ from tightfit.capture.steps.category_marks import CategoryMarks
 from tightfit.capture.steps.effects.effect_watch import EffectWatch
 from tightfit.capture.steps.step_hooks import StepHooks
 from tightfit.capture.steps.wrapping_optimizers import holds_another
-from tightfit.tape import Coverage, Effect, Phase, SpanKind
+from tightfit.tape import Coverage, Phase, SpanKind
 from tightfit.tape.step_ends import ends_step
 
 # More micro-batches than anybody accumulates; beyond it the optimizer that exists is taken for one that never
@@ -25,11 +25,37 @@ from tightfit.tape.step_ends import ends_step
 MAX_BACKWARDS_WITHOUT_STEP = 256
 
 
+class OptimizerSteps:
+    """Counts the steps of each optimizer, and those of the script since then."""
+
+    def __init__(self) -> None:
+        self.num_ended = 0
+        self._counts: Counter[int] = Counter()
+        self._stepped: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
+
+    def end_step(self, optimizer: torch.optim.Optimizer, known: Iterable[torch.optim.Optimizer]) -> bool:
+        """Counts a step of `optimizer`; whether a step of the script, which has the optimizers `known`, is over with it."""
+        if any(reference() is None for reference in self._stepped.values()):
+            # The optimizer of a stage that is over; the next stage has its own steps.
+            self.count_anew()
+        counts = self._counts
+        counts[id(optimizer)] += 1
+        self._stepped[id(optimizer)] = weakref.ref(optimizer)
+        waiting = [0 for o in known if not counts[id(o)] and not holds_another(o)]
+        return ends_step([*counts.values(), *waiting], counts[id(optimizer)], self.num_ended)
+
+    def count_anew(self) -> None:
+        """Forgets the steps so far."""
+        self._counts.clear()
+        self._stepped.clear()
+        self.num_ended = 0
+
+
 class StepWatch:
     """Follows phases through torch's own entry points. `on_end` is called once, when the trace ends: after `num_steps` steps of a generator, or
     when `after`, which follows a script's steps, has come to its end.
 
-    `on_step` is called whenever a step is over.
+    `on_step` is called whenever a step is over. With `watches_effects` modules and gradients are watched for side effects.
     """
 
     def __init__(
@@ -41,6 +67,7 @@ class StepWatch:
         on_end: Callable[[], None],
         follows: Coverage | None = None,
         until: tuple[str, int] | None = None,
+        watches_effects: bool = False,
     ) -> None:
         self.gpu = gpu
         self.num_steps = num_steps
@@ -60,29 +87,21 @@ class StepWatch:
         )
         self.by_yield = by_yield
         self._on_end = on_end
-        self._num_optimizer_steps: Counter[int] = Counter()
-        self._stepped: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
-        self._num_counted = 0  # steps since the optimizers' steps are counted
+        self._optimizer_steps = OptimizerSteps()
         self._has_stepped = False
         self._num_backwards = 0
-        self._effects: EffectWatch | None = None
-
-    def watch_effects(self) -> None:
-        """Watches modules and gradients for side effects; to be called before `install`."""
-        self._effects = EffectWatch(
-            self.gpu, self._marks.optimizers, lambda: self.gpu.recorder.phase == Phase.OPTIMIZER
+        self.effects = (
+            EffectWatch(gpu, self._marks.optimizers, lambda: gpu.recorder.phase == Phase.OPTIMIZER)
+            if watches_effects
+            else None
         )
-
-    def effects(self) -> tuple[Effect, ...]:
-        """The observed effects; empty if they were not watched."""
-        return () if self._effects is None else self._effects.effects()
 
     def install(self) -> None:
         """Hooks backward passes, optimizers and module calls; a process that has done this is not used for anything else."""
         self.gpu.recorder.span("set-up", SpanKind.SETUP)
         if self.after is not None:
             self.after.install()
-        StepHooks(self.gpu, self, self._marks, self._effects).install()
+        StepHooks(self.gpu, self, self._marks, self.effects).install()
 
     def begin_step(self, *, is_call: bool = False) -> bool:
         """A forward pass with gradients (`is_call`), a backward pass or an optimizer's step is about to run; whether a step begins with it."""
@@ -102,9 +121,9 @@ class StepWatch:
     def end_step(self) -> None:
         """One iteration of the user's loop has ended."""
         self.num_ended += 1
-        self._num_counted += 1
-        if self._effects is not None:
-            self._effects.end_step()
+        self._optimizer_steps.num_ended += 1
+        if self.effects is not None:
+            self.effects.end_step()
         self.on_step()
         self._marks.mark_parameters()
         if self.after is not None:
@@ -114,7 +133,10 @@ class StepWatch:
             if self.after is None:
                 self.settle()
             else:
-                self._go_on(self.after)
+                # The script runs on to what comes later. Optimizers that have done their part, such as that of a first stage, are not waited for.
+                self._optimizer_steps.count_anew()
+                is_stoppable = frameworks.stop(self.num_steps, self.after.training.framework_leaves)
+                self.after.begin(is_stoppable=is_stoppable)
 
     def after_prediction(self) -> None:
         """An outermost call without gradients has returned."""
@@ -137,17 +159,6 @@ class StepWatch:
         self.end_step()
         return True
 
-    def _go_on(self, after: FastForward) -> None:
-        """The steps asked for are over: the script runs on to what comes later."""
-        # Optimizers that have done their part, such as that of a first stage, are not waited for.
-        self._count_anew()
-        after.begin(is_stoppable=frameworks.stop(self.num_steps, after.training.framework_leaves))
-
-    def _count_anew(self) -> None:
-        self._num_optimizer_steps.clear()
-        self._stepped.clear()
-        self._num_counted = 0
-
     def settle(self) -> None:
         """Ends the trace, once: the tape can be taken."""
         if not self.has_ended:
@@ -161,14 +172,7 @@ class StepWatch:
         if self.by_yield:
             return
         self._has_stepped = True
-        if any(reference() is None for reference in self._stepped.values()):
-            # The optimizer of a stage that is over; the next stage has its own steps.
-            self._count_anew()
-        counts = self._num_optimizer_steps
-        counts[id(optimizer)] += 1
-        self._stepped[id(optimizer)] = weakref.ref(optimizer)
-        waiting = [0 for o in self._marks.optimizers if not counts[id(o)] and not holds_another(o)]
-        if ends_step([*counts.values(), *waiting], counts[id(optimizer)], self._num_counted):
+        if self._optimizer_steps.end_step(optimizer, self._marks.optimizers):
             self.end_step()
 
     def after_backward(self) -> None:

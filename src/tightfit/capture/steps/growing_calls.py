@@ -197,7 +197,7 @@ class GrowingCalls:
             self._gpu.attribution.where(),
             f"calls of {type(module).__name__} with a growing cache repeat themselves here: {NUM_CALLS_TRACED} were traced, and the sizes continued for the others",
         )
-        name = recorder.intern(f"{type(module).__name__} (repeated)")
+        name = recorder.strings.intern(f"{type(module).__name__} (repeated)")
         recorder.operator(name, name, self._gpu.attribution.line(), 0, 0, 0, 0)
         alive = self._gpu.storages.alive_bytes()
         counts = alive > history.max_bytes * (1 + MIN_GROWTH)

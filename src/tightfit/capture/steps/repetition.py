@@ -192,7 +192,7 @@ class Repetition:
             self._gpu.attribution.where(),
             f"calls of {type(module).__name__} without gradients repeat themselves here: {NUM_CALLS_TRACED} were traced, the others give tensors of the same shapes",
         )
-        name = recorder.intern(f"{type(module).__name__} (repeated)")
+        name = recorder.strings.intern(f"{type(module).__name__} (repeated)")
         recorder.operator(name, name, self._gpu.attribution.line(), 0, 0, 0, 0)
         if alive > history.max_bytes * (1 + MIN_GROWTH):
             history.max_bytes = alive

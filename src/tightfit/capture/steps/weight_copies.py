@@ -77,5 +77,5 @@ def _is_copied(gpu: VirtualGpu, tensor: torch.Tensor, first_backward: int) -> bo
     if index is None or recorder.storages["category"][index] != Category.TEMPORARIES:
         return False
     operator = int(recorder.storages["operator"][index])
-    name = recorder.texts[int(recorder.operators["name"][operator])] if 0 <= operator < first_backward else ""
+    name = recorder.strings.texts[int(recorder.operators["name"][operator])] if 0 <= operator < first_backward else ""
     return name.startswith(_COPYING)

@@ -18,7 +18,7 @@ SEVERAL = Parameter(consume_multiple=False)
 @Parameter(name="*", group=Group("Parameters of a Hugging Face config", sort_key=4))
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
-    """What a Hugging Face config leaves open; see `tightfit.capture.huggingface.target.HuggingFaceTarget`.
+    """What a Hugging Face config leaves open; see `tightfit.capture.targets.huggingface.target.HuggingFaceTarget`.
 
     Parameters
     ----------

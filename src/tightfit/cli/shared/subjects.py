@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tightfit.capture.target_files import refuse_other_files
+from tightfit.capture.targets.target_files import refuse_other_files
 from tightfit.cli.arguments.options import AS_USUAL, TraceOptions
 from tightfit.cli.shared.local_cards import own_card
 from tightfit.cli.shared.progress import ProgressLine

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Group, Parameter
 
-from tightfit.capture.targets import Script, run_script
+from tightfit.capture.targets.target_kinds import Script, run_script
 from tightfit.cli.arguments.options import SEVERAL
 from tightfit.cli.arguments.programs import exit_code_of
 from tightfit.cli.arguments.sizes import Size, with_unit
@@ -101,7 +101,7 @@ def _limit(budget: str) -> None:
     Raises:
         UsageError: there is no GPU, or the budget is not for it.
     """
-    from tightfit.guarding.process_budget import allocator_setting
+    from tightfit.guarding.memory.process_budget import allocator_setting
 
     cards = local_cards()
     if not cards:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tightfit.allocator.settings import AllocatorSettings
-from tightfit.capture.targets import HuggingFaceConfig, parse_target
+from tightfit.capture.targets.target_kinds import HuggingFaceConfig, parse_target
 from tightfit.capture.trace_settings import TraceSettings
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.device import Device

@@ -4,7 +4,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tightfit.analysis.accumulations import ADVICE_ON_GROWTH, Accumulation, accumulations_from, advice_on_accumulation
+from tightfit.analysis.source.accumulations import (
+    ADVICE_ON_GROWTH,
+    Accumulation,
+    accumulations_from,
+    advice_on_accumulation,
+)
 from tightfit.diagnosis.growth import growing_sites
 from tightfit.diagnosis.step_spans import saved_bytes, steps_of
 from tightfit.planner.suggestion import Suggestion

@@ -109,7 +109,7 @@ def _sequence(base: PlannedWorkload) -> Iterable[Suggestion]:
 
 def _blocks(base: PlannedWorkload) -> Iterable[Suggestion]:
     """A model with fewer of its repeated blocks: their parameters, gradients, states and activations are gone."""
-    run, parts = base.profile.optimizer, base.profile.trained_parts
+    run, parts = base.profile.optimizer, base.profile.optimizer.trained_parts
     blocks = parts.blocks
     if blocks is None or not run.step_ranges or not len(parts.gradients):
         return
@@ -125,7 +125,8 @@ def _blocks(base: PlannedWorkload) -> Iterable[Suggestion]:
     weights = Change(begin=0, end=len(base.profile.tape.events), num_bytes=-weight_bytes)
     calls = [call for path in paths for call in parts.module_calls.calls(path)]
     saved = [
-        Change(begin=v.end_event, end=v.back_event, num_bytes=-parts.module_calls.bytes_of(v.saved)) for v in calls
+        Change(begin=v.end_event, end=v.back_event, num_bytes=-parts.module_calls.lifetimes.bytes_of(v.saved))
+        for v in calls
     ]
     now, left = parts.peak_with(()), parts.peak_with((weights, *parts.untrained(gone), *saved))
     if (now - left) * _LEAST_SHARE < now:

@@ -172,10 +172,20 @@ def _input(run: FakeRun, tensor: torch.Tensor, dim: int | None, num_rows: int, i
         made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=_device(tensor))
         if run.num_rows != num_rows:
             made = made.narrow(dim, 0, run.num_rows)
-            made = made.contiguous() if is_contiguous else made
+            made = dense(made) if is_contiguous else made
     if isinstance(run, Flow):
         run.rows.put(made, RowLayout(dim=dim))
     return made.requires_grad_(tensor.requires_grad or (is_contiguous and made.is_floating_point()))
+
+
+def dense(part: torch.Tensor) -> torch.Tensor:
+    """`part`, laid out as a tensor of its shape that is made anew.
+
+    A part of a sequence in a batch of one is contiguous as it is, with the stride of the whole in its first dimension. Some operators look at that:
+    a product with a frozen weight becomes one of batches (`should_fold` in ATen/native/LinearAlgebra.cpp), another kernel with other sums.
+    """
+    part = part.contiguous()
+    return part.view(-1).view(part.shape) if 1 in part.shape else part
 
 
 def _device(tensor: torch.Tensor) -> torch.device:

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import types
 
-from tightfit.effects.instructions import instructions_of
+from tightfit.effects.bytecode.instructions import instructions_of
 
 _GLOBALS = ("LOAD_GLOBAL", "STORE_GLOBAL")
 _ATTRIBUTES = ("LOAD_ATTR", "STORE_ATTR", "IMPORT_FROM")

@@ -16,7 +16,7 @@ import sys
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -208,6 +208,15 @@ class _Collected:
         is_other = isinstance(value, OrderedDict) and not is_attributes
         if self.hold(names, is_other=is_other) and not is_other:
             self.found.dicts.append(value)
+
+    def hold_container(self, path: str, value: Any) -> None:
+        """Adds a dict, a list, a deque or a set; a tuple has what it has."""
+        if isinstance(value, dict):
+            self.hold_dict(path, value, is_attributes=False)
+        elif isinstance(value, set):
+            self.hold(Members(path, value), is_other=True)
+        elif isinstance(value, list | deque):
+            self.hold(Items(path, value), is_other=True)
 
     def hold_attributes(self, path: str, module: torch.nn.Module) -> None:
         """Adds the attributes of a module, without keeping the module."""
@@ -482,8 +491,15 @@ class _Walk(_CodeWalk):
                 self.found.tensors.append(value)
                 self.found.tensor_paths.append(path)
         elif isinstance(value, dict | list | deque | tuple | set | frozenset):
-            self._container(path, value)
-        elif not self._wrapper(path, value):
+            self.collected.hold_container(path, value)
+            for place, inner in _items_in(path, value):
+                self._value(place, inner)
+        elif (wrapped := _wrapped_by(value)) is not None:
+            if isinstance(value, functools._lru_cache_wrapper):
+                self.found.caches.append((path, value))
+            for inner in wrapped:
+                self._value(path, inner)
+        else:
             self._other(path, value)
 
     def _own_attributes(self, path: str, value: Any) -> None:
@@ -500,20 +516,6 @@ class _Walk(_CodeWalk):
         for name, inner in list(own.items()):
             self._value(f"{path}.{name}", inner)
 
-    def _wrapper(self, path: str, value: Any) -> bool:
-        """Follows a wrapper of functions or of another container; whether it is one."""
-        if isinstance(value, functools._lru_cache_wrapper):
-            self.found.caches.append((path, value))
-            self._value(path, value.__wrapped__)
-        elif isinstance(value, functools.partial):
-            for inner in (value.func, *value.args, *value.keywords.values()):
-                self._value(path, inner)
-        elif (inner := inner_container(value)) is not None:
-            self._value(path, inner)
-        else:
-            return False
-        return True
-
     def _other(self, path: str, value: Any) -> None:
         if (found := drawn(path, value, is_users_class=is_users_class)) is not None:
             self.found.drawn.append(found)
@@ -525,23 +527,6 @@ class _Walk(_CodeWalk):
                 self._value(f"{path}.{name}", inner)
         else:
             self._instance(path, value)
-
-    def _container(self, path: str, value: Any) -> None:
-        if isinstance(value, dict):
-            self.collected.hold_dict(path, value, is_attributes=False)
-            for name, inner in itertools.islice(list(value.items()), _MAX_ITEMS):
-                self._value(f"{path}[{name!r}]", inner)
-                if not is_plain(name):
-                    self._value(f"{path}[{name!r}]", name)
-            if isinstance(value, defaultdict):
-                self._value(f"{path}.default_factory", value.default_factory)
-        else:
-            if isinstance(value, set):
-                self.collected.hold(Members(path, value), is_other=True)
-            if isinstance(value, list | deque):
-                self.collected.hold(Items(path, value), is_other=True)
-            for number, inner in enumerate(itertools.islice(value, _MAX_ITEMS)):
-                self._value(f"{path}[{number}]", inner)
 
     def _instance(self, path: str, value: Any) -> None:
         """An object of any other class: its attributes, and the objects that they refer to if the class is the user's."""
@@ -576,6 +561,30 @@ class _Walk(_CodeWalk):
         call = vars(kind).get("__call__")
         if isinstance(call, types.FunctionType):
             self.function(f"{kind.__name__}.__call__", call)
+
+
+def _items_in(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The items of a container, and the keys that may refer to others, by their places."""
+    if isinstance(value, dict):
+        for name, inner in itertools.islice(list(value.items()), _MAX_ITEMS):
+            yield f"{path}[{name!r}]", inner
+            if not is_plain(name):
+                yield f"{path}[{name!r}]", name
+        if isinstance(value, defaultdict):
+            yield f"{path}.default_factory", value.default_factory
+    else:
+        for number, inner in enumerate(itertools.islice(value, _MAX_ITEMS)):
+            yield f"{path}[{number}]", inner
+
+
+def _wrapped_by(value: Any) -> Sequence[Any] | None:
+    """What a wrapper of functions, or of another container, refers to; None of anything else."""
+    if isinstance(value, functools._lru_cache_wrapper):
+        return (value.__wrapped__,)
+    if isinstance(value, functools.partial):
+        return (value.func, *value.args, *value.keywords.values())
+    inner = inner_container(value)
+    return None if inner is None else (inner,)
 
 
 def _attributes(reference: "weakref.ref[torch.nn.Module]") -> dict[str, Any] | None:

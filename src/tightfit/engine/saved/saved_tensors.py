@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tightfit.effects.asked_of_saved import question_of
+from tightfit.effects.bytecode.asked_of_saved import question_of
 from tightfit.engine.descriptors import close_gone
 from tightfit.engine.disk.disk_copies import DiskSpace
 from tightfit.engine.host_slab import unregister_gone

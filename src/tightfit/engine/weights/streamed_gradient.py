@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from tightfit.capture.patches import gradients_of_data
 from tightfit.capture.processes.process_role import is_simulated
-from tightfit.effects.contents import checksum_of
+from tightfit.effects.values.contents import checksum_of
 from tightfit.engine.copy_engines import CopyEngine, Ticket
 from tightfit.engine.host_slab import HostSlab
 from tightfit.engine.zero_copy import at_host as bytes_there
@@ -90,19 +90,19 @@ class StreamedGradient:
         if leaving is None:
             return 0
         copies.finish(leaving.ticket)
-        gradient = self._held()
+        gradient = _gradient_of(self._parameter)
         if gradient is not leaving.gradient or gradient._version != leaving.version:
             # Written to, or replaced, since.
             self.begin_to_leave(copies)
             return self.leave(copies)
-        self._switch(gradient, leaving.at_host)
+        _switch(self._parameter, gradient, leaving.at_host)
         self._away = leaving.at_host
         return gradient.nbytes
 
     def come(self, copies: CopyEngine) -> int:
         """Has it on the card, for what is computed from now on; the bytes that have been moved."""
         moved = self.leave(copies)
-        gradient = self._held()
+        gradient = _gradient_of(self._parameter)
         if gradient is None or not self._is_away(gradient):
             return moved
         with torch.inference_mode(False), torch.no_grad():
@@ -113,21 +113,21 @@ class StreamedGradient:
             copies.wait(ticket)
         at_host = self._away
         assert at_host is not None
-        self._switch(gradient, on_card)
+        _switch(self._parameter, gradient, on_card)
         self._away = None
         self._homes[gradient] = _Home(at_host=at_host, checksum=_checksum(at_host) if self._is_held(at_host) else None)
         return moved + gradient.nbytes
 
     def twin(self) -> torch.Tensor | None:
         """Its bytes at the host as a tensor there, where it is away."""
-        gradient = self._held()
+        gradient = _gradient_of(self._parameter)
         if gradient is None or not self._is_away(gradient):
             return None
         return _shaped(bytes_there(_bytes_of(gradient)), gradient.dtype, gradient.shape, gradient.stride())
 
     def has_view_at_host(self) -> bool:
         """Whether the program holds something that lies where this gradient has come from."""
-        gradient = self._held()
+        gradient = _gradient_of(self._parameter)
         home = None if gradient is None else self._homes.get(gradient)
         return home is not None and home.checksum is not None
 
@@ -135,19 +135,6 @@ class StreamedGradient:
         """Goes back to where it has come from, for good."""
         self.begin_to_leave(copies)
         self.leave(copies)
-
-    def _held(self) -> torch.Tensor | None:
-        gradient = self._parameter.grad
-        # A virtual parameter has none on another device than its own.
-        return gradients_of_data.elsewhere(self._parameter) if gradient is None else gradient
-
-    def _switch(self, gradient: torch.Tensor, data: torch.Tensor) -> None:
-        with torch.inference_mode(False), torch.no_grad():
-            if isinstance(gradient, FakeTensor) or isinstance(data, FakeTensor):
-                # The parameter would not know of other contents that its gradient is given.
-                gradients_of_data.replace(self._parameter, data)
-            else:
-                gradient.data = data
 
     def _is_away(self, gradient: torch.Tensor) -> bool:
         away = self._away
@@ -179,6 +166,21 @@ class StreamedGradient:
             memory = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
             memory = seen_from(self._device, memory)
         return _shaped(memory[:num_bytes], gradient.dtype, gradient.shape, gradient.stride())
+
+
+def _gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    gradient = parameter.grad
+    # A virtual parameter has none on another device than its own.
+    return gradients_of_data.elsewhere(parameter) if gradient is None else gradient
+
+
+def _switch(parameter: torch.Tensor, gradient: torch.Tensor, data: torch.Tensor) -> None:
+    with torch.inference_mode(False), torch.no_grad():
+        if isinstance(gradient, FakeTensor) or isinstance(data, FakeTensor):
+            # The parameter would not know of other contents that its gradient is given.
+            gradients_of_data.replace(parameter, data)
+        else:
+            gradient.data = data
 
 
 def _shaped(memory: torch.Tensor, dtype: torch.dtype, shape: "Sequence[int]", stride: "Sequence[int]") -> torch.Tensor:

@@ -16,12 +16,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tightfit.capture.processes.process_role import is_simulated
 from tightfit.engine.copy_engines import CopyEngine
 from tightfit.engine.host_slab import Part
+from tightfit.engine.weights.bytes_on_card import BytesOnCard, LeftMemory
+from tightfit.engine.weights.parameter_data import ParameterData
 from tightfit.engine.weights.weights_in_files import PartOfFile
 from tightfit.engine.zero_copy import seen_from
 from tightfit.torch_hooks.manifest import STORAGE_USES
 
 if TYPE_CHECKING:
-    from tightfit.engine.copy_engines import Ticket
     from tightfit.engine.weights.streamed_gradient import StreamedGradient
 
 
@@ -44,164 +45,94 @@ class StreamedWeight:
         self.part = part
         self.residence = Residence.CARD
         self.num_bytes = parameter.untyped_storage().nbytes()
+        # Nothing is at the host yet, but what is in a file.
+        self.data = ParameterData(parameter, is_at_host=isinstance(part, PartOfFile))
         self._device = device
-        self._dtype, self._shape, self._stride = parameter.dtype, parameter.shape, parameter.stride()
-        self._offset = parameter.storage_offset()
         with torch.inference_mode(False), torch.no_grad():
             self.bytes_at_host = part.with_storage() if isinstance(part, Part) else part.bytes
             # Of a storage of its own, whose memory the program may exchange (`share_memory_`).
-            self._at_host = self._of(seen_from(device, self.bytes_at_host))
-            # What copies to the card read.
-            self._source = self.bytes_at_host if isinstance(part, Part) else part.source
-            num_elements = self.num_bytes // parameter.element_size()
-            self._on_card: torch.Tensor | None = parameter.data.as_strided((num_elements,), (1,), 0).view(torch.uint8)
-        self._uses_of_ours = self._uses_at_host()
-        # Writes are counted by the parameter's versions, which other data may have others of.
-        self._num_writes, self._base = 0, parameter._version
-        # Nothing is at the host yet, but what is in a file.
-        self._writes_there = 0 if isinstance(part, PartOfFile) else -1
-        self._ticket: Ticket | None = None
-        self._fetched: Ticket | None = None
-        # Memory on the card that it has left, with how often it had been written to: what the program has of it (a view) is of that memory.
-        self._left: list[tuple[StorageWeakRef, int]] = []
+            self._at_host = self.data.of(seen_from(device, self.bytes_at_host))
+        # What copies to the card read.
+        source = self.bytes_at_host if isinstance(part, Part) else part.source
+        self.on_card = BytesOnCard(parameter, source, part, device)
+        self.left = LeftMemory()
+        self._uses_of_ours = _num_uses(self._at_host)
         self.gradient: StreamedGradient | None = None
         """Of a weight that is trained."""
 
-    @property
-    def key(self) -> int:
-        """The address of its storage on the card, by which tensors that are saved of it are known."""
-        return self.on_card.untyped_storage()._cdata
-
-    @property
-    def on_card(self) -> torch.Tensor:
-        """Its bytes on the card, uint8, of shape (num_bytes,); it has to be there."""
-        assert self._on_card is not None
-        return self._on_card
-
-    @property
-    def num_writes(self) -> int:
-        """How often it was written to, as far as versions say."""
-        return self._num_writes + self.parameter._version - self._base
-
-    @property
-    def was_written(self) -> bool:
-        """Whether it was written to since its bytes on the card and at the host were equal."""
-        return self.num_writes != self._writes_there
-
     def is_ours(self) -> bool:
-        """Whether its data is what was put there, and not what the program has set since (another dtype, another device)."""
+        """Whether its data is what was put there, and not what the program has set since."""
         # All weights at the host lie in one storage: another one's data is told from its own by the place alone.
-        expected = self._of(self.on_card) if self.residence is Residence.CARD else self._at_host
-        return _place(self.parameter) == _place(expected)
+        is_there = self.residence is Residence.CARD
+        return self.data.are(self.data.of(self.on_card.whole) if is_there else self._at_host)
 
     def fetch(self, copies: CopyEngine) -> None:
         """Begins to bring it to the card."""
-        # In an evaluation in inference mode too: what comes there may be needed for a backward pass later.
-        with torch.inference_mode(False):
-            self._on_card = torch.empty(self.num_bytes, dtype=torch.uint8, device=self._device)
-        self._copy_to_card(copies)
+        self.on_card.take()
+        self.data.are_copied()
+        self.on_card.begin_to_come(copies)
         self.residence = Residence.COMING
 
     def arrive(self, copies: CopyEngine) -> None:
         """Has it on the card, for what is computed from now on."""
-        self._wait(copies)
-        if self.was_written:
+        self.on_card.wait(copies)
+        if self.data.was_written:
             # At the host, while it was copied.
-            self._copy_to_card(copies)
-            self._wait(copies)
+            self.data.are_copied()
+            self.on_card.begin_to_come(copies)
+            self.on_card.wait(copies)
         with torch.inference_mode(False), torch.no_grad():
-            self._set_data(self._of(self.on_card))
+            self.data.exchange(self.data.of(self.on_card.whole))
         self.residence = Residence.CARD
 
     def leave(self, copies: CopyEngine) -> bool:
         """Gives its memory on the card back; whether it had to be copied to the host before, because it was written to."""
-        was_written = self.was_written
+        was_written = self.data.was_written
         if was_written:
-            copies.wait(copies.begin(self.on_card, self.bytes_at_host, to_host=True, held=(self.part,)))
+            copies.wait(copies.begin(self.on_card.whole, self.bytes_at_host, to_host=True, held=(self.part,)))
         # From now on the program may write to the bytes at the host, at once: what was copied from there has to be on the card.
-        if self._fetched is not None:
-            copies.finish(self._fetched)
-            self._fetched = None
-        left = StorageWeakRef(self.on_card.untyped_storage())
-        self._set_data(self._at_host)
-        self._on_card, self.residence = None, Residence.HOST
+        self.on_card.finish(copies)
+        left = StorageWeakRef(self.on_card.whole.untyped_storage())
+        self.data.exchange(self._at_host)
+        self.on_card.give_back()
+        self.residence = Residence.HOST
         # A file that the program has mapped is the memory at the host, which the weight was in at first.
         if not left.expired() and left.cdata != StorageWeakRef(self._at_host.untyped_storage()).cdata:
-            self._left.append((left, self.num_writes))
+            self.left.note(left, self.data.num_writes)
         return was_written
-
-    def has_view(self, *, of_other_values: bool) -> bool:
-        """Whether the program holds something that lies in memory on the card which the weight has left: any, or only such as has missed a write."""
-        if self._left:
-            self._left = [(left, num_writes) for left, num_writes in self._left if not left.expired()]
-        return any(not of_other_values or num_writes != self.num_writes for _, num_writes in self._left)
 
     def twin(self) -> torch.Tensor | None:
         """The weight's bytes at the host as a tensor there, where the parameter itself shows them as one of the card."""
         shown, own = self._at_host.untyped_storage(), self.bytes_at_host.untyped_storage()
         if self.residence is Residence.CARD or shown._cdata == own._cdata:
             return None
-        return self._of(self.bytes_at_host)
+        return self.data.of(self.bytes_at_host)
 
     def has_view_at_host(self) -> bool:
         """Whether the program holds something that lies in its memory at the host, which it has left."""
         if is_simulated() or self.residence is not Residence.CARD or not isinstance(self.part, Part):
             return False
-        return self._uses_at_host() > self._uses_of_ours
-
-    def _uses_at_host(self) -> int:
-        return int(STORAGE_USES.call(self._at_host.untyped_storage()._cdata))
+        return _num_uses(self._at_host) > self._uses_of_ours
 
     def return_to_host(self, copies: CopyEngine) -> None:
         """Stays in its memory at the host for good, where that is as good as the card's: what the program has of it lies there."""
         self.leave(copies)
-        self._on_card, self.residence = self.bytes_at_host, Residence.CARD
-
-    def copied(self, copies: CopyEngine) -> torch.Tensor:
-        """A copy on the card of its bytes at the host, as `on_card`, for whoever needs those that the program has replaced."""
-        if self._on_card is not None:
-            return self._on_card
-        whole = torch.empty(self.num_bytes, dtype=torch.uint8, device=self._device)
-        copies.wait(copies.begin(self._source, whole, to_host=False, held=(self.part,)))
-        return whole
+        self.on_card.whole, self.residence = self.bytes_at_host, Residence.CARD
 
     def bring_alone(self) -> None:
         """Has it on the card for good, with a copy of torch's own: the engine's have failed."""
         with torch.inference_mode(False), torch.no_grad():
-            self._on_card = self.bytes_at_host.to(self._device, copy=True)
-            self._set_data(self._of(self._on_card))
+            self.on_card.whole = self.bytes_at_host.to(self._device, copy=True)
+            self.data.exchange(self.data.of(self.on_card.whole))
         self.residence = Residence.CARD
 
     def forget_copy(self, copies: CopyEngine) -> None:
         """What is on its way is not needed."""
-        self._wait(copies)
-        assert self._fetched is not None
-        copies.finish(self._fetched)
-        self._fetched = None
-        self._on_card, self.residence = None, Residence.HOST
-
-    def _copy_to_card(self, copies: CopyEngine) -> None:
-        self._writes_there = self.num_writes
-        self._ticket = copies.begin(self._source, self.on_card, to_host=False, held=(self.part,))
-
-    def _wait(self, copies: CopyEngine) -> None:
-        assert self._ticket is not None
-        copies.wait(self._ticket)
-        self._ticket, self._fetched = None, self._ticket
-
-    def _set_data(self, data: torch.Tensor) -> None:
-        self._num_writes = self.num_writes
-        self.parameter.data = data
-        self._base = self.parameter._version
-
-    def _of(self, whole: torch.Tensor) -> torch.Tensor:
-        """The weight as a view of its bytes."""
-        elements = whole.view(self._dtype)
-        # Offsets are those in the storage, and a part of the slab has one of its own.
-        return elements.as_strided(self._shape, self._stride, elements.storage_offset() + self._offset)
+        self.on_card.wait(copies)
+        self.on_card.finish(copies)
+        self.on_card.give_back()
+        self.residence = Residence.HOST
 
 
-def _place(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Which bytes a tensor is, and as what."""
-    storage = tensor.untyped_storage()._cdata
-    return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+def _num_uses(tensor: torch.Tensor) -> int:
+    return int(STORAGE_USES.call(tensor.untyped_storage()._cdata))

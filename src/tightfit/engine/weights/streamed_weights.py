@@ -44,8 +44,10 @@ class StreamedBlock:
         if tensor.layout != torch.strided or is_traceable_wrapper_subclass(tensor):
             return None
         key = tensor.untyped_storage()._cdata
-        weight = next((w for w in self.weights if w.residence is Residence.CARD and w.key == key), None)
-        return None if weight is None else SavedWeight(weight, tensor)
+        for weight in self.weights:
+            if weight.residence is Residence.CARD and weight.on_card.whole.untyped_storage()._cdata == key:
+                return SavedWeight(weight, tensor)
+        return None
 
 
 class SavedWeight:
@@ -55,7 +57,7 @@ class SavedWeight:
 
     def __init__(self, weight: StreamedWeight, tensor: torch.Tensor) -> None:
         self.weight = weight
-        self.num_writes = weight.num_writes
+        self.num_writes = weight.data.num_writes
         # Of a leaf itself autograd uses the data that it has in the backward pass, of a view of it those that it had.
         self.is_parameter = tensor is weight.parameter
         self.dtype, self.shape, self.stride, self.offset = (
@@ -71,7 +73,7 @@ class SavedWeight:
         Raises:
             RuntimeError: it was written to since, as autograd has it (torch/csrc/autograd/saved_variable.cpp).
         """
-        if self.weight.num_writes != self.num_writes:
+        if self.weight.data.num_writes != self.num_writes:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
                 f"weight of shape {tuple(self.weight.parameter.shape)} that was saved for the backward pass"
@@ -127,8 +129,12 @@ class StreamedWeights:
         Raises:
             ApplyError: the disk fails.
         """
+        assert self.files is not None or not on_disk
         with self._lock:
-            weights = [StreamedWeight(p, self._part_for(p, on_disk=on_disk), self.device) for p in parameters]
+            weights = [
+                StreamedWeight(p, _part_for(p, self.slab, self.files if on_disk else None), self.device)
+                for p in parameters
+            ]
             block = StreamedBlock(len(self._blocks), weights)
             self._blocks.append(block)
             self._order.expect(block.number)
@@ -139,12 +145,6 @@ class StreamedWeights:
                 weight.leave(self._traffic.copies)
             self._traffic.gradients_leave()
             return block
-
-    def _part_for(self, parameter: torch.Tensor, *, on_disk: bool) -> Part | PartOfFile:
-        if not on_disk:
-            return self.slab.take(parameter.untyped_storage().nbytes())
-        assert self.files is not None
-        return self.files.part_of(parameter)
 
     @contextmanager
     def call(self, block: StreamedBlock, kind: Pass) -> Iterator[None]:
@@ -158,7 +158,10 @@ class StreamedWeights:
         finally:
             with self._lock, outside_of_selection():
                 block.num_calls -= 1
-                self._after_call(block, kind)
+                # What runs again in a backward pass is used there next.
+                if not block.num_calls and kind is not Pass.AGAIN:
+                    following = self._order.block_after((kind, block.number))
+                    self._drop_all_but(() if following is None else (self._blocks[following],))
 
     def use(self, block: StreamedBlock, kind: Pass) -> None:
         """Has the weights of `block` on the card for what is computed from now on, and begins to bring those of the block that follows."""
@@ -207,7 +210,7 @@ class StreamedWeights:
         with self._lock:
             for each in self._blocks if block is None else (block,):
                 for weight in each.weights:
-                    if weight.has_view(of_other_values=block is not None):
+                    if weight.left.is_held(unless_written=None if block is None else weight.data.num_writes):
                         self._when_viewed(weight)
 
     def stay(self, block: StreamedBlock) -> bool:
@@ -218,18 +221,9 @@ class StreamedWeights:
             for weight in block.weights:
                 self._traffic.have(weight)
                 self._traffic.have_gradient(weight)
-                is_viewed |= self._keep_views(weight)
+                is_viewed |= _keep_views(weight, self._traffic.copies, self.device)
             block.weights.clear()
         return is_viewed
-
-    def _keep_views(self, weight: StreamedWeight) -> bool:
-        """Leaves a weight and its gradient where the program has views of them, if that is no worse; whether there are views that are lost."""
-        viewed = [each for each in (weight, weight.gradient) if each is not None and each.has_view_at_host()]
-        if self.device.type != "cpu":
-            return bool(viewed)
-        for each in viewed:
-            each.return_to_host(self._traffic.copies)
-        return False
 
     def end(self) -> None:
         """Brings all weights back for good.
@@ -274,18 +268,13 @@ class StreamedWeights:
             if not weight.is_ours():
                 # The program has set other data since.
                 return (
-                    weight.parameter.data if saved.is_parameter else saved.tensor(weight.copied(self._traffic.copies))
+                    weight.parameter.data
+                    if saved.is_parameter
+                    else saved.tensor(weight.on_card.copied(self._traffic.copies))
                 )
             self._traffic.have(weight)
             self._traffic.have_gradient(weight)
-            return saved.tensor(weight.on_card)
-
-    def _after_call(self, block: StreamedBlock, kind: Pass) -> None:
-        # What runs again in a backward pass is used there next.
-        if block.num_calls or kind is Pass.AGAIN:
-            return
-        following = self._order.block_after((kind, block.number))
-        self._drop_all_but(() if following is None else (self._blocks[following],))
+            return saved.tensor(weight.on_card.whole)
 
     def _drop_all_but(self, kept: Collection[StreamedBlock]) -> None:
         for block in self._blocks:
@@ -294,3 +283,18 @@ class StreamedWeights:
                 block.weights = [weight for weight in block.weights if weight.is_ours()]
                 for weight in block.weights:
                     self._traffic.drop(weight)
+
+
+def _part_for(parameter: torch.Tensor, slab: HostSlab, files: WeightFiles | None) -> Part | PartOfFile:
+    """Where the bytes of a parameter are while it is away: in host memory, or in `files`."""
+    return slab.take(parameter.untyped_storage().nbytes()) if files is None else files.part_of(parameter)
+
+
+def _keep_views(weight: StreamedWeight, copies: CopyEngine, device: torch.device) -> bool:
+    """Leaves a weight and its gradient where the program has views of them, if that is no worse; whether there are views that are lost."""
+    viewed = [each for each in (weight, weight.gradient) if each is not None and each.has_view_at_host()]
+    if device.type != "cpu":
+        return bool(viewed)
+    for each in viewed:
+        each.return_to_host(copies)
+    return False

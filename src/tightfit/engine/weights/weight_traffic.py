@@ -43,7 +43,7 @@ class WeightTraffic:
         if weight.residence is Residence.COMING:
             weight.forget_copy(self.copies)
         if weight.residence is Residence.CARD:
-            if not weight.was_written:
+            if not weight.data.was_written:
                 self._when_unchanged(weight)
             if weight.gradient is not None:
                 self.begin_to_leave(weight.gradient)

@@ -17,7 +17,7 @@ def not_offered(offers: Offers, profile: Profile, *, host_bytes: int, disk_bytes
 
 
 def _each(offers: Offers, profile: Profile, host_bytes: int, disk_bytes: int) -> Iterator[tuple[str, str]]:
-    refused = {row[0].partition("@")[0] for row in offers.refused_rows()}
+    refused = {row[0].partition("@")[0] for row in offers.refusals.rows()}
     for name, technique in techniques().items():
         if not technique.exact or name in refused:
             continue

@@ -8,7 +8,8 @@ from tightfit.analysis.profile import Profile
 from tightfit.errors import ApplyError, CaptureError
 from tightfit.errors.faults import answering
 from tightfit.fit.searching.allowed import Allowed
-from tightfit.fit.searching.permitted import grouped, modules_of, obstacle
+from tightfit.fit.searching.permitted import obstacle
+from tightfit.fit.searching.refusals import Refusals
 from tightfit.fit.traced_runs import TracedRuns
 from tightfit.planner.option import Option
 from tightfit.tape import Tape
@@ -16,17 +17,13 @@ from tightfit.techniques.registry import techniques
 
 
 class Offers:
-    """The options of one search. `refused` are techniques by the reason, for the whole program."""
+    """The options of one search, but for its `refusals`."""
 
     def __init__(self, runs: TracedRuns, allowed: Allowed) -> None:
-        self.refused: dict[str, str] = {}
+        self.refusals = Refusals()
         self._runs = runs
         self._allowed = allowed
-        self._refused_places: dict[tuple[str, str], str] = {}
-        self._refused_kinds: set[str] = set()
         self._has_checked: set[str] = set()
-        # By technique and place: what the effects of the program forbid.
-        self._left_out: dict[tuple[str, str], str] = {}
         self._forbidden: dict[str, Option] = {}
         self._offered: dict[tuple[str, Profile], list[Option]] = {}
 
@@ -34,20 +31,6 @@ class Offers:
     def forbidden(self) -> tuple[Option, ...]:
         """Lossy options that the user does not allow."""
         return tuple(self._forbidden.values())
-
-    @property
-    def refusals(self) -> tuple[str, ...]:
-        """What was refused so far, as a key: the same options are offered on a profile as long as it is the same."""
-        return (*self.refused, *(f"{name}@{where}" for name, where in self._refused_places))
-
-    def refused_rows(self) -> tuple[tuple[str, str], ...]:
-        """Techniques, or techniques at places, each with the reason why it is left out."""
-        return (*self.refused.items(), *self._refused_at_places())
-
-    def _refused_at_places(self) -> Iterable[tuple[str, str]]:
-        """A row for each technique and reason that it is left out for at some of its places."""
-        refused = self._left_out | self._refused_places
-        return grouped((name, place, reason) for (name, place), reason in refused.items() if name not in self.refused)
 
     def options(self, profile: Profile) -> list[Option]:
         """What the techniques offer on `profile`, but for what is not allowed or was refused."""
@@ -58,7 +41,7 @@ class Offers:
         these change is found by a trace or a replay."""
         names = []
         for name in techniques():
-            offered = [] if name in self.refused else self.of(name, profile)
+            offered = [] if name in self.refusals.techniques else self.of(name, profile)
             if not offered or any(not (o.needs_new_trace or o.is_of_the_allocator) for o in offered):
                 names.append(name)
         return self._options_of(names, later)
@@ -66,10 +49,10 @@ class Offers:
     def _options_of(self, names: Iterable[str], profile: Profile) -> list[Option]:
         found = []
         for name in names:
-            if name in self.refused:
+            if name in self.refusals.techniques:
                 continue
             for option in self.of(name, profile):
-                if (name, option.where) in self._refused_places:
+                if self.refusals.is_refused_at(option):
                     continue
                 if self._allowed.permits(option):
                     found.append(option)
@@ -92,7 +75,7 @@ class Offers:
     def _is_permitted(self, option: Option, profile: Profile) -> bool:
         effect = obstacle(profile.tape, option, techniques()[option.technique].needs)
         if effect is not None and self._allowed.permits(option):
-            self._left_out.setdefault((option.technique, option.where), effect.reason)
+            self.refusals.forbid(option, effect.reason)
         return effect is None
 
     def refuse(self, options: Sequence[Option], error: ApplyError | CaptureError) -> None:
@@ -100,36 +83,21 @@ class Offers:
         names = list(dict.fromkeys(option.technique for option in options))
         if isinstance(error, ApplyError) and error.technique in names:
             reason = str(error).removeprefix(f"{error.technique}: ")
-            for place in self._all_alike(error.technique, error.places, options):
-                self._refused_places[error.technique, place] = reason
+            offered = [o for (name, _), found in self._offered.items() if name == error.technique for o in found]
+            self.refusals.refuse_at(error.technique, error.places, reason, chosen=options, offered=offered)
             if not error.places:
-                self.refused[error.technique] = reason
+                self.refusals.techniques[error.technique] = reason
             return
         for name in names:
             if len(names) > 1:
                 try:
                     self._runs.run_with([option for option in options if option.technique == name])
                 except (ApplyError, CaptureError) as own:
-                    self.refused[name] = str(own)
+                    self.refusals.techniques[name] = str(own)
             else:
-                self.refused[name] = str(error)
-        if not any(name in self.refused for name in names):
-            self.refused[names[-1]] = str(error)
-
-    def _all_alike(self, technique: str, places: Sequence[str], options: Sequence[Option]) -> list[str]:
-        """The refused `places` of some chosen `options`; once one of its kind was refused before, all places that are alike, so that a model of
-        many blocks does not need a trace for each."""
-        own = [option for option in options if option.technique == technique]
-        meant = [o for o in own if o.where in places] or [o for o in own if modules_of(o) & set(places)]
-        equivalence_class = {option.equivalence_class for option in meant if option.equivalence_class}
-        again = equivalence_class & self._refused_kinds
-        self._refused_kinds |= equivalence_class
-        offered = [o for (name, _), found in self._offered.items() if name == technique for o in found]
-        return list(
-            dict.fromkeys(
-                [*places, *(o.where for o in (*meant, *(o for o in offered if o.equivalence_class in again)))]
-            )
-        )
+                self.refusals.techniques[name] = str(error)
+        if not any(name in self.refusals.techniques for name in names):
+            self.refusals.techniques[names[-1]] = str(error)
 
 
 def _modules(tape: Tape) -> frozenset[str]:

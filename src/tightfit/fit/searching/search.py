@@ -205,7 +205,7 @@ class Search:
             variant=None if best is None else best.variant,
             solution=None if best is None else best.solution,
             forbidden=self.offers.forbidden,
-            refused=self.offers.refused_rows(),
+            refused=self.offers.refusals.rows(),
             not_offered=tuple(left_out),
         )
 

@@ -50,7 +50,7 @@ class Variants:
 
     def of(self, run: TracedRun, taken: Sequence[Option] = ()) -> Variant:
         """The problem of what else to do to `run` with `taken`, options that retain the graph, on it too; worked out once."""
-        key = (*sorted(option.key for option in (*run.options, *taken)), "refused:", *self._offers.refusals)
+        key = (*sorted(option.key for option in (*run.options, *taken)), "refused:", *self._offers.refusals.key)
         if key not in self._made:
             self._made[key] = self._variant(run, {option.key for option in taken})
         return self._made[key]

@@ -16,8 +16,8 @@ import torch
 
 from tightfit.guarding.attempted_step import run_step
 from tightfit.guarding.attempts import Attempts
-from tightfit.guarding.ballast import Ballast
 from tightfit.guarding.loops.outside_effects import OutsideEffects
+from tightfit.guarding.memory.ballast import Ballast
 from tightfit.guarding.rungs import Rungs
 from tightfit.planner.plan import Plan
 from tightfit.torch_hooks.calls import StepOwner, on_training_step

@@ -12,8 +12,9 @@ from tightfit.effects.users_code import is_users_class, is_users_file
 from tightfit.guarding.attempts import Attempt, Attempts
 from tightfit.guarding.loops.names_of_turn import TurnNames
 from tightfit.guarding.loops.outside_effects import OutsideEffects
+from tightfit.guarding.loops.turn_variables import TurnVariables
+from tightfit.guarding.memory.out_of_memory import without_frames
 from tightfit.guarding.named_values import attributes_named_by
-from tightfit.guarding.out_of_memory import without_frames
 from tightfit.guarding.replayed_batches import ReplayedBatches
 
 
@@ -109,7 +110,7 @@ class GuardedLoop:
 
 
 class Turn:
-    """One attempt at a turn of a loop. The rewritten loop gives it the variables one by one, and asks it what to do with them after an error."""
+    """One attempt at a turn of a loop. The rewritten loop calls it, and hands its `variables` over."""
 
     def __init__(self, loop: GuardedLoop, drawn: frozenset[str]) -> None:
         self.has_failed = False
@@ -118,30 +119,21 @@ class Turn:
         self._guard = loop.guard
         self._names = loop.guard.names[loop.number]
         self._drawn = drawn
-        self._values: dict[str, Any] = {}
-        self._ids: dict[str, int] = {}
+        self.variables = TurnVariables(self._names)
         self._attempt: Attempt | None = None
         self._error: BaseException | None = None
         self._is_good = True
         self._place = ""
 
-    def sees(self, name: str, value: Any) -> None:
-        """A variable that the turn reads or binds, and its value at the beginning."""
-        if name in self._names.bound:
-            self._ids[name] = id(value)
-        # What the turn binds first is not kept: it may be the output of the turn before.
-        if name not in self._names.fresh:
-            self._values[name] = value
-
     def enter(self) -> None:
         """All variables were seen: the turn runs."""
         guard = self._guard
         if not guard.enter(self, self.number):
-            self._values.clear()
+            self.variables.at_begin.clear()
             return
         if not self._loop.tried:
             guard.attempts.num_steps += 1
-        reached = {name: value for name, value in self._values.items() if name not in self._drawn}
+        reached = {name: value for name, value in self.variables.at_begin.items() if name not in self._drawn}
         reached |= guard.effects.clear()
         self._attempt = guard.attempts.begin(
             reached,
@@ -178,7 +170,7 @@ class Turn:
         if not self.has_failed:
             self._guard.effects.printed.stop()
             self._attempt = None
-            self._values.clear()
+            self.variables.at_begin.clear()
             if self._is_good:
                 self._loop.succeeded()
             self._guard.leave(self, is_good=self._is_good)
@@ -188,18 +180,7 @@ class Turn:
         assert self._attempt is not None
         self._guard.attempts.leave(self._attempt)
         self._attempt = None
-        self._values.clear()
-
-    def compares(self, name: str, value: Any) -> None:
-        """After an error: the value that a variable has."""
-        if self._ids.get(name) == id(value):
-            del self._ids[name]
-        else:
-            self._ids[name] = -1
-
-    def drops(self, name: str) -> bool:
-        """Whether a variable is to be dropped: the failed attempt has bound it, and its value may be large."""
-        return self._ids.get(name) == -1
+        self.variables.at_begin.clear()
 
     def take_back(self) -> None:
         """Restores the state at the beginning of the turn.
@@ -222,14 +203,6 @@ class Turn:
             raise
         effects.printed.again()
         self._loop.failed()
-
-    def had(self, name: str) -> bool:
-        """Whether a variable is to be bound to what it had at the beginning."""
-        return name in self._values
-
-    def value(self, name: str) -> Any:
-        """That value."""
-        return self._values.pop(name)
 
 
 def _functions(value: Any, attributes: frozenset[str]) -> Iterator[Any]:

@@ -15,14 +15,15 @@ import torch
 
 from tightfit.errors import ApplyError
 from tightfit.guarding.attempts import Attempts
-from tightfit.guarding.ballast import Ballast
 from tightfit.guarding.loops.find_loops import GuardedProgram, training_loops
 from tightfit.guarding.loops.framework_steps import STEPS, run_framework_step
 from tightfit.guarding.loops.guarded_loops import LoopGuard
 from tightfit.guarding.loops.outside_effects import OutsideEffects
 from tightfit.guarding.loops.rewrite_loops import GUARD, rewrite
-from tightfit.guarding.out_of_memory import is_out_of_memory
-from tightfit.guarding.rungs import CALM_STEPS, Put, Rungs
+from tightfit.guarding.memory.ballast import Ballast
+from tightfit.guarding.memory.out_of_memory import is_out_of_memory
+from tightfit.guarding.plan_on_model import Put
+from tightfit.guarding.rungs import CALM_STEPS, Rungs
 from tightfit.planner.plan import Plan
 from tightfit.runtime.apply import apply, session_on
 from tightfit.torch_hooks.calls import StepOwner, on_new_optimizer, on_outermost_call, on_training_step
@@ -99,7 +100,8 @@ class GuardedScript(StepOwner):
             yield self._compiled
         except (RuntimeError, MemoryError) as error:
             if is_out_of_memory(error) and not any("tightfit:" in n for n in getattr(error, "__notes__", ())):
-                self._attempts.final(error, [], "the error was raised outside of the turns of a training loop")
+                why = "the error was raised outside of the turns of a training loop"
+                self._attempts.post_mortem.added_to(error, step=self._attempts.num_steps, tried=[], why=why)
             raise
         finally:
             self._guard.effects.end()

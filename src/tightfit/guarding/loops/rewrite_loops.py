@@ -88,7 +88,7 @@ finally:
 """
 _SEEN = """
 try:
-    {turn}.sees({name!r}, {name})
+    {turn}.variables.sees({name!r}, {name})
 except NameError:
     pass
 """
@@ -110,10 +110,14 @@ def _taken_back(turn: str, bound: Sequence[str]) -> str:
     lines = [f"if {turn}.has_failed:"]
     for name in bound:
         # Bound first: a variable that has no value cannot be deleted.
-        lines.append(f"    try:\n        {turn}.compares({name!r}, {name})\n    except NameError:\n        pass")
-        lines.append(f"    if {turn}.drops({name!r}):\n        {name} = None\n        del {name}")
+        lines.append(
+            f"    try:\n        {turn}.variables.compares({name!r}, {name})\n    except NameError:\n        pass"
+        )
+        lines.append(f"    if {turn}.variables.drops({name!r}):\n        {name} = None\n        del {name}")
     lines.append(f"    {turn}.take_back()")
-    lines += [f"    if {turn}.had({name!r}):\n        {name} = {turn}.value({name!r})" for name in bound]
+    lines += [
+        f"    if {turn}.variables.had({name!r}):\n        {name} = {turn}.variables.value({name!r})" for name in bound
+    ]
     return "\n".join(lines)
 
 

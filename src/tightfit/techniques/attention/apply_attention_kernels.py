@@ -8,7 +8,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from tightfit.effects.ambient import dispatch_modes_of_program, modes_of_program
-from tightfit.effects.class_questions import ClassQuestion
+from tightfit.effects.bytecode.class_questions import ClassQuestion
 from tightfit.effects.dispatched import dispatched
 from tightfit.errors import ApplyError
 from tightfit.techniques.attention.deferred_scores import Reads, started
@@ -17,7 +17,7 @@ from tightfit.techniques.lazy_tensors.data_of_stand_ins import refuse_data_of_st
 from tightfit.techniques.lazy_tensors.deferral import name_of
 from tightfit.techniques.lazy_tensors.written_since import WrittenSince
 from tightfit.techniques.session import Session, Verdict
-from tightfit.techniques.technique import Choice
+from tightfit.techniques.technique import ChosenOption
 from tightfit.techniques.wrappers.first_order import Refuse, are_transforms_active
 from tightfit.techniques.wrappers.forwards import are_forwards_plain
 from tightfit.techniques.wrappers.traced_calls import is_looked_at
@@ -27,7 +27,7 @@ from tightfit.torch_hooks.saved_tensor_hooks import packs_by_itself
 _NAME = "attention"
 
 
-def apply_attention_kernels(session: Session, chosen: Sequence[Choice]) -> None:
+def apply_attention_kernels(session: Session, chosen: Sequence[ChosenOption]) -> None:
     """Wraps the `forward` of the modules that the choices name."""
     places = [place for choice in chosen for place in choice.settings["modules"]]
     question, kernels = ClassQuestion(session.model), _Kernels()

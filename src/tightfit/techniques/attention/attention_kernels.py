@@ -12,7 +12,7 @@ from tightfit.analysis.profile import Profile
 from tightfit.planner.option import Option
 from tightfit.planner.suggestion import Suggestion
 from tightfit.techniques.attention.score_options import attention_options, math_attention_bytes
-from tightfit.techniques.technique import AbstractTechnique, Choice
+from tightfit.techniques.technique import AbstractTechnique, ChosenOption
 
 if TYPE_CHECKING:
     from tightfit.techniques.session import Session
@@ -30,7 +30,7 @@ class Attention(AbstractTechnique):
         """One option for all modules whose attention materialises its scores."""
         yield from attention_options(self.name, profile)
 
-    def apply(self, session: "Session", chosen: Sequence[Choice]) -> None:
+    def apply(self, session: "Session", chosen: Sequence[ChosenOption]) -> None:
         """Wraps the `forward` of the modules that the choices name."""
         from tightfit.techniques.attention.apply_attention_kernels import apply_attention_kernels
 

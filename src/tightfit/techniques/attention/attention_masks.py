@@ -11,8 +11,8 @@ import operator
 
 import torch
 
-from tightfit.effects.fingerprints import paused
-from tightfit.effects.value_checks import has_values
+from tightfit.effects.values.fingerprints import paused
+from tightfit.effects.values.value_checks import has_values
 
 # Scores at or below this have weight zero after a softmax; models use it instead of minus infinity.
 _NEARLY_MINUS_INFINITY = -1e9

@@ -15,8 +15,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tightfit.effects.contents import versions_and_contents
 from tightfit.effects.dispatched import dispatched
+from tightfit.effects.values.contents import versions_and_contents
 from tightfit.errors import ApplyError
 from tightfit.techniques.attention.attention_masks import Fill, Masks, is_low
 from tightfit.techniques.attention.score_products import apply_weights, scores_of

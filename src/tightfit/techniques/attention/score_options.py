@@ -26,12 +26,14 @@ def attention_options(technique: str, profile: Profile) -> Iterator[Option]:
         return
     waiting = np.flatnonzero(module_calls.saved_for_backward)
     scores = np.unique([storage for run in runs for storage in run.scores])
-    if module_calls.bytes_of(scores) < SMALLEST_SHARE * module_calls.bytes_of(waiting):
+    if module_calls.lifetimes.bytes_of(scores) < SMALLEST_SHARE * module_calls.lifetimes.bytes_of(waiting):
         return
-    allocations = profile.allocated_at
+    allocations = profile.lifetimes.allocated_at
     gone = [
         Change(
-            begin=int(allocations[s]), end=int(module_calls.freed_at[s]), num_bytes=-int(module_calls.block_bytes[s])
+            begin=int(allocations[s]),
+            end=int(module_calls.lifetimes.freed_at[s]),
+            num_bytes=-int(module_calls.lifetimes.block_bytes[s]),
         )
         for s in scores.tolist()
     ]
@@ -65,12 +67,12 @@ def _output(module_calls: ModuleCalls, run: ScoreRun) -> Change | None:
     )
     if is_copied:
         return None
-    begin, end = int(module_calls.event_of(run.end)), int(module_calls.event_of(run.back[0]))
+    begin, end = int(module_calls.lifetimes.event_of(run.end)), int(module_calls.lifetimes.event_of(run.back[0]))
     return Change(begin=begin, end=end, num_bytes=num_bytes)
 
 
 def _added_seconds(profile: Profile, run: ScoreRun) -> float:
-    tape, device, seconds = profile.tape, profile.device, profile.seconds
+    tape, device, seconds = profile.tape, profile.device, profile.costs.seconds
     efficiency = efficiency_of(device)
     dtype = tape.strings[tape.operators.dtype[run.begin]]
     arithmetic = arithmetic_type("attention", dtype, tf32_matmul=False, tf32_convolution=True)
@@ -87,4 +89,4 @@ def math_attention_bytes(profile: Profile) -> int:
     scores = {
         s for run in profile.score_runs if run.is_kernel for s in run.scores if module_calls.saved_for_backward[s]
     }
-    return module_calls.bytes_of(np.array(sorted(scores), dtype=np.int64)) // profile.num_steps
+    return module_calls.lifetimes.bytes_of(np.array(sorted(scores), dtype=np.int64)) // profile.num_steps

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
+from tightfit.effects.bytecode.written_by_functions import may_write
 from tightfit.effects.users_code import is_users_class
-from tightfit.effects.written_by_functions import may_write
 from tightfit.techniques.lazy_tensors.saved_and_shared import unpack_hooks
 from tightfit.torch_hooks.saved_tensor_hooks import (
     given_to_checkpoint,

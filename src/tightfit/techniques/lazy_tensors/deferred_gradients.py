@@ -49,6 +49,7 @@ class Deferred(AbstractElementSource):
         self.norm = norm
         self.was_asked = False
         self.changes: list[tuple[Any, Any]] = []
+        """Operators that have changed it in place, each with its other operand; they are applied to the recomputed one."""
         self._form = (tuple(like.shape), like.stride(), like.dtype, like.device)
         self._made: torch.Tensor | None = None
         self._make_all = make_all
@@ -82,19 +83,14 @@ class Deferred(AbstractElementSource):
         aliases = [alias for each in self._aliases if (alias := each()) is not None]
         if self._made is None or any(alias is tensor for alias in aliases):
             # Of the same memory as `value`, to which the program may write later.
-            tensor.source = self._other(value)
+            tensor.source = _made_of(value, self._refuse)
             return True
         # It stands for the gradient of its parameter, which is there by now; aliases go on with what that was.
-        before = self._other(self._made.detach())
+        before = _made_of(self._made.detach(), self._refuse)
         for alias in aliases:
             alias.source = before
         self._made.data = value
         return True
-
-    def _other(self, value: torch.Tensor) -> "Deferred":
-        other = Deferred(value, refuse=self._refuse)
-        other.is_made(value)
-        return other
 
     def form_is_read(self) -> None:
         # A step looks at whether a gradient is sparse before it changes anything. One that is not of this session must find it made by then.
@@ -109,20 +105,9 @@ class Deferred(AbstractElementSource):
                 f"read it before that, take a clone of it, or {REMEDY}"
             )
 
-    def changed(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Applies the recorded in-place changes to `gradient`, the recomputed one."""
-        for operator, other in self.changes:
-            operator(gradient, other)
-        return gradient
-
     def is_made(self, gradient: torch.Tensor) -> None:
         """Sets the materialised gradient, with the changes applied."""
         self.state, self._made, self.norm = "made", gradient, None
-        self.changes.clear()
-
-    def is_zero(self) -> None:
-        """Marks the gradient as filled with zeros."""
-        self.state, self.norm, self._made = "zero", None, None
         self.changes.clear()
 
     def is_used(self, why: str, norm: torch.Tensor | None = None) -> None:
@@ -147,7 +132,8 @@ class Deferred(AbstractElementSource):
         if kwargs or not self.answers(operator, args[1:]):
             return NOT_ANSWERED
         if operator is _aten.zero_.default:
-            self.is_zero()
+            self.state, self.norm, self._made = "zero", None, None
+            self.changes.clear()
             return args[0]
         self.was_asked = True  # an update in the first pass would have changed this result
         if operator in _SCALING:
@@ -157,6 +143,12 @@ class Deferred(AbstractElementSource):
             return args[0]
         assert self.norm is not None
         return self.norm.clone()
+
+
+def _made_of(value: torch.Tensor, refuse: Callable[[str], ApplyError]) -> Deferred:
+    made = Deferred(value, refuse=refuse)
+    made.is_made(value)
+    return made
 
 
 def deferred_zeros(like: torch.Tensor) -> Deferred:

@@ -8,7 +8,6 @@ gradient are freed by then, so a remaining view may be read later in the pass. T
 """
 
 import math
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -24,6 +23,7 @@ from tightfit.techniques.lazy_tensors.programs_code import ProgramsCode
 from tightfit.techniques.lazy_tensors.repeated_pass import as_before, drawing_as
 from tightfit.techniques.lazy_tensors.saved_and_shared import saved_and_shared
 from tightfit.techniques.lazy_tensors.unchanged import INTEGERS, Contents
+from tightfit.techniques.lazy_tensors.waiting_gradients import WaitingGradients
 from tightfit.torch_hooks.backward import BackwardPass
 from tightfit.torch_hooks.manifest import SET_VERSIONS, STORAGE_USES
 
@@ -73,13 +73,26 @@ class _Comparison:
                 return True
         return False
 
+    def check(self, refuse: Callable[[str], ApplyError]) -> None:
+        """Checks that all gradients compared so far are equal to those of the first run.
+
+        Raises:
+            ApplyError: they were not.
+        """
+        if self.found_other():
+            raise refuse(
+                f"a backward pass that ran twice gave other gradients the second time: something in it changes from call to call; {REMEDY}"
+            )
+
     def compared(
         self, parameter: torch.Tensor, deferred: Deferred, waiting: Mapping[torch.Tensor, Deferred]
     ) -> torch.Tensor:
         """The recomputed gradient, compared with the first one, and with its recorded changes applied. `waiting` are all that are recomputed."""
         assert parameter.grad is not None
         self.compare(parameter, parameter.grad, deferred, waiting)
-        return deferred.changed(parameter.grad)
+        for operator, other in deferred.changes:
+            operator(parameter.grad, other)
+        return parameter.grad
 
     def compare(
         self,
@@ -145,8 +158,7 @@ class KeptPass:
         self._code = code
         self._others = others
         self._contents: Contents | None = None
-        # Weakly: what neither a parameter nor the program has any more is not made.
-        self._gradients: dict[torch.Tensor, weakref.ref[Deferred]] = {}
+        self.gradients = WaitingGradients()
         self._buffers = buffers
         self._refuse = refuse
         self._versions: list[tuple[torch.Tensor, int]] = []
@@ -173,7 +185,7 @@ class KeptPass:
             if parameter in zeroed:
                 # As an addition to zeros would: negative zeros become positive ones.
                 deferred.changes.append((torch.ops.aten.add_.Scalar, 0.0))
-            self._gradients[parameter] = weakref.ref(deferred)
+            self.gradients.add(parameter, deferred)
             defer_gradient(parameter, deferred)
 
         before = AllRandom.now()
@@ -184,9 +196,7 @@ class KeptPass:
             ):
                 result = self.backward.run(keeps_graph=True)
         except BaseException:
-            for deferred in self.waiting.values():
-                deferred.is_used(f"of a backward pass that ended with an error; {REMEDY}")
-            self._gradients.clear()
+            self.gradients.fail()
             raise
         if not before.is_same(AllRandom.now()):
             self._drawn_from = before
@@ -196,23 +206,9 @@ class KeptPass:
         self._contents = Contents((*read, *saved_and_shared(self.backward.nodes(), read)))
         return result
 
-    @property
-    def waiting(self) -> dict[torch.Tensor, Deferred]:
-        """The gradients that are still wanted: not cleared and dropped, materialised, consumed or filled with zeros."""
-        living = {parameter: deferred() for parameter, deferred in self._gradients.items()}
-        return {p: deferred for p, deferred in living.items() if deferred is not None and deferred.state == "deferred"}
-
-    def on_parameters(self) -> dict[torch.Tensor, Deferred]:
-        """Those of `waiting` that are the gradients of their parameters. Others the program has taken off, and keeps."""
-        return {p: deferred for p, deferred in self.waiting.items() if deferred_gradient(p) is deferred}
-
-    def has_taken_off(self) -> bool:
-        """Whether there are such that the program has taken off."""
-        return len(self.waiting) > len(self.on_parameters())
-
     def make_all(self) -> None:
         """Materialises the waiting gradients on their parameters."""
-        waiting = self.waiting
+        waiting = self.gradients.now
         if not waiting:
             return
 
@@ -221,7 +217,7 @@ class KeptPass:
             waiting[parameter].is_made(self._comparison.compared(parameter, waiting[parameter], waiting))
 
         self._run_again(waiting, made, is_last=True)
-        self.check_same()
+        self._comparison.check(self._refuse)
 
     def goes_to(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Whether the pass leads to one of them: an update of it, by whomever, is seen by a further run."""
@@ -233,11 +229,6 @@ class KeptPass:
         """Whether another pass goes through nodes of this graph."""
         mine = set(self.backward.nodes())
         return any(node in mine for node in backward.nodes())
-
-    def give_up(self, why: str) -> None:
-        """Marks the waiting gradients as lost."""
-        for deferred in self.waiting.values():
-            deferred.is_used(f"that cannot be made again: {why}")
 
     def use(
         self, update: Told, mine: Collection[torch.Tensor], why: str, *, through_host: bool
@@ -251,7 +242,7 @@ class KeptPass:
         Raises:
             ApplyError: a gradient is not that of the first run; its parameter is not updated.
         """
-        waiting, updated = self.waiting, dict[torch.Tensor, None]()
+        waiting, updated = self.gradients.now, dict[torch.Tensor, None]()
         # What it holds would otherwise live longer than in a pass of the program's own.
         self._contents = None
         on_host: dict[torch.Tensor, torch.Tensor] = {}
@@ -267,7 +258,7 @@ class KeptPass:
         def used(parameter: torch.Tensor) -> None:
             deferred = waiting[parameter]
             gradient = self._comparison.compared(parameter, deferred, waiting)
-            self.check_same()
+            self._comparison.check(self._refuse)
             if parameter in mine and through_host:
                 on_host[parameter] = gradient.cpu()
                 defer_gradient(parameter, deferred)
@@ -290,7 +281,7 @@ class KeptPass:
         """Runs the pass once more as a trial, with each parameter overwritten as soon as its gradient is complete; returns whether the gradients are
         the same, so that parameters could be updated there.
         """
-        waiting = self.waiting
+        waiting = self.gradients.now
         set_versions = SET_VERSIONS.value()
         before = {parameter: parameter._version for parameter in waiting}
         disturbed: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -329,17 +320,6 @@ class KeptPass:
         if any(tensor._version != version for tensor, version in self._versions):
             raise self._refuse(
                 f"a parameter was written to between the backward pass and the optimizer's step, which the second backward pass would see; {REMEDY}"
-            )
-
-    def check_same(self) -> None:
-        """Checks that all gradients compared so far are equal to those of the first run.
-
-        Raises:
-            ApplyError: they were not.
-        """
-        if self._comparison.found_other():
-            raise self._refuse(
-                f"a backward pass that ran twice gave other gradients the second time: something in it changes from call to call; {REMEDY}"
             )
 
     def _run_again(

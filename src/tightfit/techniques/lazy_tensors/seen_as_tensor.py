@@ -1,7 +1,7 @@
 """The class that stand-ins for tensors show to code that asks for it: torch's own, whose place they take.
 
 `isinstance` says so already. By this, comparisons of classes, tables by class, a class's name and `__class__` do as well. What nothing can answer
-is `type(x) is torch.Tensor`: `tightfit.effects.class_questions` looks for that in the code of the program. Torch itself, whose compiler has other
+is `type(x) is torch.Tensor`: `tightfit.effects.bytecode.class_questions` looks for that in the code of the program. Torch itself, whose compiler has other
 ways for subclasses, is told what they are.
 """
 

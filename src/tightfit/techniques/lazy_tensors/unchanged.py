@@ -6,7 +6,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tightfit.effects.word_sums import sum_of_words
+from tightfit.effects.values.word_sums import sum_of_words
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """A type of as many bytes as an element has."""

@@ -4,7 +4,7 @@ import weakref
 
 import torch
 
-from tightfit.effects.contents import StoredAt, checksum_of
+from tightfit.effects.values.contents import StoredAt, checksum_of
 
 
 class WrittenSince:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, final
 
 from tightfit.analysis.profile import Profile
 from tightfit.planner.option import Option
-from tightfit.techniques.technique import AbstractTechnique, Choice
+from tightfit.techniques.technique import AbstractTechnique, ChosenOption
 
 if TYPE_CHECKING:
     from tightfit.techniques.session import Session
@@ -38,7 +38,7 @@ class ExpandableSegments(AbstractTechnique):
             alloc_conf=EXPANDABLE,
         )
 
-    def apply(self, session: "Session", chosen: Sequence[Choice]) -> None:
+    def apply(self, session: "Session", chosen: Sequence[ChosenOption]) -> None:
         """Changes the settings of the running process if there is a card; `tightfit run` sets them before the program starts."""
         from tightfit.techniques.lifetimes.apply_allocator_settings import apply_allocator_settings
 

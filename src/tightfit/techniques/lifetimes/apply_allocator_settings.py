@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import torch
 
 from tightfit.techniques.session import Session
-from tightfit.techniques.technique import Choice
+from tightfit.techniques.technique import ChosenOption
 
 
-def apply_allocator_settings(session: Session, chosen: Sequence[Choice]) -> None:
+def apply_allocator_settings(session: Session, chosen: Sequence[ChosenOption]) -> None:
     """Changes the settings of the running process if there is a card; `tightfit run` sets them before the program starts."""
     if torch.backends.cuda.is_built() and torch.cuda.is_initialized() and torch.version.cuda:
         for choice in chosen:

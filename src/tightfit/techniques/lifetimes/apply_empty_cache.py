@@ -7,10 +7,10 @@ import torch
 
 from tightfit.errors import ApplyError
 from tightfit.techniques.session import Session
-from tightfit.techniques.technique import Choice
+from tightfit.techniques.technique import ChosenOption
 
 
-def apply_empty_cache(session: Session, chosen: Sequence[Choice]) -> None:
+def apply_empty_cache(session: Session, chosen: Sequence[ChosenOption]) -> None:
     """Registers optimizer hooks, or wraps the model's forward."""
     (choice,) = chosen
     border = choice.settings["border"]

@@ -18,7 +18,7 @@ from tightfit.techniques.lazy_tensors.lazy_tensor import LazyTensor
 from tightfit.techniques.lazy_tensors.retained_graphs import told_of_gradients
 from tightfit.techniques.optimizer.updates.optimizer_steps import update_within_step
 from tightfit.techniques.session import Session
-from tightfit.techniques.technique import Choice
+from tightfit.techniques.technique import ChosenOption
 from tightfit.torch_hooks.backward import BackwardPass, on_backward
 from tightfit.torch_hooks.manifest import STORAGE_USES, TENSOR_USES
 
@@ -37,7 +37,7 @@ _OWN_USES = 2
 _OWN_HANDLES = 2
 
 
-def apply_zero_grad(session: Session, chosen: Sequence[Choice]) -> None:
+def apply_zero_grad(session: Session, chosen: Sequence[ChosenOption]) -> None:
     """Replaces `zero_grad` of the model and of every optimizer."""
     freed = _Freed()
     for optimizer in session.optimizers:

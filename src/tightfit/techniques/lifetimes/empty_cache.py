@@ -16,7 +16,7 @@ from tightfit.simulate.timeline_bytes import replay_timeline
 from tightfit.simulate.with_empty_cache import with_emptied_cache
 from tightfit.simulate.workspaces import with_workspaces_of
 from tightfit.tape import Phase
-from tightfit.techniques.technique import AbstractTechnique, Choice
+from tightfit.techniques.technique import AbstractTechnique, ChosenOption
 
 if TYPE_CHECKING:
     from tightfit.techniques.session import Session
@@ -63,7 +63,7 @@ class EmptyCache(AbstractTechnique):
                     empties_at=tuple(events),
                 )
 
-    def apply(self, session: "Session", chosen: Sequence[Choice]) -> None:
+    def apply(self, session: "Session", chosen: Sequence[ChosenOption]) -> None:
         """Registers optimizer hooks, or wraps the model's forward."""
         from tightfit.techniques.lifetimes.apply_empty_cache import apply_empty_cache
 

@@ -10,14 +10,19 @@ from typing import TYPE_CHECKING, Never, final
 
 import numpy as np
 
-from tightfit.analysis.accumulations import ADVICE_ON_GROWTH, Accumulation, accumulations_from, advice_on_accumulation
 from tightfit.analysis.optimizer import OptimizerProfile, events_of, passes_of
 from tightfit.analysis.profile import Profile
+from tightfit.analysis.source.accumulations import (
+    ADVICE_ON_GROWTH,
+    Accumulation,
+    accumulations_from,
+    advice_on_accumulation,
+)
 from tightfit.errors import ApplyError
 from tightfit.planner.option import Option
 from tightfit.planner.suggestion import Suggestion
 from tightfit.tape import Category, Column, Phase, Source, SpanKind, Tape
-from tightfit.techniques.technique import AbstractTechnique, Choice
+from tightfit.techniques.technique import AbstractTechnique, ChosenOption
 from tightfit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -70,7 +75,7 @@ class KeptAlive(AbstractTechnique):
             for line, grows in rows[:NUM_LINES]
         ]
 
-    def apply(self, session: "Session", chosen: Sequence[Choice]) -> Never:
+    def apply(self, session: "Session", chosen: Sequence[ChosenOption]) -> Never:
         """Nothing can be applied to a model."""
         raise ApplyError("it is a suggestion about the program's own lines, and cannot be applied to a model")
 

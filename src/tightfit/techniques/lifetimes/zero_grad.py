@@ -16,7 +16,7 @@ from tightfit.analysis.profile import Profile
 from tightfit.planner.option import Option
 from tightfit.planner.sides import Sides
 from tightfit.tape import Category, Column, Phase, SpanKind, Tape
-from tightfit.techniques.technique import AbstractTechnique, Choice
+from tightfit.techniques.technique import AbstractTechnique, ChosenOption
 
 if TYPE_CHECKING:
     from tightfit.techniques.session import Session
@@ -60,7 +60,7 @@ class ZeroGrad(AbstractTechnique):
             )
         ]
 
-    def apply(self, session: "Session", chosen: Sequence[Choice]) -> None:
+    def apply(self, session: "Session", chosen: Sequence[ChosenOption]) -> None:
         """Replaces `zero_grad` of the model and of every optimizer."""
         from tightfit.techniques.lifetimes.apply_zero_grad import apply_zero_grad
 

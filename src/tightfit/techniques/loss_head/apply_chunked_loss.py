@@ -10,15 +10,15 @@ from torch.nn import functional
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tightfit.effects.ambient import modes_of_program
-from tightfit.effects.class_questions import ClassQuestion
+from tightfit.effects.bytecode.class_questions import ClassQuestion
 from tightfit.effects.users_code import is_users_function
-from tightfit.effects.value_checks import has_values
+from tightfit.effects.values.value_checks import has_values
 from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.asked_gradients import watch_inputs_of_backward
 from tightfit.techniques.lazy_tensors.data_of_stand_ins import refuse_data_of_stand_ins
 from tightfit.techniques.loss_head.deferred_logits import Chunks, Origin, WeightCopies, deferred_logits
 from tightfit.techniques.session import Session
-from tightfit.techniques.technique import Choice, check_each
+from tightfit.techniques.technique import ChosenOption, check_each
 from tightfit.techniques.wrappers.first_order import Refuse, are_transforms_active
 from tightfit.techniques.wrappers.traced_calls import is_looked_at
 from tightfit.torch_hooks.saved_tensor_hooks import packs_by_itself
@@ -27,10 +27,10 @@ from tightfit.torch_hooks.weak_references import WeakTable
 _NAME = "chunked_loss"
 
 
-def apply_chunked_loss(session: Session, chosen: Sequence[Choice]) -> None:
+def apply_chunked_loss(session: Session, chosen: Sequence[ChosenOption]) -> None:
     """Wraps the head's `forward`, and registers hooks on optimizers that change its weight."""
 
-    def check(choice: Choice) -> torch.nn.Module:
+    def check(choice: ChosenOption) -> torch.nn.Module:
         head = session.module(choice.where)
         if type(head).forward is not torch.nn.Linear.forward or is_users_function(torch.nn.Linear.forward):
             raise ApplyError(

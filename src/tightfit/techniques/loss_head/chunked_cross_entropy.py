@@ -12,9 +12,9 @@ from typing import Any, TypeAlias
 import torch
 from torch.nn import functional
 
-from tightfit.effects.contents import contents_of, is_any_written
 from tightfit.effects.users_code import is_users_function
-from tightfit.effects.value_checks import has_values
+from tightfit.effects.values.contents import contents_of, is_any_written
+from tightfit.effects.values.value_checks import has_values
 from tightfit.errors import ApplyError
 from tightfit.techniques.loss_head.loss_options import NUM_WEIGHT_BLOCKS, GradientsIn
 from tightfit.techniques.wrappers.first_order import Refuse, first_order

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, final
 from tightfit.analysis.profile import Profile
 from tightfit.planner.option import Option
 from tightfit.techniques.loss_head.loss_options import loss_head_options
-from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
+from tightfit.techniques.technique import AbstractTechnique, ChosenOption, Needs
 
 if TYPE_CHECKING:
     from tightfit.techniques.session import Session
@@ -37,7 +37,7 @@ class ChunkedLoss(AbstractTechnique):
             return "the program computes no cross-entropy"
         return "no linear layer was found whose product is what the cross-entropy reads: a bias that is added apart, a scale or a cast may lie between"
 
-    def apply(self, session: "Session", chosen: Sequence[Choice]) -> None:
+    def apply(self, session: "Session", chosen: Sequence[ChosenOption]) -> None:
         """Wraps the head's `forward`, and registers hooks on optimizers that change its weight."""
         from tightfit.techniques.loss_head.apply_chunked_loss import apply_chunked_loss
 

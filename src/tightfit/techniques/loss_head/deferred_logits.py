@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tightfit.capture.observe.host_python import spends
 from tightfit.cost.host_python import HostWork
-from tightfit.effects.contents import versions_and_contents
 from tightfit.effects.dispatched import dispatched
+from tightfit.effects.values.contents import versions_and_contents
 from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.asked_gradients import DeferredTensor, is_read_of_node, refuse_lost_gradients
 from tightfit.techniques.lazy_tensors.deferral import FACTS, changes, fact, name_of

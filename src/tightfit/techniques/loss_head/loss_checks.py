@@ -7,8 +7,8 @@ from torch.autograd import grad  # torch's own, whatever the program puts in its
 from torch.nn import functional
 
 from tightfit.effects.ambient import saved_apart
-from tightfit.effects.fingerprints import paused
-from tightfit.effects.value_checks import bound_for, difference
+from tightfit.effects.values.fingerprints import paused
+from tightfit.effects.values.value_checks import bound_for, difference
 from tightfit.techniques.loss_head.chunked_cross_entropy import ChunkedCrossEntropy, Loss, changed_logits
 
 _MAX_TOKENS = 32

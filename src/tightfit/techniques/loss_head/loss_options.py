@@ -40,9 +40,9 @@ def loss_head_options(technique: str, profile: Profile) -> Iterator[Option]:
     runs: dict[str, list[LossHead]] = {}
     for head in profile.loss_heads:
         runs.setdefault(head.path, []).append(head)
-    peak = _peak_bytes(module_calls, profile.allocated_at)
+    peak = _peak_bytes(module_calls, profile.lifetimes.allocated_at)
     for path, heads in runs.items():
-        if max(module_calls.bytes_of(np.array(head.gone)) for head in heads) < SMALLEST_SHARE * peak:
+        if max(module_calls.lifetimes.bytes_of(np.array(head.gone)) for head in heads) < SMALLEST_SHARE * peak:
             continue
         for num_chunks in _numbers_of_chunks(heads):
             for gradients_in in _PRODUCTS_PER_CHUNK:
@@ -72,16 +72,18 @@ class _Way:
         """The storages that are gone, and the ones that replace them."""
         module_calls = self.profile.modules
         for storage in head.gone:
-            size = int(module_calls.block_bytes[storage])
+            size = int(module_calls.lifetimes.block_bytes[storage])
             yield Change(
-                begin=int(self.profile.allocated_at[storage]), end=int(module_calls.freed_at[storage]), num_bytes=-size
+                begin=int(self.profile.lifetimes.allocated_at[storage]),
+                end=int(module_calls.lifetimes.freed_at[storage]),
+                num_bytes=-size,
             )
         for begin, end, num_bytes in (*self._while_computing(head), *self._waiting(head), *self._afterwards(head)):
             if begin < end and num_bytes:
                 yield Change(begin=begin, end=end, num_bytes=num_bytes)
 
     def _while_computing(self, head: LossHead) -> Iterator[tuple[int, int, int]]:
-        event = self.profile.modules.event_of
+        event = self.profile.lifetimes.event_of
         numbers = -(-head.num_tokens // self.num_chunks) * head.num_classes * _bytes_at_once(head)
         weight = head.num_classes * head.width * head.head_item_bytes
         loop = int(event(head.product)), int(event(head.loss_end))
@@ -98,12 +100,12 @@ class _Way:
 
     def _waiting(self, head: LossHead) -> Iterator[tuple[int, int, int]]:
         """Gradients that are allocated earlier than in the plain run."""
-        event, allocations = self.profile.modules.event_of, self.profile.allocated_at
+        event, allocations = self.profile.lifetimes.event_of, self.profile.lifetimes.allocated_at
         is_forward = self.gradients_in == "forward"
         begin = int(event(head.product if is_forward else head.back_begin))
         back_end = int(event(head.back_end))
         if head.weight_gradient >= 0:
-            final = int(self.profile.modules.block_bytes[head.weight_gradient])
+            final = int(self.profile.lifetimes.block_bytes[head.weight_gradient])
             numbers = head.num_classes * head.width
             summed = numbers * max(_SUM_BYTES, head.head_item_bytes) if is_forward else final
             yield begin, int(allocations[head.weight_gradient]) if summed == final else back_end, summed
@@ -117,7 +119,10 @@ class _Way:
     def _afterwards(self, head: LossHead) -> Iterator[tuple[int, int, int]]:
         """If the plain run keeps its logits through the step, the hidden states and a copy of the weight are kept instead."""
         module_calls = self.profile.modules
-        freed_at, back_end = int(module_calls.freed_at[head.logits]), int(module_calls.event_of(head.back_end))
+        freed_at, back_end = (
+            int(module_calls.lifetimes.freed_at[head.logits]),
+            int(module_calls.lifetimes.event_of(head.back_end)),
+        )
         if freed_at <= back_end:
             return
         item_bytes = max(head.head_item_bytes, head.loss_item_bytes)
@@ -125,15 +130,15 @@ class _Way:
         later = module_calls.tape.operators.phase[head.back_end :]
         steps, calls = np.flatnonzero(later == Phase.OPTIMIZER), np.flatnonzero(later == Phase.FORWARD)
         if head.weight_gradient >= 0 and len(steps):
-            step = int(module_calls.event_of(head.back_end + int(steps[0])))
+            step = int(module_calls.lifetimes.event_of(head.back_end + int(steps[0])))
             again = int(calls[0]) + head.product - head.begin if len(calls) else 0
-            end = min(freed_at, int(module_calls.event_of(head.back_end + again))) if again else freed_at
-            logits = int(module_calls.block_bytes[head.logits])
-            yield step, end, min(logits, int(module_calls.block_bytes[head.weight_gradient]))
+            end = min(freed_at, int(module_calls.lifetimes.event_of(head.back_end + again))) if again else freed_at
+            logits = int(module_calls.lifetimes.block_bytes[head.logits])
+            yield step, end, min(logits, int(module_calls.lifetimes.block_bytes[head.weight_gradient]))
 
     def sides(self, head: LossHead) -> Sides:
         """The extra time of one run of the head."""
-        seconds = self.profile.seconds
+        seconds = self.profile.costs.seconds
         efficiency = efficiency_of(self.profile.device)
         second_per_byte = 1 / (self.profile.device.dram_bytes_per_second * efficiency.of_bandwidth["elementwise"])
         product = float(seconds[head.product])
@@ -184,6 +189,6 @@ def _numbers_of_chunks(heads: Sequence[LossHead]) -> Iterable[int]:
 
 def _peak_bytes(module_calls: ModuleCalls, allocations: Column) -> int:
     changes = np.zeros(len(module_calls.tape.events) + 1, dtype=np.int64)
-    np.add.at(changes, allocations, module_calls.block_bytes)
-    np.subtract.at(changes, module_calls.freed_at, module_calls.block_bytes)
+    np.add.at(changes, allocations, module_calls.lifetimes.block_bytes)
+    np.subtract.at(changes, module_calls.lifetimes.freed_at, module_calls.lifetimes.block_bytes)
     return int(changes.cumsum().max(initial=0))

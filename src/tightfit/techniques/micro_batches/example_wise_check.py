@@ -6,7 +6,7 @@ The proof is repeated after any change of shape, mode or module. The model runs 
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,7 +58,7 @@ _OF_ALL = ("Python's random", "numpy.random")
 
 
 class BatchProofs:
-    """The proofs for one model, which it refers to weakly, by the shapes of its batches."""
+    """The proofs for one model, which it refers to weakly, by the shapes of its batches. `of_loop` are attributes of it that the training loop sets."""
 
     def __init__(
         self,
@@ -67,8 +67,10 @@ class BatchProofs:
         allows_randomness: bool,
         refuse: Refuse,
         unseen: Callable[[], contextlib.AbstractContextManager[Any]],
+        of_loop: Collection[str] = (),
     ) -> None:
         self._model = weakref.ref(model)
+        self._ignored = {*_OF_ALL, *(f"{type(model).__name__}.{name}" for name in of_loop)}
         self._allows_randomness = allows_randomness
         self._refuse = refuse
         self._unseen = unseen
@@ -132,7 +134,7 @@ class BatchProofs:
         def first_change() -> str:
             found = differences(before, self._state.snapshot(self._owner()))
             # An array of numpy's is looked at as generators are.
-            told = next((str(each) for each in found if each.path not in _OF_ALL), "")
+            told = next((str(each) for each in found if each.path not in self._ignored), "")
             return told or ("an optimizer that the model can reach was changed" if marks.change() else "")
 
         return first_change
@@ -166,8 +168,17 @@ class BatchProofs:
                 self._refuse_used_up(now)
             before = self._before if may_leave and self._before and self._is_changed(self._before, now) else None
             try:
-                with self._unseen(), plain_forwards(), _without_metrics(model), _as_in(before, now):
-                    proved = self._proved(model, forward, batch, parts, reads, may_leave=before is not None)
+                # Metrics are muted in the state that the proof begins in: another state has other tables of attributes.
+                with self._unseen(), plain_forwards(), _as_in(before, now), _without_metrics(model):
+                    proved = _proved(
+                        model,
+                        forward,
+                        batch,
+                        parts,
+                        reads,
+                        allows_randomness=self._allows_randomness,
+                        may_leave=before is not None,
+                    )
             except (Mixes, NeedsValues) as error:
                 raise self._refuse(
                     f"parts of the batch may not give what the whole gives: {str(error) or 'values are read'}; leave micro_batches out"
@@ -203,56 +214,57 @@ class BatchProofs:
                 f"parts of the batch may not give what the whole gives: {used_up[0]} in the forward of the first part; leave micro_batches out"
             )
 
-    def _proved(
-        self,
-        model: torch.nn.Module,
-        forward: Callable[..., Any],
-        batch: AbstractBatch,
-        parts: Sequence[tuple[int, int]],
-        reads: Sequence[Any] | None,
-        *,
-        may_leave: bool,
-    ) -> Proved:
-        check_hooks(model, is_inside=False)
-        split: list[torch.Tensor] = []
-
-        def collect(tensor: torch.Tensor) -> torch.Tensor:
-            split.append(tensor)
-            return tensor
-
-        batch.part(0, batch.num_examples, collect)
-
-        def call(inputs: Sequence[torch.Tensor], watch: "_ProofWatch") -> tuple[Any, "_ProofWatch"]:
-            waiting = iter(inputs)
-            args, kwargs = batch.part(0, watch.num_examples, lambda _: next(waiting))
-            return forward(*args, **kwargs), watch
-
-        subject = Computation(
-            call=call,
-            inputs=split,
-            dims=[0] * len(split),
-            module=model,
-            allows_randomness=self._allows_randomness,
-            allows_votes=True,
-            around=self._watched,
-        )
-        try:
-            proof = prove(subject, batch.num_examples, [end - begin for begin, end in parts], reads)
-        except Leaves as error:
-            if not may_leave:
-                raise
-            proof = error.proof
-        return dataclasses.replace(_judged(proof, model), is_of_first=may_leave)
-
-    @contextlib.contextmanager
-    def _watched(self, run: FakeRun) -> "Iterator[_ProofWatch]":
-        with without_node_hooks(run), _ProofWatch(run, allows_randomness=self._allows_randomness) as watch:
-            yield watch
-
     def _owner(self) -> torch.nn.Module:
         model = self._model()
         assert model is not None
         return model
+
+
+def _proved(
+    model: torch.nn.Module,
+    forward: Callable[..., Any],
+    batch: AbstractBatch,
+    parts: Sequence[tuple[int, int]],
+    reads: Sequence[Any] | None,
+    *,
+    allows_randomness: bool,
+    may_leave: bool,
+) -> Proved:
+    check_hooks(model, is_inside=False)
+    split: list[torch.Tensor] = []
+
+    def collect(tensor: torch.Tensor) -> torch.Tensor:
+        split.append(tensor)
+        return tensor
+
+    batch.part(0, batch.num_examples, collect)
+
+    def call(inputs: Sequence[torch.Tensor], watch: "_ProofWatch") -> tuple[Any, "_ProofWatch"]:
+        waiting = iter(inputs)
+        args, kwargs = batch.part(0, watch.num_examples, lambda _: next(waiting))
+        return forward(*args, **kwargs), watch
+
+    @contextlib.contextmanager
+    def watched(run: FakeRun) -> "Iterator[_ProofWatch]":
+        with without_node_hooks(run), _ProofWatch(run, allows_randomness=allows_randomness) as watch:
+            yield watch
+
+    subject = Computation(
+        call=call,
+        inputs=split,
+        dims=[0] * len(split),
+        module=model,
+        allows_randomness=allows_randomness,
+        allows_votes=True,
+        around=watched,
+    )
+    try:
+        proof = prove(subject, batch.num_examples, [end - begin for begin, end in parts], reads)
+    except Leaves as error:
+        if not may_leave:
+            raise
+        proof = error.proof
+    return dataclasses.replace(_judged(proof, model), is_of_first=may_leave)
 
 
 def _judged(proof: FollowedRun, model: torch.nn.Module) -> Proved:

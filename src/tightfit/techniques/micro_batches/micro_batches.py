@@ -23,7 +23,7 @@ from tightfit.planner.option import Change, Option, merged
 from tightfit.planner.sides import Sides
 from tightfit.planner.suggestion import Suggestion
 from tightfit.tape import Category, Column, Phase, Tape
-from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
+from tightfit.techniques.technique import AbstractTechnique, ChosenOption, Needs
 
 if TYPE_CHECKING:
     from tightfit.techniques.session import Session
@@ -89,7 +89,7 @@ class MicroBatches(AbstractTechnique):
         )
         return [Suggestion(what=what, saves_bytes=saved)]
 
-    def apply(self, session: "Session", chosen: Sequence[Choice]) -> None:
+    def apply(self, session: "Session", chosen: Sequence[ChosenOption]) -> None:
         """Wraps the model's forward, or the loop's step."""
         from tightfit.techniques.micro_batches.apply_micro_batches import apply_micro_batches
 

@@ -7,7 +7,7 @@ pass only scales those sums and returns them. The caller's loop sees one forward
 import contextlib
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -17,11 +17,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from tightfit.capture.observe.host_python import spends
 from tightfit.cost.host_python import HostWork
 from tightfit.effects.ambient import modes_of_program
-from tightfit.effects.fingerprints import paused
 from tightfit.effects.graph_shapes import graph_shape
 from tightfit.effects.outside_calls import without_outside_calls
 from tightfit.effects.reads import Reads
-from tightfit.effects.value_checks import has_values, nothing_hidden
+from tightfit.effects.values.fingerprints import paused
+from tightfit.effects.values.value_checks import has_values, nothing_hidden
 from tightfit.errors import ApplyError, TightfitError
 from tightfit.techniques.lazy_tensors.code_in_graphs import CodeInGraph
 from tightfit.techniques.micro_batches.batches import AbstractBatch, Batch
@@ -48,7 +48,7 @@ class SplitForward:
     """The wrapper around a root's forward; at most `num_parts` parts, `allows_randomness` as in `LossWatch`. `counted` is called once per part.
 
     `batch_of` makes the batch from the arguments, `scaled` is the scaling of the `GradScaler` that scales the loss outside. Proofs and comparisons
-    run inside of `unseen()`. `refuse` makes the error to raise; `check_steps` batches are compared by value. It refers to the model weakly, and a
+    run inside of `unseen()`. `of_loop` are attributes of the model that the training loop sets for itself. `refuse` makes the error to raise; `check_steps` batches are compared by value. It refers to the model weakly, and a
     copy of the model gets a copy of it.
     """
 
@@ -64,6 +64,7 @@ class SplitForward:
         batch_of: Callable[[Sequence[Any], Mapping[str, Any]], AbstractBatch] | None = None,
         scaled: Callable[[torch.Tensor], torch.Tensor] | None = None,
         unseen: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        of_loop: Collection[str] = (),
     ) -> None:
         self._model = weakref.ref(model)
         self._num_parts = num_parts
@@ -74,11 +75,14 @@ class SplitForward:
         self._batch_of = batch_of or Batch
         self._scaled = scaled
         self._unseen = unseen
-        self._proofs = BatchProofs(model, allows_randomness=allows_randomness, refuse=refuse, unseen=unseen)
+        self._proofs = BatchProofs(
+            model, allows_randomness=allows_randomness, refuse=refuse, unseen=unseen, of_loop=of_loop
+        )
         self._is_checked = False
         self._checks_left = check_steps
         # On a card the graph is walked in the first steps alone.
         self._runs_again = False
+        self._latest: Callable[[], Unchanged | None] = lambda: None
         self._begins = moment()
         on_node_hooks(self, is_of_later=True)
 
@@ -132,7 +136,7 @@ class SplitForward:
         with (
             without_outside_calls(self._refuse_outside, is_on=is_watched),
             _GradientsAside(self.model) as aside,
-            self._no_steps(),
+            _no_steps(self._refuse),
         ):
             checks_before = self._checks_left
             sums, outputs = self._run(forward, batch, aside)
@@ -144,9 +148,16 @@ class SplitForward:
             sums.gradients = [p.grad for p in aside.parameters]
         sums.refuse = self._refuse
         self._runs_again |= sums.saved.runs_again
-        state = self._proofs.changes_from_now() if self._runs_again else None
-        sums.unchanged = Unchanged(aside.parameters, batch.tensors(), sums.saved, has_checksum=is_checked, state=state)
+        sums.unchanged = Unchanged(aside.parameters, batch.tensors(), sums.saved, has_checksum=is_checked)
+        self._latest = weakref.ref(sums.unchanged)
+        self.end_forward()
         return outputs.joined(sums, aside.parameters)
+
+    def end_forward(self) -> None:
+        """What changes of the model's state from now on is changed between the forward and the backward pass. For callers that do something of the forward's afterwards."""
+        latest = self._latest()
+        if latest is not None and self._runs_again:
+            latest.state = self._proofs.changes_from_now()
 
     def _refuse_outside(self, why: str) -> ApplyError:
         return self._refuse(f"the model {why}; leave micro_batches out")
@@ -195,7 +206,7 @@ class SplitForward:
             if proved is None or is_new:
                 # After the first part has run for real, so that lazy modules and caches are made; what that run
                 # has left behind is part of the proof.
-                with self._looking():
+                with _looking(self._refuse):
                     proved = self._proofs.prove(forward, batch, parts, decisions, values, shape, may_leave=not begin)
                 self._checks_left = self._check_steps
             outputs.add(output, end - begin, loss_key, proved.joined)
@@ -205,7 +216,7 @@ class SplitForward:
             del loss
             if self._checks_left and batch.num_examples > 1 and not begin and has_values(*aside.parameters):
                 self._checks_left -= 1
-                with self._looking(), self._unseen(), paused(), nothing_hidden(self.model):
+                with _looking(self._refuse), self._unseen(), paused(), nothing_hidden(self.model):
                     self._check(forward, batch, proved.means)
             self._is_checked = True
         if not sums.are_shares_equal():
@@ -219,7 +230,9 @@ class SplitForward:
         self, loss: torch.Tensor, weight: torch.Tensor, sums: Sums, batch: AbstractBatch, aside: "_GradientsAside"
     ) -> None:
         # To walk the graph takes milliseconds, which are more for a card than at the host.
-        if has_values(*aside.parameters) and (batch.device.type == "cpu" or self._checks_left):
+        # In a trace too: what is refused in a run is in no plan.
+        is_walked = batch.device.type == "cpu" or self._checks_left or not has_values(*aside.parameters)
+        if is_walked:
             sums.saved.add(loss, self.model, [*aside.parameters, *batch.tensors()])
         # As a program runs `backward` outside of its autocast context. `inputs=` keeps the pass from
         # accumulating into anything but the trained parameters.
@@ -234,32 +247,6 @@ class SplitForward:
         with self._unseen(), paused(), Reads() as reads:
             forward(*args, **kwargs)
         return reads.values
-
-    @contextlib.contextmanager
-    def _no_steps(self) -> Iterator[None]:
-        """Refuses optimizer steps inside: they would run once for each part, with the gradients of some."""
-
-        def refuse(*_: Any) -> None:
-            raise self._refuse("an optimizer is stepped within the forward of the model; leave micro_batches out")
-
-        handle = register_optimizer_step_pre_hook(refuse)
-        try:
-            yield
-        finally:
-            handle.remove()
-
-    @contextlib.contextmanager
-    def _looking(self) -> Iterator[None]:
-        """Around runs that are ours alone. What they raise is not the program's to catch: one that skips a batch for it would skip each next one too."""
-        try:
-            yield
-        except TightfitError:
-            raise
-        except Exception as error:
-            told = " ".join(str(error).split())
-            raise self._refuse(
-                f"a look at whether parts of the batch give what the whole gives ended with {type(error).__name__} ({told}); leave micro_batches out"
-            ) from error
 
     @torch.no_grad()
     def _refuse_parts_that_raise(self, forward: Forward, batch: AbstractBatch, error: Exception) -> None:
@@ -308,6 +295,34 @@ class SplitForward:
                 f"two examples together have the loss {together.item():.6g} and one by one {apart.item():.6g}: it depends on what else is in "
                 "the batch; leave micro_batches out"
             )
+
+
+@contextlib.contextmanager
+def _no_steps(refuse: Refuse) -> Iterator[None]:
+    """Refuses optimizer steps inside: they would run once for each part, with the gradients of some."""
+
+    def refuse_step(*_: Any) -> None:
+        raise refuse("an optimizer is stepped within the forward of the model; leave micro_batches out")
+
+    handle = register_optimizer_step_pre_hook(refuse_step)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextlib.contextmanager
+def _looking(refuse: Refuse) -> Iterator[None]:
+    """Around runs that are ours alone. What they raise is not the program's to catch: one that skips a batch for it would skip each next one too."""
+    try:
+        yield
+    except TightfitError:
+        raise
+    except Exception as error:
+        told = " ".join(str(error).split())
+        raise refuse(
+            f"a look at whether parts of the batch give what the whole gives ended with {type(error).__name__} ({told}); leave micro_batches out"
+        ) from error
 
 
 class _GradientsAside:

@@ -19,7 +19,7 @@ from tightfit.analysis.relative_places import relative_place
 from tightfit.engine.disk.disk_sizes import buffer_bytes_for, in_pages
 from tightfit.planner.option import Option
 from tightfit.tape import Column
-from tightfit.techniques.technique import AbstractTechnique, Choice
+from tightfit.techniques.technique import AbstractTechnique, ChosenOption
 
 if TYPE_CHECKING:
     from tightfit.techniques.session import Session
@@ -45,7 +45,7 @@ class ActivationOffload(AbstractTechnique):
                 for to_disk in (False, True):
                     yield from _options(self.name, profile, block, following, to_disk=to_disk)
 
-    def apply(self, session: "Session", chosen: Sequence[Choice]) -> None:
+    def apply(self, session: "Session", chosen: Sequence[ChosenOption]) -> None:
         """Wraps the forward of each block, and of each that follows one."""
         from tightfit.techniques.offload.apply_activation_offload import apply_activation_offload
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from tightfit.analysis.relative_places import following_of
 from tightfit.techniques.session import Session
-from tightfit.techniques.technique import Choice, check_each
+from tightfit.techniques.technique import ChosenOption, check_each
 from tightfit.techniques.wrappers.far_tiers import by_tier, disk_space_for
 from tightfit.techniques.wrappers.offloaded_calls import MovedCalls, engine_of, offload_calls, selection_of
 
@@ -12,7 +12,7 @@ _NAME = "activation_offload"
 _LOST = "; this backward pass cannot be finished, and its gradients are incomplete"
 
 
-def apply_activation_offload(session: Session, chosen: Sequence[Choice]) -> None:
+def apply_activation_offload(session: Session, chosen: Sequence[ChosenOption]) -> None:
     """Wraps the forward of each block, and of each that follows one.
 
     Raises:

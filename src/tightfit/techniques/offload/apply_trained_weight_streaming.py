@@ -29,7 +29,7 @@ from tightfit.techniques.optimizer.updates.optimizer_steps import (
     update_within_step,
 )
 from tightfit.techniques.session import Session
-from tightfit.techniques.technique import Choice
+from tightfit.techniques.technique import ChosenOption
 from tightfit.techniques.wrappers.far_tiers import by_tier, disk_space_for
 from tightfit.torch_hooks.weak_references import WeakTable
 
@@ -38,7 +38,7 @@ _NAME = "trained_weight_streaming"
 _FLAGS = {"fused": True, "foreach": False, "capturable": False}
 
 
-def apply_trained_weight_streaming(session: Session, chosen: Sequence[Choice]) -> None:
+def apply_trained_weight_streaming(session: Session, chosen: Sequence[ChosenOption]) -> None:
     """Moves the weights of the blocks, their gradients and their optimizer states to the host, and wraps the forwards of the blocks.
 
     Raises:
@@ -94,7 +94,7 @@ def apply_trained_weight_streaming(session: Session, chosen: Sequence[Choice]) -
         update_within_step(session, optimizer, updates)
 
 
-def _states_on_disk(session: Session, choice: Choice, card: torch.device) -> HostCodec | None:
+def _states_on_disk(session: Session, choice: ChosenOption, card: torch.device) -> HostCodec | None:
     _, on_disk = by_tier([choice])
     if not on_disk:
         return None

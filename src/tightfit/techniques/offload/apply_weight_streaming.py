@@ -15,7 +15,7 @@ from tightfit.effects.ambient import (
     are_saved_tensor_hooks_refused,
     takes_saved_tensor_hooks,
 )
-from tightfit.effects.asked_of_saved import question_of, told
+from tightfit.effects.bytecode.asked_of_saved import question_of, told
 from tightfit.effects.state import MOVED
 from tightfit.engine.disk.disk_copies import DiskSpace
 from tightfit.engine.saved.saved_storage import Saved
@@ -27,7 +27,7 @@ from tightfit.engine.weights.weights_in_files import bytes_on_disk
 from tightfit.errors import ApplyError
 from tightfit.techniques.offload.streamable import seen_by_others, streamable
 from tightfit.techniques.session import Session, Verdict
-from tightfit.techniques.technique import Choice, check_each
+from tightfit.techniques.technique import ChosenOption, check_each
 from tightfit.techniques.wrappers.far_tiers import by_tier, disk_space_for
 from tightfit.techniques.wrappers.forwards import OnlyHere
 from tightfit.techniques.wrappers.traced_calls import is_among_values
@@ -39,7 +39,7 @@ _NAME = "weight_streaming"
 _LOST = "; this pass cannot be finished: the file that they are in is damaged, or its disk"
 
 
-def apply_weight_streaming(session: Session, chosen: Sequence[Choice]) -> None:
+def apply_weight_streaming(session: Session, chosen: Sequence[ChosenOption]) -> None:
     """Moves the weights of each block to the host, and wraps its forward and those of the blocks beside it.
 
     Raises:
@@ -135,7 +135,7 @@ class _LoadedInPlace:
             )
 
 
-def _beside(choice: Choice) -> list[str]:
+def _beside(choice: ChosenOption) -> list[str]:
     places = (str(choice.settings.get(name, "")) for name in ("preceding", "following"))
     return [place_from(choice.where, place) for place in places if place]
 
@@ -166,7 +166,7 @@ def _check_not_seen(session: Session, parameters: Sequence[torch.Tensor]) -> Non
         )
 
 
-def _check_apart(choices: Mapping[torch.nn.Module, Choice]) -> None:
+def _check_apart(choices: Mapping[torch.nn.Module, ChosenOption]) -> None:
     for module, choice in choices.items():
         inside = next((choices[part] for part in module.modules() if part is not module and part in choices), None)
         if inside is not None:
@@ -184,7 +184,7 @@ def _move_others(parameters: Mapping[torch.nn.Module, Sequence[torch.Tensor]], d
                 parameter.data = parameter.data.to(device)
 
 
-def _parameters_of(session: Session, choice: Choice) -> tuple[torch.nn.Module, list[torch.Tensor]]:
+def _parameters_of(session: Session, choice: ChosenOption) -> tuple[torch.nn.Module, list[torch.Tensor]]:
     module = session.module(choice.where)
     found = streamable(
         session.model,
@@ -363,10 +363,10 @@ class _Checks:
             ApplyError: they differ.
         """
         times = self._times.get(weight, 0)
-        if times >= self._num_times and weight.on_card.device.type != "cpu":
+        if times >= self._num_times and weight.on_card.whole.device.type != "cpu":
             return
         self._times[weight] = times + 1
-        if not torch.equal(weight.on_card.cpu(), weight.bytes_at_host):
+        if not torch.equal(weight.on_card.whole.cpu(), weight.bytes_at_host):
             raise self._verdict.refuse(
                 "a streamed weight on the card differs from what is at the host, and no version tells of a write (`weight.data`?); "
                 f"leave streaming out: tightfit plan --without {self._technique}",

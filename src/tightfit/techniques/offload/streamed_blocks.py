@@ -39,7 +39,7 @@ def not_hidden(
     profile: Profile, uses: StreamedUses, number: int, streamed: Column, *, from_disk: bool = False
 ) -> Sides:
     """Seconds in a step of the copies to the card, or of reading them `from_disk`, that the block before does not hide, and of the Python that brings them."""
-    num_bytes = profile.modules.bytes_of(streamed)
+    num_bytes = profile.lifetimes.bytes_of(streamed)
     copy, found = copy_seconds(num_bytes, profile.device, to_card=True), 0.0
     if from_disk:
         # Piece by piece, so the slower of both counts.
@@ -49,7 +49,7 @@ def not_hidden(
         if use.block == number:
             beside = 0.0
             if use.is_ahead and before is not None:
-                beside = float(profile.seconds[before.begin : use.begin].sum())
+                beside = float(profile.costs.seconds[before.begin : use.begin].sum())
             found += max(0.0, copy - beside)
     num_uses = sum(use.block == number for use in uses.uses)
     of_use = HostWork.STREAMED_CALL.value + HostWork.STREAMED_PARAMETER.value * len(streamed)

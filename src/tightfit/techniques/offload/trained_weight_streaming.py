@@ -25,7 +25,7 @@ from tightfit.planner.sides import Sides
 from tightfit.tape import Category, Column, CopyDirection, Phase
 from tightfit.techniques.offload.streamed_blocks import ALIGNMENT, MIN_BLOCKS, not_hidden, slots_of, smallest_of
 from tightfit.techniques.optimizer.states.state_sizes import MIN_ON_DISK
-from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
+from tightfit.techniques.technique import AbstractTechnique, ChosenOption, Needs
 
 if TYPE_CHECKING:
     from tightfit.techniques.session import Session
@@ -52,7 +52,7 @@ class TrainedWeightStreaming(AbstractTechnique):
         if len(profile.tape.weights) and run.step_ranges and not updates_in_backward(run) and family_of(run) != "other":
             yield from _options(self.name, profile)
 
-    def apply(self, session: "Session", chosen: Sequence[Choice]) -> None:
+    def apply(self, session: "Session", chosen: Sequence[ChosenOption]) -> None:
         """Moves the weights of the blocks to the host, and wraps their forwards and the optimizers' steps."""
         from tightfit.techniques.offload.apply_trained_weight_streaming import apply_trained_weight_streaming
 
@@ -97,9 +97,11 @@ def _options_of(
     changes = [change for number, own in streamed.items() for change in _changes_of_block(profile, uses, number, own)]
     changes += [
         Change(
-            begin=int(profile.allocated_at[s]), end=int(profile.modules.freed_at[s]), num_bytes=-round(share * int(n))
+            begin=int(profile.lifetimes.allocated_at[s]),
+            end=int(profile.lifetimes.freed_at[s]),
+            num_bytes=-round(share * int(n)),
         )
-        for s, n in zip(states.tolist(), profile.modules.block_bytes[states].tolist(), strict=True)
+        for s, n in zip(states.tolist(), profile.lifetimes.block_bytes[states].tolist(), strict=True)
     ]
     for step_range in run.step_ranges:
         changes += [Change(begin=begin, end=end, num_bytes=-round(share * n)) for begin, end, n in run.held(step_range)]
@@ -154,14 +156,14 @@ def _with_states_on_disk(
 def _changes_of_block(profile: Profile, uses: StreamedUses, number: int, streamed: Column) -> Iterator[Change]:
     """Weights leave when the plan is put on the model, and are back during their uses; gradients leave at the end of the use that makes them, and
     are gone when the following one begins."""
-    tape, event_of = profile.tape, profile.modules.event_of
+    tape, event_of = profile.tape, profile.lifetimes.event_of
     first = int(np.flatnonzero(tape.operators.phase == Phase.FORWARD)[0])
     moved = tape.copies.operator[tape.copies.direction == CopyDirection.TO_CARD]
     is_left = np.isin(tape.storages.operator[streamed], moved)
-    begins = np.where(is_left, profile.allocated_at[streamed], event_of(first))
-    for begin, num_bytes in zip(begins.tolist(), profile.modules.block_bytes[streamed].tolist(), strict=True):
+    begins = np.where(is_left, profile.lifetimes.allocated_at[streamed], event_of(first))
+    for begin, num_bytes in zip(begins.tolist(), profile.lifetimes.block_bytes[streamed].tolist(), strict=True):
         yield Change(begin=begin, end=len(tape.events), num_bytes=-num_bytes)
-    num_bytes = profile.modules.bytes_of(streamed)
+    num_bytes = profile.lifetimes.bytes_of(streamed)
     for begin, end in uses.on_card(number):
         yield Change(begin=int(event_of(begin)), end=int(event_of(end)), num_bytes=num_bytes)
     smallest = int(tape.storages.num_bytes[streamed].min())
@@ -175,9 +177,9 @@ def _changes_of_block(profile: Profile, uses: StreamedUses, number: int, streame
         gone = following.end if following is not None and following.is_backward else _end_of_backward(profile, use.end)
         begin = int(event_of(gone))
         for storage in own.tolist():
-            end = int(profile.modules.freed_at[storage])
+            end = int(profile.lifetimes.freed_at[storage])
             if end > begin:
-                yield Change(begin=begin, end=end, num_bytes=-int(profile.modules.block_bytes[storage]))
+                yield Change(begin=begin, end=end, num_bytes=-int(profile.lifetimes.block_bytes[storage]))
 
 
 def _end_of_backward(profile: Profile, operator: int) -> int:
@@ -191,8 +193,10 @@ def _not_hidden_of_gradients(profile: Profile, uses: StreamedUses, streamed: dic
     backward = [use for use in uses.uses if use.is_backward]
     for at, use in enumerate(backward):
         if use.block in streamed:
-            copy = copy_seconds(profile.modules.bytes_of(streamed[use.block]), profile.device, to_card=False)
+            copy = copy_seconds(profile.lifetimes.bytes_of(streamed[use.block]), profile.device, to_card=False)
             following = backward[at + 1] if at + 1 < len(backward) else None
-            beside = float(profile.seconds[following.begin : following.end].sum()) if following is not None else 0.0
+            beside = (
+                float(profile.costs.seconds[following.begin : following.end].sum()) if following is not None else 0.0
+            )
             found += max(0.0, copy - beside)
     return found / profile.num_steps

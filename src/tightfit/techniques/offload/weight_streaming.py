@@ -18,7 +18,7 @@ from tightfit.engine.disk.disk_sizes import buffer_bytes_for, in_pages
 from tightfit.planner.option import Change, Option, merged
 from tightfit.tape import Column, CopyDirection, Phase
 from tightfit.techniques.offload.streamed_blocks import ALIGNMENT, MIN_BLOCKS, not_hidden, slots_of, smallest_of
-from tightfit.techniques.technique import AbstractTechnique, Choice
+from tightfit.techniques.technique import AbstractTechnique, ChosenOption
 
 if TYPE_CHECKING:
     from tightfit.techniques.session import Session
@@ -40,7 +40,7 @@ class WeightStreaming(AbstractTechnique):
         if len(profile.tape.weights):
             yield from _options(self.name, profile)
 
-    def apply(self, session: "Session", chosen: Sequence[Choice]) -> None:
+    def apply(self, session: "Session", chosen: Sequence[ChosenOption]) -> None:
         """Moves the weights of each block to the host, and wraps its forward and those of the blocks beside it."""
         from tightfit.techniques.offload.apply_weight_streaming import apply_weight_streaming
 
@@ -92,7 +92,7 @@ def _option(
 ) -> Option:
     """The option of streaming these storages of one block from the host's memory, or from disk."""
     block, sizes = uses.blocks[number], profile.tape.storages.num_bytes[streamed]
-    num_bytes = profile.modules.bytes_of(streamed)
+    num_bytes = profile.lifetimes.bytes_of(streamed)
     host_bytes, disk_bytes = int((-(-sizes // ALIGNMENT) * ALIGNMENT).sum()), 0
     if to_disk:
         disk_bytes = sum(map(in_pages, sizes.tolist()))
@@ -128,15 +128,15 @@ def _first_operator(profile: Profile, uses: StreamedUses) -> int:
 def _changes(profile: Profile, uses: StreamedUses, number: int, streamed: Column, first: int) -> tuple[Change, ...]:
     """The weights leave when the plan is put on the model, before the operator `first`, and are back during their uses. Those that the program moves to the
     card are left at the host."""
-    tape, event_of = profile.tape, profile.modules.event_of
+    tape, event_of = profile.tape, profile.lifetimes.event_of
     moved = tape.copies.operator[tape.copies.direction == CopyDirection.TO_CARD]
     is_left = np.isin(tape.storages.operator[streamed], moved)
-    begins = np.where(is_left, profile.allocated_at[streamed], event_of(first))
+    begins = np.where(is_left, profile.lifetimes.allocated_at[streamed], event_of(first))
     away = (
         Change(begin=begin, end=len(tape.events), num_bytes=-num_bytes)
-        for begin, num_bytes in zip(begins.tolist(), profile.modules.block_bytes[streamed].tolist(), strict=True)
+        for begin, num_bytes in zip(begins.tolist(), profile.lifetimes.block_bytes[streamed].tolist(), strict=True)
     )
-    num_bytes = profile.modules.bytes_of(streamed)
+    num_bytes = profile.lifetimes.bytes_of(streamed)
     back = (
         Change(begin=int(event_of(begin)), end=int(event_of(end)), num_bytes=num_bytes)
         for begin, end in uses.on_card(number)

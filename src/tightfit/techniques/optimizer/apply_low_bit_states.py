@@ -6,18 +6,18 @@ from tightfit.techniques.optimizer.states.bitsandbytes_codec import Bitsandbytes
 from tightfit.techniques.optimizer.states.quantized_states import encode_states
 from tightfit.techniques.optimizer.states.state_codecs import AbstractCodec, BlockCodec
 from tightfit.techniques.session import Session
-from tightfit.techniques.technique import Choice
+from tightfit.techniques.technique import ChosenOption
 
 _NAME = "low_bit_states"
 
 
-def apply_low_bit_states(session: Session, chosen: Sequence[Choice]) -> None:
+def apply_low_bit_states(session: Session, chosen: Sequence[ChosenOption]) -> None:
     """Replaces the optimizers' steps."""
     (choice,) = chosen
     encode_states(session, _codec(session, choice), _NAME, choice.settings)
 
 
-def _codec(session: Session, choice: Choice) -> AbstractCodec:
+def _codec(session: Session, choice: ChosenOption) -> AbstractCodec:
     if choice.settings.get("library"):
         return BitsandbytesCodec(next(session.model.parameters()))
     return BlockCodec(4 if int(choice.settings["bits"]) == 4 else 8)

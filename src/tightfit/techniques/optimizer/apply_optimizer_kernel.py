@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from tightfit.techniques.optimizer.updates.optimizer_kernels import Kernel, check_kernel, set_kernel
 from tightfit.techniques.session import Session
-from tightfit.techniques.technique import Choice
+from tightfit.techniques.technique import ChosenOption
 
 
-def apply_optimizer_kernel(session: Session, chosen: Sequence[Choice]) -> None:
+def apply_optimizer_kernel(session: Session, chosen: Sequence[ChosenOption]) -> None:
     """Sets the flags of every optimizer's groups."""
     (choice,) = chosen
     kernel: Kernel = choice.settings["kernel"]

@@ -15,13 +15,13 @@ from tightfit.techniques.optimizer.states.state_sizes import LOST_STATES, MIN_NU
 from tightfit.techniques.optimizer.updates.optimizer_kernels import UPDATED_ON_HOST
 from tightfit.techniques.optimizer.updates.update_settings import UpdateSettings
 from tightfit.techniques.session import Session
-from tightfit.techniques.technique import Choice
+from tightfit.techniques.technique import ChosenOption
 from tightfit.techniques.wrappers.far_tiers import by_tier, disk_space_for
 
 _NAME = "optimizer_offload"
 
 
-def apply_optimizer_offload(session: Session, chosen: Sequence[Choice]) -> None:
+def apply_optimizer_offload(session: Session, chosen: Sequence[ChosenOption]) -> None:
     """Replaces the optimizers' steps.
 
     Raises:
@@ -70,7 +70,7 @@ def device_of_optimizers(session: Session) -> torch.device:
     return devices.pop()
 
 
-def _check_updates_on_host(session: Session, choice: Choice) -> None:
+def _check_updates_on_host(session: Session, choice: ChosenOption) -> None:
     for optimizer in session.optimizers:
         if type(optimizer).__name__ not in UPDATED_ON_HOST:
             raise ApplyError(

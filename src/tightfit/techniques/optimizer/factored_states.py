@@ -11,7 +11,7 @@ from tightfit.analysis.optimizer_algorithm import family_of
 from tightfit.analysis.profile import Profile
 from tightfit.planner.option import Option
 from tightfit.techniques.optimizer.states.quantized_state_options import Coding, coded_options
-from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
+from tightfit.techniques.technique import AbstractTechnique, ChosenOption, Needs
 
 if TYPE_CHECKING:
     from tightfit.techniques.session import Session
@@ -40,7 +40,7 @@ class FactoredStates(AbstractTechnique):
             return []
         return coded_options(run, _CODING, technique=self.name)
 
-    def apply(self, session: "Session", chosen: Sequence[Choice]) -> None:
+    def apply(self, session: "Session", chosen: Sequence[ChosenOption]) -> None:
         """Replaces the optimizers' steps."""
         from tightfit.techniques.optimizer.apply_factored_states import apply_factored_states
 

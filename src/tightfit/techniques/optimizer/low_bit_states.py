@@ -12,7 +12,7 @@ from tightfit.analysis.profile import Profile
 from tightfit.planner.option import Option
 from tightfit.techniques.optimizer.states.quantized_state_options import Coding, coded_options
 from tightfit.techniques.optimizer.states.state_sizes import BLOCK_SIZE, LIBRARY, is_installed
-from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
+from tightfit.techniques.technique import AbstractTechnique, ChosenOption, Needs
 
 if TYPE_CHECKING:
     from tightfit.techniques.session import Session
@@ -74,7 +74,7 @@ class LowBitStates(AbstractTechnique):
             for option in coded_options(run, coding, technique=self.name, settings=settings)
         ]
 
-    def apply(self, session: "Session", chosen: Sequence[Choice]) -> None:
+    def apply(self, session: "Session", chosen: Sequence[ChosenOption]) -> None:
         """Replaces the optimizers' steps."""
         from tightfit.techniques.optimizer.apply_low_bit_states import apply_low_bit_states
 

@@ -15,7 +15,7 @@ from tightfit.analysis.optimizer_algorithm import family_of, implementation_of
 from tightfit.analysis.profile import Profile
 from tightfit.planner.option import Change, Option
 from tightfit.planner.sides import Sides
-from tightfit.techniques.technique import AbstractTechnique, Choice
+from tightfit.techniques.technique import AbstractTechnique, ChosenOption
 
 if TYPE_CHECKING:
     from tightfit.techniques.optimizer.updates.optimizer_kernels import Kernel
@@ -70,7 +70,7 @@ class OptimizerKernel(AbstractTechnique):
             slots=frozenset({"optimizer"}),
         )
 
-    def apply(self, session: "Session", chosen: Sequence[Choice]) -> None:
+    def apply(self, session: "Session", chosen: Sequence[ChosenOption]) -> None:
         """Sets the flags of every optimizer's groups."""
         from tightfit.techniques.optimizer.apply_optimizer_kernel import apply_optimizer_kernel
 

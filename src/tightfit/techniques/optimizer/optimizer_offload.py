@@ -45,7 +45,7 @@ from tightfit.techniques.optimizer.states.quantized_state_options import (
     smaller_states,
 )
 from tightfit.techniques.optimizer.states.state_sizes import MIN_NUMBERS, MIN_ON_DISK
-from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
+from tightfit.techniques.technique import AbstractTechnique, ChosenOption, Needs
 
 if TYPE_CHECKING:
     from tightfit.techniques.session import Session
@@ -85,7 +85,7 @@ class OptimizerOffload(AbstractTechnique):
             yield from _on_host(self.name, run)
         yield from _on_disk(self.name, run)
 
-    def apply(self, session: "Session", chosen: Sequence[Choice]) -> None:
+    def apply(self, session: "Session", chosen: Sequence[ChosenOption]) -> None:
         """Replaces the optimizers' steps."""
         from tightfit.techniques.optimizer.apply_optimizer_offload import apply_optimizer_offload
 

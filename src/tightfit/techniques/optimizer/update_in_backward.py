@@ -26,7 +26,7 @@ from tightfit.planner.option import Change, Option
 from tightfit.planner.sides import Sides
 from tightfit.planner.suggestion import Suggestion
 from tightfit.techniques.optimizer.optimizer_kernel import sides_of_fused
-from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
+from tightfit.techniques.technique import AbstractTechnique, ChosenOption, Needs
 
 if TYPE_CHECKING:
     from tightfit.techniques.session import Session
@@ -79,7 +79,7 @@ class UpdateInBackward(AbstractTechnique):
         what = f"gradients cannot be used up within the backward pass, because {reason}"
         return [Suggestion(what=what, saves_bytes=held)]
 
-    def apply(self, session: "Session", chosen: Sequence[Choice]) -> None:
+    def apply(self, session: "Session", chosen: Sequence[ChosenOption]) -> None:
         """Takes over the gradients of every parameter of the session's optimizers."""
         from tightfit.techniques.optimizer.apply_update_in_backward import apply_update_in_backward
 

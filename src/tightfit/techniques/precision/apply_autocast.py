@@ -10,12 +10,12 @@ from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.asked_gradients import watch_inputs_of_backward
 from tightfit.techniques.precision.casts import cast_results
 from tightfit.techniques.session import Session
-from tightfit.techniques.technique import Choice
+from tightfit.techniques.technique import ChosenOption
 
 _NAME = "autocast"
 
 
-def apply_autocast(session: Session, chosen: Sequence[Choice]) -> None:
+def apply_autocast(session: Session, chosen: Sequence[ChosenOption]) -> None:
     """Runs the model's forward under autocast and returns its results in float32, as the loss outside expects them."""
     first = next((p for p in session.model.parameters() if p.is_floating_point()), None)
     if first is None:

@@ -18,13 +18,13 @@ from tightfit.techniques.precision.apply_pure_bf16 import lower_model
 from tightfit.techniques.precision.coded_host_codec import CodedHostCodec, RoundedCodec
 from tightfit.techniques.precision.master_residual import RESIDUAL, MasterCodec, MasterUpdate
 from tightfit.techniques.session import Session
-from tightfit.techniques.technique import Choice
+from tightfit.techniques.technique import ChosenOption
 
 _NAME = "low_bit_offload"
 _FORMATS = ("8-bit", "bf16")
 
 
-def apply_low_bit_offload(session: Session, chosen: Sequence[Choice]) -> None:
+def apply_low_bit_offload(session: Session, chosen: Sequence[ChosenOption]) -> None:
     """Replaces the optimizers' steps.
 
     Raises:

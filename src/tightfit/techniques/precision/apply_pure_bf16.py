@@ -16,14 +16,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from tightfit.capture.processes.process_role import is_simulated
 from tightfit.effects.reachable.reach import reach_of
-from tightfit.effects.value_checks import has_values
+from tightfit.effects.values.value_checks import has_values
 from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.asked_gradients import watch_inputs_of_backward
 from tightfit.techniques.optimizer.updates.optimizer_steps import check_separable, update_within_step
 from tightfit.techniques.precision.casts import cast, cast_results
 from tightfit.techniques.precision.stochastic_rounding import LowPrecisionUpdate, WideStates
 from tightfit.techniques.session import Session, Verdict
-from tightfit.techniques.technique import Choice
+from tightfit.techniques.technique import ChosenOption
 from tightfit.torch_hooks.backward import BackwardPass, on_backward
 from tightfit.torch_hooks.manifest import STORAGE_USES
 from tightfit.torch_hooks.optimizer_step_hooks import is_stepped
@@ -96,7 +96,7 @@ class _PassesUnderWay:
             self._waiting.pop(0)()
 
 
-def apply_pure_bf16(session: Session, chosen: Sequence[Choice]) -> None:
+def apply_pure_bf16(session: Session, chosen: Sequence[ChosenOption]) -> None:
     """Casts parameters, buffers, and the model's inputs and outputs, and takes over the optimizers' updates."""
     (choice,) = chosen
     updates: list[LowPrecisionUpdate] = []

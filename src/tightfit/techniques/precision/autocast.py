@@ -19,7 +19,7 @@ from tightfit.planner.sides import Sides
 from tightfit.planner.suggestion import Suggestion
 from tightfit.tape import Category, Column, Phase, Tape
 from tightfit.techniques.precision.lower_precision import born_in_float32, can_be_lowered, seconds_saved_in_bfloat16
-from tightfit.techniques.technique import AbstractTechnique, Choice
+from tightfit.techniques.technique import AbstractTechnique, ChosenOption
 
 if TYPE_CHECKING:
     from tightfit.techniques.session import Session
@@ -91,7 +91,7 @@ class Autocast(AbstractTechnique):
         )
         return [Suggestion(what=what, saves_bytes=saved, changes="results")]
 
-    def apply(self, session: "Session", chosen: Sequence[Choice]) -> None:
+    def apply(self, session: "Session", chosen: Sequence[ChosenOption]) -> None:
         """Runs the model's forward under autocast and returns its results in float32, as the loss outside expects them."""
         from tightfit.techniques.precision.apply_autocast import apply_autocast
 
@@ -103,8 +103,8 @@ def _parameter_bytes(run: OptimizerProfile) -> int:
 
 
 def _seconds_to_issue_casts(profile: Profile) -> float:
-    num_products = int((profile.is_product & (profile.tape.operators.phase == Phase.FORWARD)).sum())
-    return _CASTS_OF_A_PRODUCT * profile.issue_seconds * num_products / profile.num_steps
+    num_products = int((profile.costs.is_product & (profile.tape.operators.phase == Phase.FORWARD)).sum())
+    return _CASTS_OF_A_PRODUCT * profile.costs.efficiency.issue_seconds * num_products / profile.num_steps
 
 
 def _smaller_activations(run: OptimizerProfile) -> tuple[Change, ...]:

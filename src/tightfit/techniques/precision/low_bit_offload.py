@@ -26,7 +26,7 @@ from tightfit.techniques.precision.lower_precision import (
     seconds_saved_in_bfloat16,
     sides_of_updates_in_float32,
 )
-from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
+from tightfit.techniques.technique import AbstractTechnique, ChosenOption, Needs
 
 if TYPE_CHECKING:
     from tightfit.techniques.session import Session
@@ -73,7 +73,7 @@ class LowBitOffload(AbstractTechnique):
         if can_be_lowered(run):
             yield _with_master(self.name, profile, run)
 
-    def apply(self, session: "Session", chosen: Sequence[Choice]) -> None:
+    def apply(self, session: "Session", chosen: Sequence[ChosenOption]) -> None:
         """Replaces the optimizers' steps."""
         from tightfit.techniques.precision.apply_low_bit_offload import apply_low_bit_offload
 

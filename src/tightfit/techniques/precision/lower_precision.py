@@ -52,7 +52,7 @@ def seconds_saved_in_bfloat16(profile: Profile, *, everything: bool) -> float:
         bytes_written=np.where(lowered, tape.operators.bytes_written // 2, tape.operators.bytes_written),
     )
     lower = dataclasses.replace(tape, operators=operators, strings=(*tape.strings, "bfloat16"))
-    return float((profile.seconds - operator_seconds(lower, profile.device)).sum()) / profile.num_steps
+    return float((profile.costs.seconds - operator_seconds(lower, profile.device)).sum()) / profile.num_steps
 
 
 def indices_of(tape: Tape, text: str) -> list[int]:

@@ -17,7 +17,7 @@ from tightfit.techniques.precision.lower_precision import (
     seconds_saved_in_bfloat16,
     sides_of_updates_in_float32,
 )
-from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
+from tightfit.techniques.technique import AbstractTechnique, ChosenOption, Needs
 
 if TYPE_CHECKING:
     from tightfit.techniques.session import Session
@@ -56,7 +56,7 @@ class PureBf16(AbstractTechnique):
             for rounding in roundings
         ]
 
-    def apply(self, session: "Session", chosen: Sequence[Choice]) -> None:
+    def apply(self, session: "Session", chosen: Sequence[ChosenOption]) -> None:
         """Casts parameters, buffers, and the model's inputs and outputs, and takes over the optimizers' updates."""
         from tightfit.techniques.precision.apply_pure_bf16 import apply_pure_bf16
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from tightfit.effects.word_sums import sum_of_words
+from tightfit.effects.values.word_sums import sum_of_words
 from tightfit.techniques.optimizer.updates.optimizer_steps import beside, groups_by_parameter, step_of, update_alone
 from tightfit.techniques.precision.lower_precision import Rounding
 

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 from tightfit.techniques.recomputation.recompute import Recomputed
 from tightfit.techniques.session import Session
-from tightfit.techniques.technique import Choice, check_each
+from tightfit.techniques.technique import ChosenOption, check_each
 
 _NAME = "checkpointing"
 
 
-def apply_checkpointing(session: Session, chosen: Sequence[Choice]) -> None:
+def apply_checkpointing(session: Session, chosen: Sequence[ChosenOption]) -> None:
     """Wraps the forward of each block."""
     modules = check_each(chosen, lambda choice: session.module(choice.where))
     for choice, module in zip(chosen, modules, strict=True):

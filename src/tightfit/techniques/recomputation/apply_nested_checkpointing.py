@@ -8,12 +8,12 @@ from tightfit.errors import ApplyError
 from tightfit.techniques.recomputation.recompute import Recomputed
 from tightfit.techniques.recomputation.recomputed_inputs import Segment
 from tightfit.techniques.session import Session
-from tightfit.techniques.technique import Choice, check_each
+from tightfit.techniques.technique import ChosenOption, check_each
 
 _NAME = "nested_checkpointing"
 
 
-def apply_nested_checkpointing(session: Session, chosen: Sequence[Choice]) -> None:
+def apply_nested_checkpointing(session: Session, chosen: Sequence[ChosenOption]) -> None:
     """Wraps the forward of each block of each segment."""
     segments = check_each(chosen, lambda choice: _modules(session, choice))
     for choice, modules in zip(chosen, segments, strict=True):
@@ -32,7 +32,7 @@ def apply_nested_checkpointing(session: Session, chosen: Sequence[Choice]) -> No
             session.wrap_forward(module, segment.around(number))
 
 
-def _modules(session: Session, choice: Choice) -> list[torch.nn.Module]:
+def _modules(session: Session, choice: ChosenOption) -> list[torch.nn.Module]:
     container = session.module(choice.where)
     names = [str(number) for number in range(choice.settings["begin"], choice.settings["end"])]
     modules = [container._modules.get(name) for name in names]

@@ -8,13 +8,13 @@ from tightfit.engine.saved.saved_tensors import SavedTensors
 from tightfit.techniques.recomputation.held_products import held_contexts
 from tightfit.techniques.recomputation.recompute import Recomputed
 from tightfit.techniques.session import Session
-from tightfit.techniques.technique import Choice, check_each
+from tightfit.techniques.technique import ChosenOption, check_each
 from tightfit.techniques.wrappers.offloaded_calls import MovedCalls, engine_of, offload_calls, selection_of
 
 _NAME = "offloaded_checkpointing"
 
 
-def apply_offloaded_checkpointing(session: Session, chosen: Sequence[Choice]) -> None:
+def apply_offloaded_checkpointing(session: Session, chosen: Sequence[ChosenOption]) -> None:
     """Wraps the forward of each block, and of each that follows one.
 
     Raises:
@@ -37,7 +37,7 @@ def apply_offloaded_checkpointing(session: Session, chosen: Sequence[Choice]) ->
     offload_calls(session, _NAME, moved, following)
 
 
-def _recomputed(session: Session, choice: Choice, engine: SavedTensors) -> Recomputed:
+def _recomputed(session: Session, choice: ChosenOption, engine: SavedTensors) -> Recomputed:
     keep = frozenset(choice.settings.get("keep", ()))
     return Recomputed(
         session.module(choice.where),

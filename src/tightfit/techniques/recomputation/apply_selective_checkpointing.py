@@ -13,13 +13,13 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext,
 from tightfit.cost.classes import TENSOR_CORE_CLASSES, operator_class
 from tightfit.techniques.recomputation.recompute import Recomputed
 from tightfit.techniques.session import Session
-from tightfit.techniques.technique import Choice, check_each
+from tightfit.techniques.technique import ChosenOption, check_each
 from tightfit.torch_hooks.backward import keeps_graph
 
 _NAME = "selective_checkpointing"
 
 
-def apply_selective_checkpointing(session: Session, chosen: Sequence[Choice]) -> None:
+def apply_selective_checkpointing(session: Session, chosen: Sequence[ChosenOption]) -> None:
     """Wraps the forward of each block."""
     modules = check_each(chosen, lambda c: (session.module(c.where), frozenset(c.settings["keep"])))
     for choice, (module, keep) in zip(chosen, modules, strict=True):

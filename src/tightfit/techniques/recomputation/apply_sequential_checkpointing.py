@@ -6,13 +6,13 @@ import torch
 
 from tightfit.techniques.recomputation.recompute import Recomputed
 from tightfit.techniques.session import Session
-from tightfit.techniques.technique import Choice, check_each
+from tightfit.techniques.technique import ChosenOption, check_each
 from tightfit.techniques.wrappers.sequential_ranges import MakeRunner, Runner, check_sequential, put_range
 
 _NAME = "sequential_checkpointing"
 
 
-def apply_sequential_checkpointing(session: Session, chosen: Sequence[Choice]) -> None:
+def apply_sequential_checkpointing(session: Session, chosen: Sequence[ChosenOption]) -> None:
     """Wraps each Sequential once, with code that runs its segments."""
     check_each(chosen, lambda c: check_sequential(session, c.where, c.settings["begin"], c.settings["end"]))
     for choice in chosen:

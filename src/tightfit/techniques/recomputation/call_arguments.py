@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from tightfit.effects.card_sums import unseen
 from tightfit.effects.holders import PLAIN
 from tightfit.effects.users_code import is_of_library, is_users_class
+from tightfit.effects.values.card_sums import unseen
 from tightfit.torch_hooks.manifest import MAKE_SAVED_TENSOR
 
 _WITHOUT_STATE = (torch.Tensor, *PLAIN, torch.Size, torch.dtype, torch.device)

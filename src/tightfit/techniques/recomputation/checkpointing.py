@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, final
 from tightfit.analysis.profile import Profile
 from tightfit.analysis.recomputable import recompute_option
 from tightfit.planner.option import Option
-from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
+from tightfit.techniques.technique import AbstractTechnique, ChosenOption, Needs
 
 if TYPE_CHECKING:
     from tightfit.techniques.session import Session
@@ -38,7 +38,7 @@ class Checkpointing(AbstractTechnique):
             return "a recurrent layer is one kernel, which needs its own inputs and results in the backward pass: run again, it would hold as much"
         return "no module that is made of submodules, the whole model aside, saves activations: a single layer mostly saves its own input"
 
-    def apply(self, session: "Session", chosen: Sequence[Choice]) -> None:
+    def apply(self, session: "Session", chosen: Sequence[ChosenOption]) -> None:
         """Wraps the forward of each block."""
         from tightfit.techniques.recomputation.apply_checkpointing import apply_checkpointing
 

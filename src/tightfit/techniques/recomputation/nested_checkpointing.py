@@ -14,7 +14,7 @@ from tightfit.analysis.recomputable import RecomputableBlock, seconds_in_python
 from tightfit.analysis.sequences import saved_bytes
 from tightfit.planner.option import Change, Option
 from tightfit.planner.sides import Sides
-from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
+from tightfit.techniques.technique import AbstractTechnique, ChosenOption, Needs
 
 if TYPE_CHECKING:
     from tightfit.techniques.session import Session
@@ -48,7 +48,7 @@ class NestedCheckpointing(AbstractTechnique):
                 for begin in range(0, len(stack) - length + 1, length):
                     yield _option(self.name, profile, stack[begin : begin + length])
 
-    def apply(self, session: "Session", chosen: Sequence[Choice]) -> None:
+    def apply(self, session: "Session", chosen: Sequence[ChosenOption]) -> None:
         """Wraps the forward of each block of each segment."""
         from tightfit.techniques.recomputation.apply_nested_checkpointing import apply_nested_checkpointing
 
@@ -78,31 +78,35 @@ def _stacks(profile: Profile) -> Iterator[list[RecomputableBlock]]:
 
 def _outputs_bytes(module_calls: ModuleCalls, block: RecomputableBlock) -> int:
     output = block.calls[-1].output
-    return int(module_calls.block_bytes[output]) if output >= 0 and module_calls.saved_for_backward[output] else 0
+    return (
+        int(module_calls.lifetimes.block_bytes[output])
+        if output >= 0 and module_calls.saved_for_backward[output]
+        else 0
+    )
 
 
 def _option(technique: str, profile: Profile, segment: Sequence[RecomputableBlock]) -> Option:
-    module_calls, seconds = profile.modules, profile.seconds
+    module_calls, seconds = profile.modules, profile.costs.seconds
     changes, added, num_issued = [], 0.0, 0
     in_python = sum(map(seconds_in_python, segment)) + _OF_A_RUN * sum(map(seconds_in_python, segment[:-1]))
     for calls in zip(*(block.calls for block in segment), strict=True):
         again = [float(seconds[call.begin : call.end].sum()) for call in calls]
         added += sum(again) + sum(again[:-1])
-        issued = [int(profile.is_kernel[call.begin : call.end].sum()) for call in calls]
+        issued = [int(profile.costs.is_kernel[call.begin : call.end].sum()) for call in calls]
         num_issued += sum(issued) + sum(issued[:-1])
         for call in calls:
-            gone = module_calls.bytes_of(call.saved)
+            gone = module_calls.lifetimes.bytes_of(call.saved)
             changes.append(Change(begin=call.end_event, end=call.back_event, num_bytes=-gone))
         back = calls[-1].back_event
         for call, following in itertools.pairwise(calls):
             output = call.output
             if output >= 0 and module_calls.saved_for_backward[output] and following.end_event < back:
-                size = int(module_calls.block_bytes[output])
+                size = int(module_calls.lifetimes.block_bytes[output])
                 changes.append(Change(begin=following.end_event, end=back, num_bytes=-size))
     parent, _, first = segment[0].path.rpartition(".")
     sides = Sides(
         on_card=added / profile.num_steps,
-        on_host=(num_issued * profile.issue_seconds + in_python) / profile.num_steps,
+        on_host=(num_issued * profile.costs.efficiency.issue_seconds + in_python) / profile.num_steps,
     )
     return Option(
         technique=technique,

@@ -18,7 +18,7 @@ from tightfit.analysis.recomputable import RecomputableBlock, recompute_option
 from tightfit.analysis.relative_places import relative_place
 from tightfit.planner.option import Option
 from tightfit.techniques.recomputation.kept_products import KeptProducts, kept_products
-from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
+from tightfit.techniques.technique import AbstractTechnique, ChosenOption, Needs
 
 if TYPE_CHECKING:
     from tightfit.techniques.session import Session
@@ -52,7 +52,7 @@ class OffloadedCheckpointing(AbstractTechnique):
                 if moved is not None:
                     yield moved.option(self.name, kept)
 
-    def apply(self, session: "Session", chosen: Sequence[Choice]) -> None:
+    def apply(self, session: "Session", chosen: Sequence[ChosenOption]) -> None:
         """Wraps the forward of each block, and of each that follows one."""
         from tightfit.techniques.recomputation.apply_offloaded_checkpointing import apply_offloaded_checkpointing
 

@@ -32,8 +32,7 @@ from tightfit.effects.ambient import (
     may_saved_tensors_be_written,
     takes_saved_tensor_hooks,
 )
-from tightfit.effects.asked_of_saved import told
-from tightfit.effects.fingerprints import Fingerprint, Fingerprints, first_mismatch
+from tightfit.effects.bytecode.asked_of_saved import told
 from tightfit.effects.optimizer_marks import OptimizerMarks
 from tightfit.effects.outside_calls import without_outside_calls
 from tightfit.effects.run_settings import RunSettings
@@ -48,7 +47,8 @@ from tightfit.effects.state import (
     with_replaced,
     written_since,
 )
-from tightfit.effects.value_checks import has_values
+from tightfit.effects.values.fingerprints import Fingerprint, Fingerprints, first_mismatch
+from tightfit.effects.values.value_checks import has_values
 from tightfit.errors import ApplyError, TightfitError
 from tightfit.techniques.recomputation.call_arguments import (
     SavedInputs,
@@ -117,7 +117,8 @@ class Recomputed:
         self.schedule = CheckSchedule(check_steps)
         self.stored = StoredTensors()
         self._inside = InnerModules()
-        self._is_first = True
+        self.is_first = True
+        """Whether no forward has finished yet."""
         self.num_second_runs = 0
         self.num_saved = 0
         """How many tensors the last call has saved for its backward pass."""
@@ -207,7 +208,7 @@ class Recomputed:
         hooks = programs_hooks()
         if hooks is not None and not is_of_torch_offload(hooks[0]):
             return True
-        return self._is_first and any(torch.nn.parameter.is_lazy(p) for p in self.owner().parameters())
+        return self.is_first and any(torch.nn.parameter.is_lazy(p) for p in self.owner().parameters())
 
     def copies(self, before: Snapshot, *, of_all: bool) -> dict[int, torch.Tensor]:
         """Copies of the tensors that the forward is known to write to; with `of_all`, of all that it may write to."""
@@ -245,20 +246,15 @@ class Recomputed:
                 raise self.refusal(f"cannot be run a second time: in its forward {path} was written to")
         if found:
             raise self.refusal(f"cannot be run a second time: in its forward {next(iter(found.values()))}")
-        self._is_first = False
-
-    @property
-    def is_first(self) -> bool:
-        """Whether no forward has finished yet."""
-        return self._is_first
+        self.is_first = False
 
 
 class RecomputedCall:
     """One call of a module: the state at its first run, for every later run of the same call."""
 
     def __init__(self, owner: Recomputed, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        self._owner = owner
-        self._before = owner.state.snapshot(owner.owner(), is_kept=True)
+        self.owner = owner
+        self.before = owner.state.snapshot(owner.owner(), is_kept=True)
         given = tensors_in((*args, *kwargs.values()))
         self._versions = versions(given)
         named = {**{f"argument {n}": a for n, a in enumerate(args)}, **kwargs}
@@ -267,39 +263,28 @@ class RecomputedCall:
         held = {name: value for name, value in named.items() if holds_things(value)}
         self._held = snapshot_of_arguments(held) if held else None
         self._ambient = Ambient.now()
-        self.is_checked = owner.schedule.needs_check(shapes(given), self._before)
+        self.is_checked = owner.schedule.needs_check(shapes(given), self.before)
         self._of_all = self.is_checked or owner.is_first
         # To go through the modules for it would take as long as all else here.
-        parameter = next(iter(self._before.reach.parameters), None)
+        parameter = next(iter(self.before.reach.parameters), None)
         is_at_host = parameter is None or parameter.device.type == "cpu"
         # On a card a call is over before its kernels are, and what the look costs would show.
         self.is_watched = owner.schedule.has_values and (
-            is_at_host or self.is_checked or self._before.reach.names_outside
+            is_at_host or self.is_checked or self.before.reach.names_outside
         )
-        self._copies = owner.copies(self._before, of_all=self._of_all)
+        self._copies = owner.copies(self.before, of_all=self._of_all)
         self._own_writes: frozenset[str] = frozenset()
-        self._spend()
         # Snapshots refer to tensors with a graph weakly. Those that the first run may read must be alive for
         # the second, whatever the program drops in between.
-        in_graphs = self._before.in_graphs()
+        in_graphs = self.before.in_graphs()
         self._handed_over = owner.stored.handed_over(in_graphs, owner.num_second_runs)
         self._handed_over += self._held.in_graphs() if self._held is not None else []
         self._has_graphs = bool(in_graphs)
         self.fingerprints: list[Fingerprint] | None = None
         # Where both runs are compared operator by operator, and where operators add up in any order, sums tell nothing.
         num_summed = 0 if self.is_checked or owner.adds_in_any_order else owner.num_saved
-        self.saved = SavedValues(self._before.reach.weights, num_summed, has_values=owner.schedule.has_values)
+        self.saved = SavedValues(self.before.reach.weights, num_summed, has_values=owner.schedule.has_values)
         self._settings = RunSettings(given if parameter is None else [*given, parameter])
-
-    @property
-    def owner(self) -> Recomputed:
-        """The wrapper around the module."""
-        return self._owner
-
-    @property
-    def before(self) -> Snapshot:
-        """The state before the first run."""
-        return self._before
 
     def first(
         self, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, stops_early: bool
@@ -309,7 +294,7 @@ class RecomputedCall:
         Raises:
             ApplyError: it had a side effect that cannot be restored for a later run.
         """
-        owner, saved, settings = self._owner, self.saved, self._settings
+        owner, saved, settings = self.owner, self.saved, self._settings
         first, later = (None, None) if owner.contexts is None else owner.contexts()
         # Not kept here: it leads to the forward, which may lead to this call.
         graph_holds = _RepeatedCall(self, forward, args, kwargs, settings, later, stops_early=stops_early)
@@ -338,17 +323,18 @@ class RecomputedCall:
         return result
 
     def _end_first(self) -> None:
-        self._owner.note_reach(self._before)
-        self._owner.num_saved = len(self.saved)
+        self._spend()
+        self.owner.note_reach(self.before)
+        self.owner.num_saved = len(self.saved)
         if self.saved.question:
-            raise self._owner.refusal(told(self.saved.question))
+            raise self.owner.refusal(told(self.saved.question))
         if self._of_all:
-            self._owner.learn(self._before, self._copies)
+            self.owner.learn(self.before, self._copies)
         if self._has_graphs or self._of_all:
-            after = self._owner.state.snapshot(self._owner.owner())
+            after = self.owner.state.snapshot(self.owner.owner())
             # What a forward draws from, a second run goes on drawing from: its results may be the same, and its gradients of another number.
-            self._own_writes = frozenset(d.path for d in differences(self._before, after) if d.what != "was drawn from")
-            self._owner.stored.leaves(self._before.in_graphs(), after.in_graphs(), self._owner.num_second_runs)
+            self._own_writes = frozenset(d.path for d in differences(self.before, after) if d.what != "was drawn from")
+            self.owner.stored.leaves(self.before.in_graphs(), after.in_graphs(), self.owner.num_second_runs)
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -363,16 +349,16 @@ class RecomputedCall:
         Raises:
             ApplyError: the state cannot be restored.
         """
-        owner, module = self._owner, self._owner.owner()
+        owner, module = self.owner, self.owner.owner()
         owner.num_second_runs += 1
         self._spend()
         # As a rule nothing has changed since, and the first snapshot is that of the present state too.
-        is_same = self._held is None and owner.state.is_still(self._before)
-        now = self._before if is_same else owner.state.snapshot(module)
+        is_same = self._held is None and owner.state.is_still(self.before)
+        now = self.before if is_same else owner.state.snapshot(module)
         held = again(self._held) if self._held is not None else None
         # Tensors that may be referred to only by the state that is being replaced.
         kept = [*now.in_graphs(), *(held.in_graphs() if held is not None else [])]
-        changed = [] if is_same else differences(self._before, now)
+        changed = [] if is_same else differences(self.before, now)
         changed += differences(self._held, held) if self._held is not None and held is not None else []
         self._refuse_lost(changed)
         ambient = Ambient.now()
@@ -387,10 +373,10 @@ class RecomputedCall:
         needs_restoring = bool(changed or self._copies)
         if needs_restoring:
             # Each run writes to copies of its own: there may be a third.
-            restore(with_replaced(self._before, {key: copy.clone() for key, copy in self._copies.items()}))
+            restore(with_replaced(self.before, {key: copy.clone() for key, copy in self._copies.items()}))
             if self._held is not None:
                 restore(self._held)
-        marks = ParameterMarks(self._before.reach.parameters), OptimizerMarks(self._before.reach.optimizers)
+        marks = ParameterMarks(self.before.reach.parameters), OptimizerMarks(self.before.reach.optimizers)
         try:
             with self._ambient.put_back(ambient):
                 yield
@@ -407,30 +393,30 @@ class RecomputedCall:
 
     def _spend(self) -> None:
         """Half of what a call costs the processor, in each of its runs."""
-        if self._owner.schedule.has_values:
+        if self.owner.schedule.has_values:
             return
-        num_modules = 0.5 * sum(1 for _ in self._owner.owner().modules())
+        num_tensors = 0.5 * len(self.saved)
         spends(HostWork.RECOMPUTED_CALL, 0.5)
-        spends(HostWork.RECOMPUTED_MODULE, num_modules)
-        if self._owner.is_selective:
-            spends(HostWork.SELECTED_MODULE, num_modules)
+        spends(HostWork.RECOMPUTED_TENSOR, num_tensors)
+        if self.owner.is_selective:
+            spends(HostWork.SELECTED_TENSOR, num_tensors)
 
     def _is_written_since(self, now: Snapshot, held: Snapshot | None) -> bool:
-        if now is self._before and self._owner.state.is_still(now):
+        if now is self.before and self.owner.state.is_still(now):
             return False
-        after = self._owner.state.snapshot(self._owner.owner())
+        after = self.owner.state.snapshot(self.owner.owner())
         return bool(differences(now, after) or (held is not None and differences(held, again(held))))
 
     def _refuse_left(self, now: Snapshot) -> None:
         """A run that ends with the last tensor that the backward pass needs does not come to what takes its writes back at the end of the forward."""
         for difference in written_since(now):
-            raise self._owner.refusal(f"was run a second time, and as it ended there {difference}")
+            raise self.owner.refusal(f"was run a second time, and as it ended there {difference}")
 
     def _refuse_lost(self, changed: Sequence[StateDifference]) -> None:
         for difference in changed:
             is_own = difference.tensor is None and difference.path in self._own_writes
             if difference.is_in_place and not is_own and id(difference.tensor) not in self._copies:
-                raise self._owner.refusal(f"cannot be run a second time: since its forward {difference}")
+                raise self.owner.refusal(f"cannot be run a second time: since its forward {difference}")
 
     @contextmanager
     def _compared(self) -> Iterator[None]:
@@ -449,7 +435,7 @@ class RecomputedCall:
         """
         mismatch = first_mismatch(self.fingerprints or (), taken)
         if mismatch is not None:
-            raise self._owner.refusal(f"{mismatch} when it was run a second time")
+            raise self.owner.refusal(f"{mismatch} when it was run a second time")
 
 
 class _RepeatedCall:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from tightfit.effects.fingerprints import paused
+from tightfit.effects.values.fingerprints import paused
 from tightfit.techniques.recomputation.recompute import Recomputed, RecomputedCall
 from tightfit.techniques.wrappers.forwards import Around
 from tightfit.techniques.wrappers.traced_calls import is_looked_at

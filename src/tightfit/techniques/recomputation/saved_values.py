@@ -16,10 +16,10 @@ from collections.abc import Callable, Container
 import torch
 from torch.utils.checkpoint import _StopRecomputationError
 
-from tightfit.effects import card_sums
-from tightfit.effects.asked_of_saved import question_of
-from tightfit.effects.contents import StoredAt, checksum_of
+from tightfit.effects.bytecode.asked_of_saved import question_of
 from tightfit.effects.reads import line_of_code
+from tightfit.effects.values import card_sums
+from tightfit.effects.values.contents import StoredAt, checksum_of
 from tightfit.torch_hooks.saving_functions import saving_function
 
 # Libraries of recurrent layers save memory of their own behind their results (tools/autograd/derivatives.yaml: `mkldnn_rnn_layer`, `_cudnn_rnn`), of which they do not

@@ -12,7 +12,7 @@ from tightfit.analysis.profile import Profile
 from tightfit.analysis.recomputable import recompute_option
 from tightfit.planner.option import Option
 from tightfit.techniques.recomputation.kept_products import kept_products
-from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
+from tightfit.techniques.technique import AbstractTechnique, ChosenOption, Needs
 
 if TYPE_CHECKING:
     from tightfit.techniques.session import Session
@@ -38,7 +38,7 @@ class SelectiveCheckpointing(AbstractTechnique):
                 option = recompute_option(self.name, profile, block, kept.is_kept)
                 yield dataclasses.replace(option, settings=kept.settings)
 
-    def apply(self, session: "Session", chosen: Sequence[Choice]) -> None:
+    def apply(self, session: "Session", chosen: Sequence[ChosenOption]) -> None:
         """Wraps the forward of each block."""
         from tightfit.techniques.recomputation.apply_selective_checkpointing import apply_selective_checkpointing
 

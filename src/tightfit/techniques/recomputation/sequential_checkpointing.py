@@ -11,7 +11,7 @@ from tightfit.analysis.profile import Profile
 from tightfit.analysis.recomputable import RecomputableBlock, recompute_option
 from tightfit.analysis.sequences import LayerRange, saved_bytes, segments, with_settings
 from tightfit.planner.option import Option
-from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
+from tightfit.techniques.technique import AbstractTechnique, ChosenOption, Needs
 
 if TYPE_CHECKING:
     from tightfit.techniques.session import Session
@@ -35,10 +35,10 @@ class SequentialCheckpointing(AbstractTechnique):
         least = _SMALLEST_SHARE * saved_bytes(module_calls)
         for sequence in profile.sequences:
             for layer_range in segments(sequence, 0, len(sequence)):
-                if module_calls.bytes_of(layer_range.calls[-1].saved) >= least:
+                if module_calls.lifetimes.bytes_of(layer_range.calls[-1].saved) >= least:
                     yield _option(self.name, profile, layer_range)
 
-    def apply(self, session: "Session", chosen: Sequence[Choice]) -> None:
+    def apply(self, session: "Session", chosen: Sequence[ChosenOption]) -> None:
         """Wraps each Sequential once, with code that runs its segments."""
         from tightfit.techniques.recomputation.apply_sequential_checkpointing import apply_sequential_checkpointing
 
@@ -47,7 +47,12 @@ class SequentialCheckpointing(AbstractTechnique):
 
 def _option(technique: str, profile: Profile, layer_range: LayerRange) -> Option:
     equivalence_class = layer_range.equivalence_class(profile.modules)
+    path, numbers = layer_range.path, range(layer_range.begin, layer_range.end)
     block = RecomputableBlock(
-        path=layer_range.path, equivalence_class=equivalence_class, calls=layer_range.calls, slots=layer_range.slots
+        path=path,
+        equivalence_class=equivalence_class,
+        calls=layer_range.calls,
+        slots=layer_range.slots,
+        num_saved_weights=sum(profile.modules.saved_weights[f"{path}.{number}"] for number in numbers),
     )
     return with_settings(recompute_option(technique, profile, block), layer_range, equivalence_class)

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from tightfit.effects.fingerprints import paused
 from tightfit.effects.holders import PLAIN
 from tightfit.effects.outside_calls import without_outside_calls
-from tightfit.effects.value_checks import has_values
+from tightfit.effects.values.fingerprints import paused
+from tightfit.effects.values.value_checks import has_values
 from tightfit.errors import ApplyError, TightfitError
 from tightfit.errors.faults import is_ours
 from tightfit.techniques.session import Session, Verdict
-from tightfit.techniques.technique import Choice, check_each
+from tightfit.techniques.technique import ChosenOption, check_each
 from tightfit.techniques.tiling.tile_checks import TileProofs
 from tightfit.techniques.tiling.tile_function import Tile, Tiling, run_tiled
 from tightfit.techniques.wrappers.first_order import are_transforms_active
@@ -39,10 +39,10 @@ _MIXES = (
 )
 
 
-def apply_tiled_tokens(session: Session, chosen: Sequence[Choice]) -> None:
+def apply_tiled_tokens(session: Session, chosen: Sequence[ChosenOption]) -> None:
     """Wraps the forward of each module; that it is token-wise is proved on its first tile, before any result is used."""
 
-    def check(choice: Choice) -> torch.nn.Module:
+    def check(choice: ChosenOption) -> torch.nn.Module:
         module = session.module(choice.where)
         for name, part in module.named_modules():
             if isinstance(part, _MIXES):
@@ -119,14 +119,14 @@ class _Tiles:
             proofs = self._proofs[module] = TileProofs(module, self._refusal, self._check_steps)
         is_watched = has_values(value) and (value.device.type == "cpu" or proofs.names_outside)
         with without_outside_calls(self._refusal, is_on=is_watched):
-            changed = proofs.prove(lambda part: run(tiles[0], part), value, dim, tiles, (others, kwargs))
+            first_state = proofs.prove(lambda part: run(tiles[0], part), value, dim, tiles, (others, kwargs))
             tiling = Tiling(
                 run=run,
                 tiles=tiles,
                 dim=dim,
                 parameters=list(module.parameters()),
                 refuse=self._refusal,
-                changed=changed,
+                first_state=first_state,
                 is_checked=proofs.is_checked,
                 runs=proofs.runs,
             )

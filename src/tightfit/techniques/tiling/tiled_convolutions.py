@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, final
 
 from tightfit.analysis.profile import Profile
 from tightfit.planner.option import Option
-from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
+from tightfit.techniques.technique import AbstractTechnique, ChosenOption, Needs
 from tightfit.techniques.tiling.tiled_convolutions_options import tiled_convolutions_options
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class TiledConvolutions(AbstractTechnique):
         """For each chain, and parts of it, several numbers of tiles."""
         yield from tiled_convolutions_options(self.name, profile)
 
-    def apply(self, session: "Session", chosen: Sequence[Choice]) -> None:
+    def apply(self, session: "Session", chosen: Sequence[ChosenOption]) -> None:
         """Wraps each Sequential once, with code that runs its chains."""
         from tightfit.techniques.tiling.apply_tiled_convolutions import apply_tiled_convolutions
 

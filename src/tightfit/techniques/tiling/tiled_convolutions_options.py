@@ -39,7 +39,7 @@ def tiled_convolutions_options(technique: str, profile: Profile) -> Iterator[Opt
                 largest = max(found, key=lambda one: one.backward_bytes)
                 if largest.backward_bytes < max(least, _MORE_THAN_OUTPUT * largest.output_bytes):
                     continue
-                halo, mean_halo = _halo_shares(module_calls, layer_range, profile.seconds)
+                halo, mean_halo = _halo_shares(module_calls, layer_range, profile.costs.seconds)
                 for num_tiles in NUMBERS_OF_TILES:
                     share = 1 / num_tiles + halo
                     if share > _MAX_SHARE:

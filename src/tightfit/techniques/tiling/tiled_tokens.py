@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, final
 
 from tightfit.analysis.profile import Profile
 from tightfit.planner.option import Option
-from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
+from tightfit.techniques.technique import AbstractTechnique, ChosenOption, Needs
 from tightfit.techniques.tiling.tiled_tokens_options import tiled_tokens_options
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class TiledTokens(AbstractTechnique):
             return ""
         return "no module that treats each token by itself, such as an MLP, holds enough on its way"
 
-    def apply(self, session: "Session", chosen: Sequence[Choice]) -> None:
+    def apply(self, session: "Session", chosen: Sequence[ChosenOption]) -> None:
         """Wraps the forward of each module; that it is token-wise is proved on its first tile, before any result is used."""
         from tightfit.techniques.tiling.apply_tiled_tokens import apply_tiled_tokens
 

@@ -49,7 +49,7 @@ def tiled_tokens_options(technique: str, profile: Profile) -> Iterator[Option]:
         largest = max(found, key=lambda one: one.backward_bytes)
         if largest.backward_bytes < max(least, _MORE_THAN_OUTPUT * largest.output_bytes):
             continue
-        if module_calls.bytes_of(largest.call.saved) < _WAITING * largest.output_bytes:
+        if module_calls.lifetimes.bytes_of(largest.call.saved) < _WAITING * largest.output_bytes:
             continue
         modules = module_calls.modules_inside(path)
         for num_tiles in NUMBERS_OF_TILES:
@@ -82,7 +82,7 @@ def tiled_tokens_options(technique: str, profile: Profile) -> Iterator[Option]:
 def _allocated_bytes(module_calls: ModuleCalls, call: ModuleCall) -> int:
     """The bytes of all storages that a call allocates in its forward and its backward pass."""
     passes = (call.begin, call.end), (call.back_begin, call.back_end)
-    return sum(module_calls.bytes_of(module_calls.made_in(begin, end)) for begin, end in passes)
+    return sum(module_calls.lifetimes.bytes_of(module_calls.lifetimes.made_in(begin, end)) for begin, end in passes)
 
 
 def keeps_tokens_apart(name: str) -> bool:
@@ -104,5 +104,5 @@ def _around(module_calls: ModuleCalls, calls: Sequence[ModuleCall]) -> Iterator[
 def _equivalence_class(module_calls: ModuleCalls, one: Inside) -> str:
     """A key that is equal for modules with equal operators and sizes."""
     names = hashlib.sha1(repr(module_calls.operator_names(one.call.begin, one.call.end)).encode()).hexdigest()[:8]
-    sizes = module_calls.block_bytes[one.storages].sum()
+    sizes = module_calls.lifetimes.block_bytes[one.storages].sum()
     return f"{re.sub(r'[0-9]+', '*', one.call.path)}#{names}:{sizes}"

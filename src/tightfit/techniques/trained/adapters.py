@@ -16,7 +16,7 @@ from tightfit.errors import ApplyError
 from tightfit.planner.option import Change, Option
 from tightfit.planner.suggestion import Suggestion
 from tightfit.tape import Phase
-from tightfit.techniques.technique import AbstractTechnique, Choice
+from tightfit.techniques.technique import AbstractTechnique, ChosenOption
 from tightfit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Adapters(AbstractTechnique):
 
     def advice(self, profile: Profile) -> Iterable[Suggestion]:
         """The peak with adapters of each rank, and the code to write."""
-        parts = profile.trained_parts
+        parts = profile.optimizer.trained_parts
         linears = _linears(parts)
         if not parts.run.step_ranges or not linears:
             return []
@@ -65,7 +65,7 @@ class Adapters(AbstractTechnique):
             )
         ]
 
-    def apply(self, session: "Session", chosen: Sequence[Choice]) -> Never:
+    def apply(self, session: "Session", chosen: Sequence[ChosenOption]) -> Never:
         """Nothing can be applied to a model."""
         raise ApplyError(
             "adapters are parameters that the program's optimizer must know: write them into the program, with peft"
@@ -74,7 +74,7 @@ class Adapters(AbstractTechnique):
 
 def peak_with_adapters(profile: Profile, rank: int) -> int:
     """The allocated peak, in bytes, with adapters of `rank` on every linear layer but the head and all other weights frozen."""
-    parts = profile.trained_parts
+    parts = profile.optimizer.trained_parts
     return parts.peak_with(_changes(parts, _linears(parts), rank))
 
 

@@ -6,10 +6,10 @@ import torch
 
 from tightfit.errors import ApplyError
 from tightfit.techniques.session import Session
-from tightfit.techniques.technique import Choice
+from tightfit.techniques.technique import ChosenOption
 
 
-def apply_freezing(session: Session, chosen: Sequence[Choice]) -> None:
+def apply_freezing(session: Session, chosen: Sequence[ChosenOption]) -> None:
     """Takes the parameters out of the graph; an optimizer skips parameters without a gradient."""
     (choice,) = chosen
     before = [name for name in str(choice.settings["before"]).split(",") if name]

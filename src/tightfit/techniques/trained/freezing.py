@@ -17,7 +17,7 @@ from tightfit.analysis.trained_parts import NumberedModules, TrainedParts
 from tightfit.planner.option import Change, Option, merged
 from tightfit.planner.suggestion import Suggestion
 from tightfit.tape import Category, Phase
-from tightfit.techniques.technique import AbstractTechnique, Choice
+from tightfit.techniques.technique import AbstractTechnique, ChosenOption
 from tightfit.units import format_bytes, format_seconds_change
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Freezing(AbstractTechnique):
 
         The time saved is not counted, or a plan would freeze as much as it may. Options with fewer frozen blocks are tried first.
         """
-        parts = profile.trained_parts
+        parts = profile.optimizer.trained_parts
         blocks = parts.blocks
         if not parts.run.step_ranges or blocks is None or not len(parts.gradients):
             return
@@ -59,11 +59,11 @@ class Freezing(AbstractTechnique):
 
     def advice(self, profile: Profile) -> Iterable[Suggestion]:
         """The peak and the time saved for each number of frozen blocks."""
-        parts = profile.trained_parts
+        parts = profile.optimizer.trained_parts
         blocks = parts.blocks
         if not parts.run.step_ranges or blocks is None or not len(parts.gradients):
             return []
-        seconds = profile.seconds
+        seconds = profile.costs.seconds
         peak_bytes = parts.peak_with(())
         left_bytes = {number: parts.peak_with(_changes(parts, blocks, number)) for number in _numbers(blocks)}
         held = [
@@ -81,7 +81,7 @@ class Freezing(AbstractTechnique):
             )
         ]
 
-    def apply(self, session: "Session", chosen: Sequence[Choice]) -> None:
+    def apply(self, session: "Session", chosen: Sequence[ChosenOption]) -> None:
         """Takes the parameters out of the graph; an optimizer skips parameters without a gradient."""
         from tightfit.techniques.trained.apply_freezing import apply_freezing
 

@@ -8,18 +8,18 @@ from tightfit.errors import ApplyError
 
 if TYPE_CHECKING:
     from tightfit.techniques.session import Session
-    from tightfit.techniques.technique import Choice
+    from tightfit.techniques.technique import ChosenOption
 
 _TIERS = ("host", "disk")
 
 
-def by_tier(chosen: Sequence["Choice"]) -> tuple[list["Choice"], list["Choice"]]:
+def by_tier(chosen: Sequence["ChosenOption"]) -> tuple[list["ChosenOption"], list["ChosenOption"]]:
     """The choices that move to the host, and those that move to disk.
 
     Raises:
         ApplyError: a plan names another tier.
     """
-    found: dict[str, list[Choice]] = {tier: [] for tier in _TIERS}
+    found: dict[str, list[ChosenOption]] = {tier: [] for tier in _TIERS}
     for choice in chosen:
         tier = str(choice.settings.get("tier", "host"))
         if tier not in found:
@@ -29,7 +29,7 @@ def by_tier(chosen: Sequence["Choice"]) -> tuple[list["Choice"], list["Choice"]]
 
 
 def disk_space_for(
-    session: "Session", on_disk: Sequence["Choice"], technique: str, what: str, lost: str
+    session: "Session", on_disk: Sequence["ChosenOption"], technique: str, what: str, lost: str
 ) -> DiskSpace | None:
     """The space on disk for these choices, None for none; `what` is kept there, as users call it, and `lost` says what is lost if it cannot be read.
 

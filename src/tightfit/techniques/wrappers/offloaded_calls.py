@@ -16,7 +16,7 @@ from tightfit.effects.ambient import (
     may_saved_tensors_be_written,
     takes_saved_tensor_hooks,
 )
-from tightfit.effects.asked_of_saved import told
+from tightfit.effects.bytecode.asked_of_saved import told
 from tightfit.engine.disk.disk_copies import DiskSpace
 from tightfit.engine.saved.block_call import Selection
 from tightfit.engine.saved.saved_storage import SavedStorage

@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
-from tightfit.effects.value_checks import has_values
+from tightfit.effects.values.value_checks import has_values
 
 
 def is_looked_at(*given: Any) -> bool:

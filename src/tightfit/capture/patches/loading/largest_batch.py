@@ -1,7 +1,7 @@
 """Hands a traced program the largest batch that its data loaders can give, from some step on: a run that fits in its first steps may fail late, in the
 step of its longest sample.
 
-The data set is looked through before (`tightfit.capture.largest_batches`). Random states are afterwards what they were.
+The data set is looked through before (`tightfit.capture.patches.loading.largest_batches`). Random states are afterwards what they were.
 """
 
 import functools
@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from tightfit.capture.largest_batches import (
+from tightfit.capture.observe.attribution import user_line
+from tightfit.capture.patches.loading.largest_batches import (
     LargestBatch,
     can_be_looked_through,
     largest_batch,
@@ -22,7 +23,6 @@ from tightfit.capture.largest_batches import (
     shapes_of,
     sizes_of_examples,
 )
-from tightfit.capture.observe.attribution import user_line
 from tightfit.capture.replace import replace
 
 Assume = Callable[[str, str], None]

@@ -130,8 +130,8 @@ def _record(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapp
     read, written = args
     gpu.recorder.assume(gpu.attribution.where(), _ASSUMED)
     # With what is read alone: of what is written only a part may be read before.
-    gpu.note_operator(func, facts(func), (read,), {}, written, None)
-    gpu.note_writes(written)
+    gpu.operators.note(func, facts(func), (read,), {}, written, None)
+    gpu.operators.note_writes(written)
 
 
 def kernel_parameters(kernel: Any) -> list[str]:

@@ -16,7 +16,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from tightfit.capture.observe.attribution import is_users_or_other, user_line
 from tightfit.capture.replace import replace
 from tightfit.capture.steps.effects.lines import line_of_function
-from tightfit.effects.instructions import instructions_of
+from tightfit.effects.bytecode.instructions import instructions_of
 from tightfit.errors.faults import hands_over
 from tightfit.tape import Effect, EffectKind
 

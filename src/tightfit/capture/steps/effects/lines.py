@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tightfit.capture.observe.attribution import short
-from tightfit.effects.instructions import instructions_of
+from tightfit.effects.bytecode.instructions import instructions_of
 from tightfit.effects.users_code import is_users_file
 
 # A bound for programs that name whole libraries of their own; what is sought is close to the forward.

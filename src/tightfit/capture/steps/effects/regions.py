@@ -118,7 +118,7 @@ class RegionWatch:
         return out
 
     def _region(self, module: torch.nn.Module) -> _Region:
-        path = self._recorder.texts[self._path_of(module)]
+        path = self._recorder.strings.texts[self._path_of(module)]
         hooks = [hook for hooks in _hooks(module) for hook in hooks.values()]
         # The attributes of a scripted module lie in C++, where no snapshot sees them.
         is_script = isinstance(module, torch.jit.ScriptModule)

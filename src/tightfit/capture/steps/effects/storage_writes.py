@@ -17,7 +17,7 @@ class StorageWrites:
         self._recorder = gpu.recorder
         self._index_of = gpu.storages.index_of
         self._writes: dict[int, list[tuple[int, int]]] = {}
-        gpu.on_write = self._wrote
+        gpu.operators.on_write = self._wrote
 
     def _wrote(self, tensors: Iterable[torch.Tensor]) -> None:
         """The last operator has written to these tensors."""
@@ -38,7 +38,7 @@ class StorageWrites:
         """The line of the first operator in `range(begin, end)` that writes to one of these; None if there is none."""
         places = (place for storage in storages for place in self._writes.get(storage, ()))
         lines = [line for operator, line in places if begin <= operator < end]
-        return self._recorder.texts[lines[0]] if lines else None
+        return self._recorder.strings.texts[lines[0]] if lines else None
 
     def forget_before(self, begin: int) -> None:
         """Drops the writes of operators before `begin`."""

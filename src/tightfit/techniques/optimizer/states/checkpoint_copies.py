@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from tightfit.effects.value_checks import has_values
+from tightfit.effects.values.value_checks import has_values
 
 
 class CheckpointCopies:

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from tightfit.capture.observe.host_python import spends
 from tightfit.cost.host_python import HostWork
 from tightfit.effects.ambient import dispatch_modes_of_program
-from tightfit.effects.class_questions import ClassQuestion
+from tightfit.effects.bytecode.class_questions import ClassQuestion
 from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.code_in_graphs import CodeInGraph, runs_own_code
 from tightfit.techniques.lazy_tensors.data_of_stand_ins import refuse_data_of_stand_ins
@@ -93,16 +93,16 @@ class _KeptPasses:
 
     def forget_done(self) -> None:
         """Drops the passes of which no gradient waits."""
-        self.kept = [kept for kept in self.kept if kept.waiting]
+        self.kept = [kept for kept in self.kept if kept.gradients.now]
 
     def of_graphs_that_may_go(self) -> list[KeptPass]:
         """Those whose graph the program itself retains, so that it may run it once more, and free it."""
-        return [kept for kept in self.kept if kept.backward.keeps_graph and kept.waiting]
+        return [kept for kept in self.kept if kept.backward.keeps_graph and kept.gradients.now]
 
     def make_before(self, backward: BackwardPass) -> None:
         """Materialises gradients that the program has taken off their parameters, and those whose graph this pass is about to free."""
         may_go = [] if backward.keeps_graph else self.of_graphs_that_may_go()
-        kept = [each for each in self.kept if each.has_taken_off()]
+        kept = [each for each in self.kept if each.gradients.has_taken_off()]
         kept += [each for each in may_go if each not in kept and each.shares_graph_with(backward)]
         for each in kept:
             each.make_all()
@@ -117,7 +117,7 @@ class _KeptPasses:
     def make_before_step(self, parameters: Collection[torch.Tensor]) -> None:
         """Materialises all gradients that wait, if a pass leads to one of these, which an optimizer updates by itself."""
         updated = [parameter for parameter in parameters if parameter.grad is not None]
-        if any(kept.waiting and kept.goes_to(updated) for kept in self.kept):
+        if any(kept.gradients.now and kept.goes_to(updated) for kept in self.kept):
             self.make_all()
 
     def make_all(self) -> None:
@@ -127,6 +127,23 @@ class _KeptPasses:
             each.make_all()
         self.kept.clear()
         self._count_read(kept)
+
+    def clear_way(self, reached: Iterable[torch.Tensor]) -> _Standing:
+        """Removes lazy gradients before new ones arrive, and returns them: zeros that these are added to, and consumed ones."""
+        self.forget_done()
+        standing = _Standing()
+        for parameter in reached:
+            deferred = deferred_gradient(parameter)
+            if deferred is None or parameter.grad is None:
+                continue
+            if deferred.state == "deferred":
+                self.make_all()
+            if deferred.state == "zero":
+                standing.zeros[parameter], parameter.grad = parameter.grad, None
+            elif deferred.state == "used":
+                standing.used[parameter], parameter.grad = parameter.grad, None
+            settle(parameter)
+        return standing
 
     def _count_read(self, kept: Collection[KeptPass]) -> None:
         self._num_read += bool(kept)
@@ -174,9 +191,9 @@ class _Steps:
     def _second_pass(
         self, optimizer: torch.optim.Optimizer, groups: Mapping[torch.Tensor, int]
     ) -> dict[torch.Tensor, None]:
-        on_parameters = [(kept, kept.on_parameters()) for kept in self._passes.kept]
+        on_parameters = [(kept, kept.gradients.on_parameters()) for kept in self._passes.kept]
         mine = [kept for kept, known in on_parameters if any(parameter in groups for parameter in known)]
-        others = [kept for kept in self._passes.kept if kept.waiting and kept not in mine]
+        others = [kept for kept in self._passes.kept if kept.gradients.now and kept not in mine]
         if not mine:
             self._passes.make_before_step(groups.keys())
             return {}
@@ -321,7 +338,7 @@ class Updates:
         except ApplyError as error:
             # The script has changed something since: a read of one of these gradients gets the error.
             for kept in self._passes.kept:
-                kept.give_up(str(error))
+                kept.gradients.give_up(str(error))
 
     def other_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Called before any optimizer's step: one that is not of this session needs materialised gradients, and so do passes that lead to what it updates."""
@@ -355,7 +372,7 @@ class Updates:
         self.session.check()
         owned = _owned(self._steppers)
         reached = {parameter: owned[parameter] for parameter in backward.leaves() if parameter in owned}
-        standing = self._clear_way(reached)
+        standing = self._passes.clear_way(reached)
         for parameter in standing.used:
             del reached[parameter]
         within = CodeInGraph()
@@ -408,23 +425,6 @@ class Updates:
         result = kept.run_first(reached, zeroed, make_all)
         self._passes.kept.append(kept)
         return result
-
-    def _clear_way(self, reached: Iterable[torch.Tensor]) -> _Standing:
-        """Removes lazy gradients before new ones arrive, and returns them: zeros that these are added to, and consumed ones."""
-        self._passes.forget_done()
-        standing = _Standing()
-        for parameter in reached:
-            deferred = deferred_gradient(parameter)
-            if deferred is None or parameter.grad is None:
-                continue
-            if deferred.state == "deferred":
-                self._passes.make_all()
-            if deferred.state == "zero":
-                standing.zeros[parameter], parameter.grad = parameter.grad, None
-            elif deferred.state == "used":
-                standing.used[parameter], parameter.grad = parameter.grad, None
-            settle(parameter)
-        return standing
 
     def _reason_against(self, backward: BackwardPass, reached: Collection[torch.Tensor], within: CodeInGraph) -> str:
         """The reason to leave this pass to torch; empty if there is none."""

@@ -1,0 +1,54 @@
+"""The server that children for traces are forked from: what it imports, in which environment, and when it begins.
+
+It imports torch, which takes most of the time of a short command. A command begins it before it imports what itself computes with, so that both are done at once.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from tightfit.capture.collectives.world import World
+from tightfit.capture.processes.containment.policy import Policy
+from tightfit.capture.processes.fork_server import begin
+
+# What every trace imports, and the catalogue that it reads. Three are imported by torch itself, when it makes the first tensor without data and runs
+# the first backward pass; safetensors is patched where it is installed.
+PRELOADED = (
+    "tightfit.capture.child_process.child",
+    "tightfit.capture.child_process.capture_session",
+    "tightfit.devices.catalogue:all_devices",
+    "torch.fx.experimental.symbolic_shapes",
+    "torch.distributed.tensor",
+    "torch._functorch.config",
+    "torch.nn.attention.flex_attention",
+    "safetensors.torch",
+)
+_OF_HUGGING_FACE = "tightfit.capture.targets.huggingface.preload:import_transformers"
+_SAVED = (".npz", ".pickle")
+
+
+def preloaded(*, is_huggingface: bool) -> tuple[str, ...]:
+    """What the server imports, and calls, for traces of such a target."""
+    return (*PRELOADED, _OF_HUGGING_FACE) if is_huggingface else PRELOADED
+
+
+def trace_environment(policy: Policy, world: dict[str, Any] | None) -> dict[str, str]:
+    """The environment of a trace. Where there is a card, it is hidden: the virtual one is the same everywhere, and no context is made on the real one."""
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
+    distributed = {} if world is None else World(**world).environment()
+    return {**os.environ, **hidden, **policy.environment(), **distributed}
+
+
+def begin_for(target: str, *, allow_writes: bool, allow_network: bool) -> None:
+    """Begins the server for traces of `target`; a saved one needs none."""
+    if Path(target).suffix not in _SAVED:
+        policy = Policy(allow_writes=allow_writes, allow_network=allow_network)
+        names = preloaded(is_huggingface=_names_model(target))
+        begin(trace_environment(policy, None), names, is_kept=not policy.allows_all)
+
+
+def _names_model(target: str) -> bool:
+    """Whether a target looks like a model of Hugging Face, and not like a program; where that is wrong, another server is begun later."""
+    names = target.split(".")
+    is_module = all(map(str.isidentifier, names)) and (len(names) > 1 or Path(f"{target}.py").exists())
+    return not (is_module or target.endswith(".py") or ":" in target)

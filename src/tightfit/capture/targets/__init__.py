@@ -1,0 +1,1 @@
+"""What is traced: scripts, generator functions and Hugging Face configs, as a user names them, and how each is run."""

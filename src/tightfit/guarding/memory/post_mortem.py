@@ -1,0 +1,163 @@
+"""One file about a run that memory ended: what failed, what was tried, and what held memory at that time."""
+
+import gc
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tightfit.errors import OutputError
+from tightfit.guarding.memory.out_of_memory import release_memory
+from tightfit.output_files import write_text
+from tightfit.units import format_bytes
+
+_MOST_KINDS = 50
+
+
+class PostMortem:
+    """Writes to `folder` what is left of a run whose error is final, of these models and optimizers."""
+
+    def __init__(
+        self,
+        folder: Path,
+        models: Callable[[], Sequence[torch.nn.Module]],
+        optimizers: Sequence[torch.optim.Optimizer],
+    ) -> None:
+        self._folder = folder
+        self._models = models
+        self._optimizers = optimizers
+
+    def added_to(self, error: BaseException, *, step: int, tried: Sequence[str], why: str) -> BaseException:
+        """The error with notes that say what was tried, after the file was written."""
+        release_memory()
+        models = self._models()
+        notes = [
+            f"tightfit: step {step}: {why}",
+            f"tightfit: {explain(bytes_by_holder(models, self._optimizers))}",
+        ]
+        if tried:
+            notes.append("tightfit: tried: " + "; ".join(tried))
+        try:
+            path = write_post_mortem(
+                self._folder, error, step=step, tried=[*tried, why], models=models, optimizers=self._optimizers
+            )
+            notes.append(f"tightfit: more in {path}")
+        except OutputError as failed:
+            notes.append(f"tightfit: {failed}")
+        for note in notes:
+            error.add_note(note)
+        return error
+
+
+def write_post_mortem(
+    folder: Path,
+    error: BaseException,
+    *,
+    step: int,
+    tried: Sequence[str],
+    models: Sequence[torch.nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> Path:
+    """Writes `tightfit-out-of-memory-STEP.json` to `folder`, and returns its path.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
+    held = bytes_by_holder(models, optimizers)
+    found: dict[str, Any] = {
+        "schema": 1,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "step": step,
+        "error": f"{type(error).__name__}: {error}".splitlines()[0],
+        "tried": list(tried),
+        "devices": {device: {"tensor_bytes": dict(kinds)} for device, kinds in held.items()},
+        "largest_tensors": _largest_tensors(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        for index in range(torch.cuda.device_count()):
+            found["devices"].setdefault(f"cuda:{index}", {}).update(_counters(index))
+    path = folder / f"tightfit-out-of-memory-{step}.json"
+    write_text(path, json.dumps(found, indent=1))
+    return path
+
+
+def bytes_by_holder(
+    models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+) -> Mapping[str, Counter[str]]:
+    """Bytes of live storages by device, and by what they are: parameters, gradients, buffers, optimizer state, other tensors."""
+    kinds: dict[int, str] = {}
+    for model in models:
+        kinds |= {b.untyped_storage()._cdata: "buffers" for b in model.buffers()}
+        kinds |= {p.untyped_storage()._cdata: "parameters" for p in model.parameters()}
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        kinds |= {gradient.untyped_storage()._cdata: "gradients" for gradient in gradients if _is_dense(gradient)}
+    for optimizer in optimizers:
+        states = (value for state in optimizer.state.values() for value in state.values())
+        kinds |= {value.untyped_storage()._cdata: "optimizer_state" for value in states if _is_dense(value)}
+    found: dict[str, Counter[str]] = {}
+    seen = set[int]()
+    for tensor in _tensors():
+        storage = tensor.untyped_storage()
+        if storage._cdata not in seen:
+            seen.add(storage._cdata)
+            found.setdefault(str(tensor.device), Counter())[kinds.get(storage._cdata, "other_tensors")] += (
+                storage.nbytes()
+            )
+    return found
+
+
+def explain(held: Mapping[str, Counter[str]]) -> str:
+    """One line: the largest holders of the device that holds most."""
+    if not held:
+        return "no tensors are alive"
+    device, kinds = max(held.items(), key=lambda item: item[1].total())
+    return f"{device} holds " + ", ".join(
+        f"{format_bytes(n)} of {kind.replace('_', ' ')}" for kind, n in kinds.most_common(4)
+    )
+
+
+def _tensors() -> list[torch.Tensor]:
+    # Asked by type: `isinstance` would read `__class__`, which may be code of the program's objects.
+    found = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
+    return [tensor for tensor in found if _is_dense(tensor)]
+
+
+def _is_dense(value: Any) -> bool:
+    return (
+        issubclass(type(value), torch.Tensor)
+        and value.layout == torch.strided
+        and not torch.utils._python_dispatch.is_traceable_wrapper_subclass(value)
+    )
+
+
+def _largest_tensors() -> list[dict[str, Any]]:
+    sizes: Counter[tuple[str, str, str]] = Counter()
+    counts: Counter[tuple[str, str, str]] = Counter()
+    seen = set[int]()
+    for tensor in _tensors():
+        storage = tensor.untyped_storage()
+        if storage._cdata not in seen:
+            seen.add(storage._cdata)
+            key = str(tensor.device), str(tensor.dtype).removeprefix("torch."), str(tuple(tensor.shape))
+            sizes[key] += storage.nbytes()
+            counts[key] += 1
+    return [
+        {"device": key[0], "dtype": key[1], "shape": key[2], "num_tensors": counts[key], "bytes": num_bytes}
+        for key, num_bytes in sizes.most_common(_MOST_KINDS)
+    ]
+
+
+def _counters(index: int) -> dict[str, int]:
+    free, total = torch.cuda.mem_get_info(index)
+    return {
+        "allocated_bytes": torch.cuda.memory_allocated(index),
+        "reserved_bytes": torch.cuda.memory_reserved(index),
+        "peak_allocated_bytes": torch.cuda.max_memory_allocated(index),
+        "peak_reserved_bytes": torch.cuda.max_memory_reserved(index),
+        "free_bytes": free,
+        "capacity_bytes": total,
+    }

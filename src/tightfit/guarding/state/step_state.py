@@ -1,0 +1,229 @@
+"""What a step of the user's function reads and writes, taken at its beginning, so that the step can be taken back and run again.
+
+References and versions are taken of everything that the models and the function can reach (`tightfit.effects`), and copies only of tensors that steps
+were seen to write, such as the statistics of batch normalisation: of weights and optimizer states none are needed, since nothing writes them before
+the optimizer's step, and a step that fails after it is not run again. What cannot be restored is said, and never guessed.
+"""
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from tightfit.effects.ambient import Ambient
+from tightfit.effects.random_states import TorchRandom
+from tightfit.effects.state import (
+    RegionState,
+    Snapshot,
+    StateDifference,
+    again,
+    differences,
+    restore,
+    snapshot_of_arguments,
+)
+from tightfit.guarding.memory.out_of_memory import release_memory
+from tightfit.guarding.state.leaf_hooks import LeafHooks
+from tightfit.guarding.state.optimizer_settings import OptimizerSettings
+from tightfit.guarding.state.step_gradients import StepGradients
+from tightfit.guarding.state.weight_sums import WeightSums
+
+# In the first steps every tensor of the state but weights is copied, up to these bytes: which are written is not yet known.
+_FIRST_STEPS = 2
+_MOST_BYTES_ON_CARD = 64 << 20
+# What a step writes only after these is not copied: it cannot be taken back.
+_STEPS_TO_LEARN = 50
+_WRITTEN = "was written to"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Copied:
+    tensor: torch.Tensor
+    copy: torch.Tensor
+    version: int
+
+
+class StepBeginning:
+    """The state at the beginning of one step. It is kept until the step is over."""
+
+    def __init__(
+        self,
+        snapshots: list[Snapshot],
+        copies: Mapping[int, _Copied],
+        parameters: list[torch.nn.Parameter],
+        leaves: list[torch.Tensor],
+        settings: OptimizerSettings,
+        sums: WeightSums | None,
+    ) -> None:
+        self.is_learned = False
+        self.snapshots = snapshots
+        self.settings = settings
+        self.gradients = StepGradients(leaves)
+        self._hooks = LeafHooks(leaves)
+        self.sums = sums
+        self._copies = copies
+        self._parameters = {id(parameter) for parameter in parameters}
+        # A snapshot leaves out those that a plan streams.
+        self._versions = [(parameter, parameter._version) for parameter in parameters]
+        self._random = TorchRandom.now()
+        self._ambient = Ambient.now()
+        self._takes_gradients = torch.is_grad_enabled()
+
+    def changes(self, now: list[Snapshot]) -> list[StateDifference]:
+        """What was changed until the snapshots `now`, in all that models and function can reach."""
+        found: dict[tuple[str, str], StateDifference] = {}
+        for before, after in zip(self.snapshots, now, strict=True):
+            for difference in differences(before, after):
+                found.setdefault((difference.path, difference.what), difference)
+        return list(found.values())
+
+    def obstacle(self, now: list[Snapshot]) -> str:
+        """Why the state cannot be what it was; empty if it can be restored."""
+        for change in self.changes(now):
+            if not change.is_in_place:
+                continue
+            if change.tensor is not None and id(change.tensor) in self._parameters:
+                return f"weights had been updated in it already ({change})"
+            if id(change.tensor) not in self._copies or change.what != _WRITTEN:
+                return f"{change}, which cannot be taken back"
+        if any(parameter._version != version for parameter, version in self._versions):
+            return "weights had been updated in it already"
+        if self.sums is not None and self.sums.changed():
+            return "weights had been updated in it already (by their `data`)"
+        return self.gradients.obstacle()
+
+    def restore(self) -> None:
+        """Restores everything: values, objects, gradients, and random states. Only where there is no `obstacle`."""
+        for snapshot in self.snapshots:
+            restore(snapshot)
+        with torch.no_grad():
+            for copied in self._copies.values():
+                if copied.tensor._version != copied.version or _is_statistics(copied.tensor):
+                    copied.tensor.copy_(copied.copy)
+        self.settings.restore()
+        self.gradients.restore()
+        self._hooks.restore()
+        self._ambient.put()
+        torch.set_grad_enabled(self._takes_gradients)
+        self._random.put()
+
+
+class StepStates:
+    """Takes the beginnings of the steps of one loop, and learns which tensors its steps write before they update weights."""
+
+    def __init__(self, model: torch.nn.Module | None, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        # Without a model: those that steps reach.
+        self._model = model
+        self._optimizers = optimizers
+        # The regions of all modules that steps were seen to reach, with the modules.
+        self._regions: dict[int, tuple[weakref.ref[torch.nn.Module], RegionState]] = {}
+        self._written: set[str] = set()
+        # Attempts that failed before they had written all that they write do not count.
+        self._num_learned = 0
+        self._is_updated_by_hand = False
+
+    def begin(
+        self, reached: Mapping[str, Any], *, attributes: frozenset[str], names_data: Callable[[], bool]
+    ) -> StepBeginning:
+        """The state before a step that reaches these values, by name, and names these attributes of Python modules among them.
+
+        `names_data`: whether its code names an attribute `data`.
+        """
+        of_function = snapshot_of_arguments(reached, attributes=attributes)
+        known = [] if self._model is None else [self._model]
+        self._know([*known, *filter(None, (reference() for reference in of_function.reach.modules))])
+        snapshots = [of_function, *self._of_modules()]
+        parameters = self._parameters()
+        return StepBeginning(
+            snapshots,
+            self._copies(snapshots, {id(p) for p in parameters}),
+            parameters,
+            leaves_of(parameters, snapshots),
+            OptimizerSettings(self._optimizers),
+            WeightSums(parameters)
+            if self._num_learned < _FIRST_STEPS or self._is_updated_by_hand or names_data()
+            else None,
+        )
+
+    def now(self, beginning: StepBeginning) -> list[Snapshot]:
+        """The state now, of what the beginning has."""
+        return [again(beginning.snapshots[0]), *self._of_modules()]
+
+    def obstacle(self, beginning: StepBeginning) -> str:
+        """Why the state at the beginning cannot be restored; empty if it can."""
+        if any(snapshot.reach.is_cut for snapshot in beginning.snapshots):
+            return "it reaches more objects than can be looked at"
+        return beginning.settings.obstacle(self._optimizers) or beginning.obstacle(self.now(beginning))
+
+    def learn(self, beginning: StepBeginning) -> None:
+        """Before the first update of a step: remembers which tensors it has written until here. Later steps copy them when they begin."""
+        if beginning.sums is not None and beginning.sums.changed():
+            self._is_updated_by_hand = True
+        if not beginning.is_learned:
+            beginning.is_learned = True
+            self._num_learned += 1
+        if self._num_learned > _STEPS_TO_LEARN:
+            return
+        for change in beginning.changes(self.now(beginning)):
+            if change.tensor is not None and change.what == _WRITTEN:
+                self._written.add(change.path)
+
+    def _know(self, modules: Sequence[torch.nn.Module]) -> None:
+        """Takes each module that is not inside of another one."""
+        inside = {id(part) for module in modules for part in module.modules() if part is not module}
+        inside -= {id(self._model)} if self._model is not None else set()
+        outermost = {id(module): module for module in modules if id(module) not in inside}
+        if outermost.keys() != self._regions.keys():
+            known = self._regions
+            self._regions = {
+                key: known[key] if key in known else (weakref.ref(module), RegionState())
+                for key, module in outermost.items()
+            }
+
+    def _of_modules(self) -> list[Snapshot]:
+        living = [(reference(), region) for reference, region in self._regions.values()]
+        return [region.snapshot(module) for module, region in living if module is not None]
+
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        held = [p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]]
+        modules = [reference() for reference, _ in self._regions.values()]
+        held += [p for module in modules if module is not None for p in module.parameters()]
+        return list({id(p): p for p in held if not is_lazy(p)}.values())
+
+    def _copies(self, snapshots: list[Snapshot], parameters: set[int]) -> dict[int, _Copied]:
+        is_first = self._num_learned < _FIRST_STEPS
+        copies: dict[int, _Copied] = {}
+        num_bytes = 0
+        for snapshot in snapshots:
+            for path, tensor in zip(snapshot.reach.tensor_paths, snapshot.reach.tensors, strict=True):
+                if id(tensor) in parameters or id(tensor) in copies or is_lazy(tensor) or tensor.is_inference():
+                    continue
+                if is_first or path in self._written or _is_statistics(tensor):
+                    num_bytes += tensor.nbytes
+                    copies[id(tensor)] = _copied(tensor, on_card=num_bytes <= _MOST_BYTES_ON_CARD)
+        return copies
+
+
+def leaves_of(parameters: Sequence[torch.nn.Parameter], snapshots: Sequence[Snapshot]) -> list[torch.Tensor]:
+    """All that gradients may be added to: parameters, and what else the step reaches, such as a batch that it takes gradients for."""
+    reached = (tensor for snapshot in snapshots for tensor in snapshot.reach.tensors if not is_lazy(tensor))
+    floating = (t for t in reached if (t.is_floating_point() or t.is_complex()) and t.is_leaf and not t.is_inference())
+    return list({id(tensor): tensor for tensor in (*parameters, *floating)}.values())
+
+
+def _is_statistics(tensor: torch.Tensor) -> bool:
+    """Whether it may be a running mean or variance: batch normalisation writes to these without counting it in their versions."""
+    return tensor.ndim == 1 and tensor.is_floating_point()
+
+
+def _copied(tensor: torch.Tensor, *, on_card: bool) -> _Copied:
+    with torch.no_grad():
+        value = tensor.detach()
+        if on_card:
+            try:
+                return _Copied(tensor=tensor, copy=value.clone(), version=tensor._version)
+            except torch.OutOfMemoryError:
+                release_memory()
+        return _Copied(tensor=tensor, copy=value.to("cpu", copy=True), version=tensor._version)
