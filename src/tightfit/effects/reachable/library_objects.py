@@ -67,6 +67,8 @@ class StoredOnLibraries:
     def __init__(self) -> None:
         self._stored = set[str]()
         self._owners: dict[int, tuple[str, Any]] = {}
+        # With the names that were looked for in them.
+        self._modules: dict[int, frozenset[str]] = {}
         self._finds_modules = False
 
     def code(self, attributes: frozenset[str], stored: frozenset[str], *, finds_modules: bool) -> None:
@@ -84,6 +86,19 @@ class StoredOnLibraries:
     def met(self, path: str, owner: Any) -> None:
         """A module, a class or an object of a library."""
         self._owners.setdefault(id(owner), (path, owner))
+
+    def met_module(self, module: types.ModuleType, attributes: frozenset[str]) -> None:
+        """A Python module of a library, with the classes and modules in it that code names."""
+        if id(module) in self._modules and attributes <= self._modules[id(module)]:
+            return
+        self._modules[id(module)] = self._modules.get(id(module), frozenset()) | attributes
+        self.met(module.__name__, module)
+        for name in attributes & vars(module).keys():
+            value = vars(module)[name]
+            if isinstance(value, types.ModuleType) and not is_users_module(value):
+                self.met_module(value, attributes)
+            elif isinstance(value, type):
+                self.met(f"{module.__name__}.{name}", value)
 
     def holders(self, known: Callable[[], Iterable[str]]) -> Iterator[Names]:
         """Those of the attributes on them that the code sets; what is not there yet too, where nothing else in the region has it: `known` gives those names."""

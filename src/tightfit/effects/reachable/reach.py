@@ -338,7 +338,7 @@ class _CodeWalk(abc.ABC):
         self.collected.found.code.named(vars(module), attributes)
         if not is_users_module(module):
             self._put_in_library(module, attributes)
-            self.stored.met(module.__name__, module)
+            self.stored.met_module(module, attributes)
             return
         given = {n for n in vars(module) if not n.startswith("__")} if of_all else attributes & vars(module).keys()
         named = tuple(sorted(n for n in given if not isinstance(vars(module)[n], CODE)))
