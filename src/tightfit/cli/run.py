@@ -16,7 +16,7 @@ from tightfit.cli.shared.local_cards import local_cards
 from tightfit.cli.variants.guarded_run import UNGUARDED, Guarding, run_guarded
 from tightfit.errors import DoesNotFit, UsageError
 from tightfit.planner.plan import Plan
-from tightfit.simulate.estimate import verdict_of
+from tightfit.simulate.estimate import needed_bytes, verdict_of
 from tightfit.units import format_bytes
 
 
@@ -82,8 +82,10 @@ def run(
     )
     # Refused before the script starts.
     if not chosen.fits:
+        # A plan may have been made for another script.
+        subject = f"{script} does" if plan is None else f"{plan} is a plan with which {chosen.target} does"
         raise DoesNotFit(
-            f"{script} does not fit {format_bytes(chosen.budget_bytes)} on {chosen.device}: it needs {format_bytes(chosen.run.peak.device_high_bytes)}; tightfit plan lists what would help"
+            f"{subject} not fit {format_bytes(chosen.budget_bytes)} on {chosen.device}: it needs {format_bytes(needed_bytes(chosen.run.peak, chosen.margin))}; tightfit plan lists what would help"
         )
     # In a child process; a real run happens in this one, as python would run the script.
     if virtual:
