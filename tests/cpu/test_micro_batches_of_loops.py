@@ -20,10 +20,11 @@ from tests.cpu.loop_training import (
     train_lightning,
     train_trainer,
 )
-from tests.cpu.module_training import assert_same
+from tests.cpu.module_training import assert_same, choice
 from torch import nn
 
 from tightfit.errors import ApplyError
+from tightfit.planner.plan import Choice
 from tightfit.runtime.apply import apply_to
 from tightfit.techniques.session import Session
 
@@ -218,7 +219,8 @@ def test_what_looks_at_gradients_before_they_are_dropped_sees_them() -> None:
     torch.testing.assert_close(split, plain, **CLOSE)
 
 
-def test_metrics_have_seen_each_example_once() -> None:
+@pytest.mark.parametrize("beside", [[], [choice("checkpointing", "Measured.net")]], ids=["alone", "recomputed"])
+def test_metrics_have_seen_each_example_once(beside: list[Choice]) -> None:
     torchmetrics = pytest.importorskip("torchmetrics")
 
     def make(base: type) -> Any:
@@ -236,8 +238,25 @@ def test_metrics_have_seen_each_example_once() -> None:
         return Measured()
 
     _, logged = train_lightning(PACKAGES[0], make, [])
-    _, split = train_lightning(PACKAGES[0], make, parts("Lightning", 2))
+    _, split = train_lightning(PACKAGES[0], make, [*parts("Lightning", 2), *beside])
     assert split["accuracy"] == pytest.approx(logged["accuracy"])
+
+
+def test_what_a_hook_changes_before_the_backward_pass_and_a_second_run_would_read_is_refused() -> None:
+    """Lightning's own notes on the module, which change too, are not."""
+
+    def make(base: type) -> Any:
+        class Scaled(type(lit(base))):  # type: ignore[misc]
+            scale = 1.0
+
+            def on_before_backward(self, loss: torch.Tensor) -> None:
+                self.scale = 2.0
+
+        return Scaled()
+
+    chosen = [*parts("Lightning", 2), choice("checkpointing", "Scaled.net")]
+    with pytest.raises(ApplyError, match=r"Scaled\.scale was changed between the forward and the backward pass"):
+        train_lightning(PACKAGES[0], make, chosen)
 
 
 class _Normalised(nn.Sequential):

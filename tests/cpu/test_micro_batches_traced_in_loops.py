@@ -1,5 +1,6 @@
 """Micro-batches in Lightning's loop, on the virtual card: what they save of an unmodified script, and what is advice."""
 
+import contextlib
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -13,6 +14,7 @@ from tightfit.analysis.profile import Profile
 from tightfit.capture.targets.target_kinds import Script
 from tightfit.capture.trace import Preparation, trace
 from tightfit.devices.catalogue import find
+from tightfit.errors import ApplyError
 from tightfit.planner.option import Option
 from tightfit.tape import Tape
 from tightfit.techniques.micro_batches.micro_batches import MicroBatches
@@ -67,6 +69,20 @@ def test_the_traced_saving_is_about_the_promised_one(tmp_path: Path) -> None:
     found = int(timeline(traced_script(tmp_path, options[1:2], package="pytorch_lightning")).max())
     assert found < 0.6 * before
     assert found == pytest.approx(promised, abs=MicroBatches.tolerance * (before - promised))
+
+
+@pytest.mark.parametrize("hook", ["", "def on_before_backward(self, loss): self.scale = 2.0"])
+def test_a_trace_refuses_what_a_run_refuses(tmp_path: Path, hook: str) -> None:
+    """Beside recomputation, what changes between the passes is looked at; Lightning itself changes things on the module."""
+    script = tmp_path / "train.py"
+    text = SCRIPT.format(package="lightning.pytorch", layers="", precision="32-true")
+    script.write_text(text.replace("    def configure_optimizers", f"    {hook}\n\n    def configure_optimizers"))
+    parts = choice("micro_batches", "batch", num_parts=2, draws_anew=False, loop="Lightning")
+    chosen = [asdict(each) for each in (parts, choice("checkpointing", "Sequential.0"))]
+    preparation = Preparation(function="tightfit.runtime.attach:prepare", argument={"choices": chosen})
+    expected = pytest.raises(ApplyError, match="scale was changed between") if hook else contextlib.nullcontext()
+    with expected:
+        trace(Script(path=str(script), arguments=()), label="", device=DEVICE, num_steps=2, preparation=preparation)
 
 
 def test_a_batch_norm_in_a_framework_is_advice(tmp_path: Path) -> None:

@@ -99,6 +99,34 @@ def test_a_place_that_is_refused_leaves_the_technique_its_other_places(runs: Fai
     assert all(o.where != block for o in found.best.options)
 
 
+class TogetherFailingRuns(FailingRuns):
+    """Runs that a technique can be put on alone, and not beside any other."""
+
+    def __init__(self, alone: str) -> None:
+        super().__init__("attention", "selective_checkpointing")
+        self._alone = alone
+        self.tried: list[frozenset[str]] = []
+
+    def run_with(self, options: tuple[Option, ...] | list[Option]) -> TracedRun:
+        if {self._alone} < {option.technique for option in options}:
+            self.tried.append(frozenset(option.key for option in options))
+            raise ApplyError(f"{self._alone}: not beside another technique", technique=self._alone)
+        return super().run_with(options)
+
+
+@pytest.mark.parametrize("share", [2, 1000])
+def test_what_is_refused_beside_others_is_not_tried_beside_others_again(share: int) -> None:
+    """A technique that needs a trace of its own was traced alone; whatever is put beside it is refused, once."""
+    runs = TogetherFailingRuns("micro_batches")
+    plain = runs.run_with(())
+    held = plain.estimate.peak
+    budget = held.device_high_bytes - (share - 1) * held.allocated_bytes // share
+    found = Search(runs, budget, Allowed()).run()
+    assert ("micro_batches", "not beside another technique") in found.refused
+    assert len(runs.tried) == 1, [sorted(keys) for keys in runs.tried]
+    assert found.best.high_bytes < plain.high_bytes
+
+
 class InterruptedRuns(FailingRuns):
     """Runs that are interrupted at the run number `end` with options, traced before or not."""
 

@@ -64,7 +64,7 @@ class Candidates:
     ) -> Candidate | None:
         """The best candidate with the coarse options on it: the first that fits, or, where it `is_last`, the fastest, or else the one that holds
         least."""
-        traced, retaining = _split(coarse)
+        traced, retaining = self._split(coarse)
         run = self.traced(traced) if traced else base
         if run is None:
             return None
@@ -89,7 +89,8 @@ class Candidates:
             best = self._seen(self._settings.best(run, settings), variant, _nothing_more(variant))
         traced_for: dict[tuple[int, ...], TracedRun] = {}
         for _ in range(MAX_LIMITS):
-            if len(traced_for) == max_traces:
+            # Nothing more comes of a run that what was refused is on.
+            if len(traced_for) == max_traces or self._offers.refusals.is_any_refused(run.options):
                 break
             is_last_trace = len(traced_for) == max_traces - 1
             nothing_fits = best is None or not self.fits(best.run)
@@ -115,7 +116,7 @@ class Candidates:
 
     def least_of(self, coarse: Sequence[Option], base: TracedRun) -> Candidate | None:
         """The candidate with the lowest peak with the coarse options on it, whatever the budget is."""
-        already, retaining = _split(coarse)
+        already, retaining = self._split(coarse)
         run = self.traced(already) if already else base
         if run is None:
             return None
@@ -123,6 +124,8 @@ class Candidates:
         # Options that were traced to save much less than they promise.
         short: set[str] = set()
         for _ in range(MAX_LIMITS):
+            if self._offers.refusals.is_any_refused(run.options):
+                return best
             variant = self.variant(run, retaining)
             if run.options and not variant.is_predicted:
                 alone = self._seen(self._settings.smallest(run), variant, _nothing_more(variant))
@@ -173,6 +176,12 @@ class Candidates:
             self._offers.refuse(options, error)
             return None
 
+    def _split(self, options: Sequence[Option]) -> tuple[list[Option], list[Option]]:
+        """Options that need a trace, and those that only retain the graph, without those that were refused since they were offered."""
+        left = [option for option in options if not self._offers.refusals.is_refused(option)]
+        traced = [option for option in left if option.needs_new_trace]
+        return traced, [option for option in left if not option.needs_new_trace]
+
     def better(self, one: Candidate | None, other: Candidate | None) -> Candidate | None:
         """The faster of those that fit, else the smaller one; the first where they are alike."""
         if one is None or other is None:
@@ -202,12 +211,6 @@ def _solve(problem: Problem, limit: int) -> Solution:
     faults = validate(problem, smallest, smallest.peak_bytes)
     assert not faults, faults
     return dataclasses.replace(smallest, fits=smallest.peak_bytes <= limit)
-
-
-def _split(options: Sequence[Option]) -> tuple[list[Option], list[Option]]:
-    """Options that need a trace, and those that only retain the graph."""
-    traced = [option for option in options if option.needs_new_trace]
-    return traced, [option for option in options if not option.needs_new_trace]
 
 
 def _nothing_more(variant: Variant) -> Solution:

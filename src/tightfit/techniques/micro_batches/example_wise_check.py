@@ -6,7 +6,7 @@ The proof is repeated after any change of shape, mode or module. The model runs 
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,7 +58,7 @@ _OF_ALL = ("Python's random", "numpy.random")
 
 
 class BatchProofs:
-    """The proofs for one model, which it refers to weakly, by the shapes of its batches."""
+    """The proofs for one model, which it refers to weakly, by the shapes of its batches. `of_loop` are attributes of it that the training loop sets."""
 
     def __init__(
         self,
@@ -67,8 +67,10 @@ class BatchProofs:
         allows_randomness: bool,
         refuse: Refuse,
         unseen: Callable[[], contextlib.AbstractContextManager[Any]],
+        of_loop: Collection[str] = (),
     ) -> None:
         self._model = weakref.ref(model)
+        self._ignored = {*_OF_ALL, *(f"{type(model).__name__}.{name}" for name in of_loop)}
         self._allows_randomness = allows_randomness
         self._refuse = refuse
         self._unseen = unseen
@@ -132,7 +134,7 @@ class BatchProofs:
         def first_change() -> str:
             found = differences(before, self._state.snapshot(self._owner()))
             # An array of numpy's is looked at as generators are.
-            told = next((str(each) for each in found if each.path not in _OF_ALL), "")
+            told = next((str(each) for each in found if each.path not in self._ignored), "")
             return told or ("an optimizer that the model can reach was changed" if marks.change() else "")
 
         return first_change
@@ -166,7 +168,8 @@ class BatchProofs:
                 self._refuse_used_up(now)
             before = self._before if may_leave and self._before and self._is_changed(self._before, now) else None
             try:
-                with self._unseen(), plain_forwards(), _without_metrics(model), _as_in(before, now):
+                # Metrics are muted in the state that the proof begins in: another state has other tables of attributes.
+                with self._unseen(), plain_forwards(), _as_in(before, now), _without_metrics(model):
                     proved = _proved(
                         model,
                         forward,

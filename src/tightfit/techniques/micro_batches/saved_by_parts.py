@@ -63,7 +63,7 @@ class Unchanged:
     """Checks that weights, the batch and what parts have saved are unchanged when the loss's backward pass runs: by address, version and values.
 
     Values on a card are read with `has_checksum` alone, as they are waited for. It refers to them weakly: a batch that was freed cannot be changed.
-    `state` says what else of the model's state has changed since.
+    `state` is set to what says which else of the model's state has changed.
     """
 
     def __init__(
@@ -73,10 +73,9 @@ class Unchanged:
         saved: SavedByParts,
         *,
         has_checksum: bool,
-        state: Callable[[], str] | None = None,
     ) -> None:
         self._saved = saved
-        self._state = state
+        self.state: Callable[[], str] | None = None
         constants = saved.constants()
         tensors = [*weights, *batch, *constants]
         self._names = [
@@ -102,7 +101,7 @@ class Unchanged:
                 return self._names[number]
         if self._saved.is_any_written():
             return "what was saved for the backward pass was written to"
-        return "" if self._state is None else self._state()
+        return "" if self.state is None else self.state()
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int]:

@@ -7,7 +7,7 @@ pass only scales those sums and returns them. The caller's loop sees one forward
 import contextlib
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -48,7 +48,7 @@ class SplitForward:
     """The wrapper around a root's forward; at most `num_parts` parts, `allows_randomness` as in `LossWatch`. `counted` is called once per part.
 
     `batch_of` makes the batch from the arguments, `scaled` is the scaling of the `GradScaler` that scales the loss outside. Proofs and comparisons
-    run inside of `unseen()`. `refuse` makes the error to raise; `check_steps` batches are compared by value. It refers to the model weakly, and a
+    run inside of `unseen()`. `of_loop` are attributes of the model that the training loop sets for itself. `refuse` makes the error to raise; `check_steps` batches are compared by value. It refers to the model weakly, and a
     copy of the model gets a copy of it.
     """
 
@@ -64,6 +64,7 @@ class SplitForward:
         batch_of: Callable[[Sequence[Any], Mapping[str, Any]], AbstractBatch] | None = None,
         scaled: Callable[[torch.Tensor], torch.Tensor] | None = None,
         unseen: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        of_loop: Collection[str] = (),
     ) -> None:
         self._model = weakref.ref(model)
         self._num_parts = num_parts
@@ -74,11 +75,14 @@ class SplitForward:
         self._batch_of = batch_of or Batch
         self._scaled = scaled
         self._unseen = unseen
-        self._proofs = BatchProofs(model, allows_randomness=allows_randomness, refuse=refuse, unseen=unseen)
+        self._proofs = BatchProofs(
+            model, allows_randomness=allows_randomness, refuse=refuse, unseen=unseen, of_loop=of_loop
+        )
         self._is_checked = False
         self._checks_left = check_steps
         # On a card the graph is walked in the first steps alone.
         self._runs_again = False
+        self._latest: Callable[[], Unchanged | None] = lambda: None
         self._begins = moment()
         on_node_hooks(self, is_of_later=True)
 
@@ -144,9 +148,16 @@ class SplitForward:
             sums.gradients = [p.grad for p in aside.parameters]
         sums.refuse = self._refuse
         self._runs_again |= sums.saved.runs_again
-        state = self._proofs.changes_from_now() if self._runs_again else None
-        sums.unchanged = Unchanged(aside.parameters, batch.tensors(), sums.saved, has_checksum=is_checked, state=state)
+        sums.unchanged = Unchanged(aside.parameters, batch.tensors(), sums.saved, has_checksum=is_checked)
+        self._latest = weakref.ref(sums.unchanged)
+        self.end_forward()
         return outputs.joined(sums, aside.parameters)
+
+    def end_forward(self) -> None:
+        """What changes of the model's state from now on is changed between the forward and the backward pass. For callers that do something of the forward's afterwards."""
+        latest = self._latest()
+        if latest is not None and self._runs_again:
+            latest.state = self._proofs.changes_from_now()
 
     def _refuse_outside(self, why: str) -> ApplyError:
         return self._refuse(f"the model {why}; leave micro_batches out")
@@ -219,7 +230,9 @@ class SplitForward:
         self, loss: torch.Tensor, weight: torch.Tensor, sums: Sums, batch: AbstractBatch, aside: "_GradientsAside"
     ) -> None:
         # To walk the graph takes milliseconds, which are more for a card than at the host.
-        if has_values(*aside.parameters) and (batch.device.type == "cpu" or self._checks_left):
+        # In a trace too: what is refused in a run is in no plan.
+        is_walked = batch.device.type == "cpu" or self._checks_left or not has_values(*aside.parameters)
+        if is_walked:
             sums.saved.add(loss, self.model, [*aside.parameters, *batch.tensors()])
         # As a program runs `backward` outside of its autocast context. `inputs=` keeps the pass from
         # accumulating into anything but the trained parameters.

@@ -24,6 +24,10 @@ from tightfit.techniques.wrappers.first_order import Refuse
 
 Step = Callable[..., Any]
 
+# The name of the hook that runs, which Lightning sets around each; `log` reads it.
+# Source: `_call_lightning_module_hook` of lightning/pytorch/trainer/call.py.
+_OF_LIGHTNING = frozenset({"_current_fx_name"})
+
 
 def split_step(
     session: Session,
@@ -75,7 +79,7 @@ class _TrainingStep:
         self._module = module
         self._step = module.training_step
         self._logged = logged = LoggedParts(module)
-        self._split = splits(module, unseen=lambda: _unseen(module, logged))
+        self._split = splits(module, unseen=lambda: _unseen(module, logged), of_loop=_OF_LIGHTNING)
         functools.update_wrapper(self, self._step, updated=())
 
     def __call__(self, batch: Any, *rest: Any, **kwargs: Any) -> Any:
@@ -91,6 +95,8 @@ class _TrainingStep:
         with self._logged.gathered():
             output = self._split(of_part, batch)
         self._logged.hand_over(_loss(output))
+        # What is logged, and the methods that gathered it, are of the step.
+        self._split.end_forward()
         return output
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Step:
