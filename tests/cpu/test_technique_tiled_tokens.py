@@ -145,6 +145,78 @@ def test_calls_whose_graphs_differ_are_each_compared_with_their_like(loss):
     assert_same(train(critic, loss), train(critic, loss, [choice(NAME, "Sequential.0", num_tiles=4)]), **ORDER)
 
 
+class Scaled(nn.Module):
+    """A layer that reads what is set from outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.settings, self.act = nn.Linear(8, 8), {"scale": 2.0}, functional.gelu
+        self.register_buffer("shift", torch.zeros(8))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.settings["scale"] * self.act(self.layer(rows) + self.shift)
+
+
+def _other_scale(model: nn.Module) -> None:
+    model[1].settings["scale"] += 1.0
+
+
+def _another_key(model: nn.Module) -> None:
+    model[1].settings["kind"] = "regression"
+
+
+def _other_function(model: nn.Module) -> None:
+    model[1].act = functional.silu if model[1].act is functional.gelu else functional.gelu
+
+
+def _hook(model: nn.Module) -> None:
+    model[1].layer.register_forward_hook(lambda *_: torch.zeros(1))
+
+
+def _other_child(model: nn.Module) -> None:
+    model[1].layer = copy.deepcopy(model[1].layer)
+
+
+@pytest.mark.parametrize("change", [_other_scale, _another_key, _other_function])
+def test_what_is_changed_behind_a_module_holds_from_its_next_forward_on(change):
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), Scaled())
+
+    def loss(model: nn.Module, step: int) -> torch.Tensor:
+        result = model(torch.randn(3, 21, 8, generator=torch.Generator().manual_seed(step))).square().mean()
+        change(model)
+        return result
+
+    assert_same(train(make, loss), train(make, loss, [choice(NAME, "Sequential.1", num_tiles=4)]), **ORDER)
+
+
+@pytest.mark.parametrize("change", [_hook, _other_child])
+def test_what_is_put_on_a_module_between_the_passes_is_there_afterwards(change):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Scaled())
+    plain, data = copy.deepcopy(model), torch.randn(3, 21, 8)
+    gradients = []
+    with apply_choices([choice(NAME, "Sequential.1", num_tiles=4)], model, []):
+        for each in (plain, model):
+            first = each[1].layer
+            loss = each(data).square().mean()
+            change(each)
+            loss.backward()
+            gradients.append([first.weight.grad, each[0].weight.grad])
+            assert each[1].layer is not first or each[1].layer._forward_hooks
+    torch.testing.assert_close(*gradients, **ORDER)
+
+
+def test_a_buffer_that_is_written_to_between_the_passes_is_refused():
+    def loss(model: nn.Module, step: int) -> torch.Tensor:
+        result = model(torch.ones(3, 21, 8)).square().mean()
+        model[1].shift += 1
+        return result
+
+    with pytest.raises(ApplyError, match="shift was written to between the forward and the backward pass"):
+        train(lambda: nn.Sequential(nn.Linear(8, 8), Scaled()), loss, [choice(NAME, "Sequential.1", num_tiles=4)])
+
+
 @pytest.mark.parametrize("is_half", [False, True])
 def test_in_half_precision_weight_gradients_are_summed_in_float32(is_half):
     kind = torch.bfloat16 if is_half else torch.float32

@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 
-from tightfit.effects.state import RegionState, Snapshot, structural_differences
+from tightfit.effects.state import RegionState
 from tightfit.effects.values.fingerprints import paused
 from tightfit.effects.values.value_checks import bound_for, difference, has_values
 from tightfit.errors import ApplyError
 from tightfit.techniques.session import Session, Verdict
 from tightfit.techniques.technique import ChosenOption, check_each
+from tightfit.techniques.tiling.first_state import FirstState
 from tightfit.techniques.tiling.halos import AxisLayer, flat, layers_along, length_within, paths, run_step
 from tightfit.techniques.tiling.tile_function import Tile, Tiling, run_tiled
 from tightfit.techniques.wrappers.first_order import are_transforms_active
@@ -108,15 +109,17 @@ class _Slabs:
                 part = run_step(step, part, dim)
             return part
 
-        before = self._state.snapshot(self._chain, is_kept=True)
+        chain = self._chain
+        then = self._state.snapshot(chain, is_kept=True)
+        trained = [parameter for parameter in chain.parameters() if parameter.requires_grad]
         tiling = Tiling(
             run=run_tile,
             tiles=list(steps),
             dim=dim,
-            parameters=list(self._chain.parameters()),
+            parameters=list(chain.parameters()),
+            first_state=FirstState(lambda: chain, self._state, then, trained=trained),
             overlap=True,
             refuse=self._refusal,
-            changed=lambda: self._changed(before),
             is_checked=self._checks_left > 0 and has_values(value),
         )
         if tiling.is_checked:
@@ -143,10 +146,6 @@ class _Slabs:
         differs = difference(found, expected, bound_for(part))
         if differs is not None:
             raise self._refusal(f"a slab of a chain differs from the chain itself by {differs:.2g} of its norm")
-
-    def _changed(self, before: Snapshot) -> str:
-        found = structural_differences(before, self._state.snapshot(self._chain, is_kept=True))
-        return str(found[0]) if found else ""
 
     def _refusal(self, why: str) -> ApplyError:
         return self._verdict.refuse(

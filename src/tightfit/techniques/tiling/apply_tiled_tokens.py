@@ -119,14 +119,14 @@ class _Tiles:
             proofs = self._proofs[module] = TileProofs(module, self._refusal, self._check_steps)
         is_watched = has_values(value) and (value.device.type == "cpu" or proofs.names_outside)
         with without_outside_calls(self._refusal, is_on=is_watched):
-            changed = proofs.prove(lambda part: run(tiles[0], part), value, dim, tiles, (others, kwargs))
+            first_state = proofs.prove(lambda part: run(tiles[0], part), value, dim, tiles, (others, kwargs))
             tiling = Tiling(
                 run=run,
                 tiles=tiles,
                 dim=dim,
                 parameters=list(module.parameters()),
                 refuse=self._refusal,
-                changed=changed,
+                first_state=first_state,
                 is_checked=proofs.is_checked,
                 runs=proofs.runs,
             )

@@ -11,6 +11,7 @@ from tightfit.effects.independence.rows import Mixes
 from tightfit.effects.state import RegionState, Snapshot, structural_differences
 from tightfit.effects.values.fingerprints import paused
 from tightfit.effects.values.value_checks import halves_differ, has_values
+from tightfit.techniques.tiling.first_state import FirstState
 from tightfit.techniques.tiling.tile_function import Tile, TileRuns
 from tightfit.techniques.tiling.token_wise_check import check_token_wise
 from tightfit.techniques.wrappers.first_order import Refuse
@@ -39,8 +40,8 @@ class TileProofs:
 
     def prove(
         self, run: Callable[[torch.Tensor], Any], value: torch.Tensor, dim: int, tiles: Sequence[Tile], others: Any
-    ) -> Callable[[], str]:
-        """Proves that `value` may be run in `tiles` along `dim`. The returned function describes a change of the module since then, or returns "".
+    ) -> FirstState:
+        """Proves that `value` may be run in `tiles` along `dim`; the state in which they run.
 
         Raises:
             ApplyError: it may not be run in tiles.
@@ -76,15 +77,8 @@ class TileProofs:
                 told = halves_differ(module, run, tiles[0].of(value.detach(), dim), dim)
             if told:
                 raise self._refuse(f"cannot be run in tiles: {told}")
-        return lambda: self._changed(now)
-
-    def _changed(self, then: Snapshot) -> str:
-        if self._code is not None and not self._code.is_same():
-            return "the code of the module was replaced"
-        if any(p._backward_hooks for p in self._owner().parameters()):
-            return "a hook was put on a gradient"
-        found = structural_differences(then, self._state.snapshot(self._owner(), is_kept=True))
-        return str(found[0]) if found else ""
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        return FirstState(self._owner, self._state, now, code=self._code, trained=trained)
 
     def _owner(self) -> torch.nn.Module:
         module = self._module()

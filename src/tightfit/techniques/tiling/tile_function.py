@@ -19,6 +19,7 @@ from tightfit.effects.state import MOVED
 from tightfit.effects.values.contents import checksum_of, contents_of, is_any_written
 from tightfit.effects.values.value_checks import checksum, sums_differ
 from tightfit.errors import ApplyError, TightfitError
+from tightfit.techniques.tiling.first_state import FirstState
 from tightfit.techniques.wrappers.first_order import Refuse, check_transforms, first_order
 
 _OTHER_RESULT = "gave another result when a tile was run again in the backward pass"
@@ -78,7 +79,7 @@ class Tile:
 class Tiling:
     """`run(tile, part)` is the output of one tile; `parameters` are all that may get gradients. `dim` is the same in input and output.
 
-    `changed` describes a change of the modules since the forward pass, or returns ""; `refuse` makes the error to raise then.
+    `first_state` is that of the modules in the forward pass; `refuse` makes the error to raise where it is lost.
     With `is_checked`, values of inputs and results are compared within a bound. `runs` remembers what tiles were like in earlier calls.
     """
 
@@ -86,8 +87,8 @@ class Tiling:
     tiles: Sequence[Tile]
     dim: int
     parameters: Sequence[torch.nn.Parameter]
+    first_state: FirstState
     overlap: bool = False
-    changed: Callable[[], str] = str
     is_checked: bool = False
     refuse: Refuse = ApplyError
     runs: TileRuns = dataclasses.field(default_factory=TileRuns)
@@ -97,7 +98,7 @@ def run_tiled(tiling: Tiling, value: torch.Tensor) -> torch.Tensor:
     """The output of all tiles for the input `value`, with one node in the graph.
 
     Raises:
-        ApplyError: torch.func transforms the call. The backward pass raises it for second derivatives, or if the modules have changed since.
+        ApplyError: torch.func transforms the call. The backward pass raises it for second derivatives, or if the modules have changed since in a way that cannot be undone for it.
     """
     check_transforms("tiles", tiling.refuse)
     if not all(p.is_leaf for p in tiling.parameters):
@@ -150,7 +151,7 @@ class _Tiled(torch.autograd.Function):
         (gradient,) = grad_outputs
         tiling = ctx.tiling
         value, *trained = ctx.saved_tensors
-        changed = tiling.changed()
+        changed = tiling.first_state.lost()
         if not changed and ctx.addresses != _addresses(tiling.parameters):
             changed = "a weight was given other data"
         if not changed and not all(parameter.requires_grad for parameter in trained):
@@ -172,6 +173,7 @@ class _Tiled(torch.autograd.Function):
             part = tile.of(value.detach(), tiling.dim).requires_grad_(whole is not None)
             with (
                 torch.enable_grad(),
+                tiling.first_state.put_back(),
                 ctx.ambient.put_back(),
                 torch.autocast(**ctx.autocast),
                 _told_of_errors(tiling.refuse),
