@@ -29,7 +29,7 @@ NOT_OF_TORCH = {
         "_SimpleCData",
     ),
     "numpy": ("_rand", "_bit_generator"),
-    "lightning": ("_compiler_ctx", "_step_fn"),
+    "lightning": ("_compiler_ctx", "_step_fn", "_current_fx_name"),
     "native symbols": (of_child.GUARD_REGISTRY.name, of_child.CUDA_HOOKS.name),
     "ours": ("_JoinedBackward", "_NONE"),
     # What no module or class of torch has by its name: a mark on parameters, a parameter of softmax, attributes of compiled modules and of
