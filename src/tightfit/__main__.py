@@ -4,7 +4,7 @@ at any time."""
 import signal
 import sys
 
-from tightfit.cli.shared import terminated
+from tightfit.cli.arguments import terminated
 
 
 def main() -> None:

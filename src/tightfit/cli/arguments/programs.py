@@ -5,7 +5,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from tightfit.cli.shared.terminated import as_under_python
+from tightfit.cli.arguments.terminated import as_under_python
 from tightfit.errors import TightfitError
 from tightfit.errors.faults import is_ours, noted, our_error
 
