@@ -80,13 +80,8 @@ def run(
             script, arguments, card or "", budget, allow, used_now(used, card or "", is_own=device is None), permissions
         )
     )
-    # Refused before the script starts.
     if not chosen.fits:
-        # A plan may have been made for another script.
-        subject = f"{script} does" if plan is None else f"{plan} is a plan with which {chosen.target} does"
-        raise DoesNotFit(
-            f"{subject} not fit {format_bytes(chosen.budget_bytes)} on {chosen.device}: it needs {format_bytes(needed_bytes(chosen.run.peak, chosen.margin))}; tightfit plan lists what would help"
-        )
+        raise _does_not_fit(chosen, script, plan)
     # In a child process; a real run happens in this one, as python would run the script.
     if virtual:
         return _run_virtually(chosen, script, arguments, permissions)
@@ -101,6 +96,14 @@ def run(
             disk_folder=None if disk_folder is None else str(disk_folder),
         ),
         script,
+    )
+
+
+def _does_not_fit(chosen: Plan, script: str, file: Path | None) -> DoesNotFit:
+    """The refusal of a plan before the script starts. One that comes from a `file` may have been made for another script."""
+    subject = f"{script} does" if file is None else f"{file} is a plan with which {chosen.target} does"
+    return DoesNotFit(
+        f"{subject} not fit {format_bytes(chosen.budget_bytes)} on {chosen.device}: it needs {format_bytes(needed_bytes(chosen.run.peak, chosen.margin))}; tightfit plan lists what would help"
     )
 
 
