@@ -101,12 +101,17 @@ def _arrows(room: str, imports: Collection[tuple[str, str]]) -> "networkx.DiGrap
     return networkx.DiGraph([(a, b) for a, b in inside if a != b])
 
 
+def modules_and_imports() -> tuple[set[str], list[tuple[str, str]]]:
+    """The modules of the package, and the imports between them (importer, imported)."""
+    graph = grimp.build_graph("tightfit", exclude_type_checking_imports=True, cache_dir=None)
+    return set(graph.modules), [(a, b) for a in graph.modules for b in graph.find_modules_directly_imported_by(a)]
+
+
 def main() -> int:
     """Prints the figures."""
     print(*lines_of_files({path: path.read_text() for path in sorted(SOURCE.rglob("*.py"))}), sep="\n")
-    graph = grimp.build_graph("tightfit", exclude_type_checking_imports=True, cache_dir=None)
-    imports = [(a, b) for a in graph.modules for b in graph.find_modules_directly_imported_by(a)]
-    print("", *lines_of_rooms(graph.modules, imports), sep="\n")
+    modules, imports = modules_and_imports()
+    print("", *lines_of_rooms(modules, imports), sep="\n")
     whole = defaultdict(set)
     for importer, imported in imports:
         whole[importer].add(imported)

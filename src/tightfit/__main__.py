@@ -1,7 +1,10 @@
-"""The program `tightfit`, also as `python -m tightfit`. An interrupt that comes while the command line is being imported is one line too."""
+"""The program `tightfit`, also as `python -m tightfit`. An interrupt that comes while the command line is being imported is one line too, and SIGTERM is
+at any time."""
 
 import signal
 import sys
+
+from tightfit.cli.arguments import terminated
 
 
 def main() -> None:
@@ -10,12 +13,16 @@ def main() -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
+        terminated.close_first()
         from tightfit.cli.main import run
 
         code = run()
     except KeyboardInterrupt:
         sys.stderr.write("tightfit: interrupted\n")
         code = 130
+    except terminated.Terminated:
+        code = 143
+        terminated.end()
     sys.exit(code)
 
 

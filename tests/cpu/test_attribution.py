@@ -1,6 +1,7 @@
 """Who asks for an operator: what a forward makes for itself belongs to it, and what is called beside a model does not."""
 
 import argparse
+import runpy
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 import tightfit
+from tightfit.capture.observe import attribution
 from tightfit.capture.observe.attribution import is_of_another_library
 from tightfit.capture.targets.target_kinds import GeneratorFunction
 from tightfit.capture.trace import trace
@@ -60,3 +62,14 @@ def test_other_libraries_are_neither_the_users_nor_torch_nor_pythons_own(tmp_pat
     assert is_of_another_library("/usr/lib/python3/dist-packages/wandb/run.py")
     for own in (str(tmp_path / "train.py"), torch.__file__, tightfit.__file__, argparse.__file__, "<string>"):
         assert not is_of_another_library(own), own
+
+
+def test_torch_is_known_where_its_environment_is_reached_by_a_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(torch.__file__).parent
+    (tmp_path / "torch").symlink_to(folder)
+    monkeypatch.setattr(torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
+    anew = runpy.run_path(attribution.__file__)
+    assert not anew["is_users_or_other"](str(tmp_path / "torch" / "nn" / "utils" / "clip_grad.py"))
+    assert anew["is_users_or_other"](str(tmp_path / "train.py"))

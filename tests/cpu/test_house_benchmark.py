@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from benchmarks import house
+from tools import check_sizes
 
 
 def test_a_room_is_measured_by_its_members_and_the_arrows_between_them() -> None:
@@ -33,3 +34,17 @@ def test_files_are_measured_by_what_is_in_them() -> None:
         "comment lines: 2 of 8 (25.0%)",
         "private names of torch: 1",
     ]
+
+
+def test_a_class_is_too_large_by_its_own_methods(tmp_path: Path) -> None:
+    methods = [f"    def m{number}(self): ..." for number in range(11)]
+    file = tmp_path / "box.py"
+    file.write_text("\n".join(["class Box:", "    def __enter__(self): ...", *methods]))
+    assert not list(check_sizes.too_long(file))
+    file.write_text("\n".join(["class Box:", "    def __init__(self): ...", *methods]))
+    assert list(check_sizes.too_long(file)) == [f"{file}:1: Box has 12 methods, at most 11"]
+
+
+def test_no_folder_but_the_package_itself_has_more_than_a_reader_finds() -> None:
+    rooms = house.lines_of_rooms(*house.modules_and_imports())
+    assert [line.split()[0] for line in rooms if line.endswith("over")] == ["tightfit"]

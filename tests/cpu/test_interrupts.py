@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.plans import a_plan
 
 from tightfit import __main__
 from tightfit.cli import main, replay
@@ -30,7 +31,11 @@ QUIET = (
 )
 
 
-def test_a_trace_that_is_interrupted(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "code", "said"),
+    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, -signal.SIGTERM, "terminated")],
+)
+def test_a_trace_that_is_interrupted(tmp_path: Path, number: int, code: int, said: str) -> None:
     (tmp_path / "waits.py").write_text(WAITS)
     (tmp_path / "temporary").mkdir()
     outputs = ["--save-tape", "run.npz", "--save-recording", "x.pickle"]
@@ -43,12 +48,20 @@ def test_a_trace_that_is_interrupted(tmp_path: Path) -> None:
         env={**os.environ, "TMPDIR": str(tmp_path / "temporary")},
     ) as process:
         assert process.stderr is not None and process.stderr.read(5) == "begun"
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         # Ends when nobody has the pipes open any more: the traced program is gone too.
         out, err = process.communicate()
-    assert (process.returncode, out, err) == (130, "", "tightfit: interrupted\n")
+    assert (process.returncode, out, err) == (code, "", f"tightfit: {said}\n")
     assert sorted(os.listdir(tmp_path)) == ["temporary", "waits.py"]
     assert os.listdir(tmp_path / "temporary") == []
+
+
+def test_a_program_that_is_terminated_ends_as_under_python(tmp_path: Path) -> None:
+    (tmp_path / "waits.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\n")
+    a_plan().save(tmp_path / "plan.json")
+    words = [sys.executable, "-m", "tightfit", "run", "--plan", "plan.json", "waits.py"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGTERM, "", "")
 
 
 def interrupted(*_: Any, **__: Any) -> None:

@@ -249,6 +249,20 @@ def test_an_error_that_only_a_second_run_meets_names_the_block() -> None:
         trained(lambda: Doing(act), is_planned=True)
 
 
+def test_a_kept_result_that_the_block_writes_to_in_place_is_named() -> None:
+    class Shifted(Block):
+        def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:
+            """As a convolution with a bias of its own."""
+            y = self.layer(x)
+            y += 1.0
+            return x + torch.tanh(y)
+
+    model = Net(Shifted, {})
+    apply_choices([choice("selective_checkpointing", "Net.blocks.1", keep=[0])], model, [])
+    with pytest.raises(ApplyError, match=r"Net\.blocks\.1 writes in place to a result that is kept"):
+        model(torch.randn(4, WIDTH)).backward()
+
+
 def test_a_context_that_a_hook_enters_and_another_one_leaves_is_left_in_second_runs() -> None:
     def make() -> nn.Module:
         block = Block()

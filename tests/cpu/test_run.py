@@ -74,6 +74,16 @@ def test_a_script_runs_with_its_plan_and_says_so_in_three_lines(capfd: pytest.Ca
     ]
 
 
+def test_a_plan_made_with_other_libraries_is_a_line(capfd: pytest.CaptureFixture[str]) -> None:
+    here = torch.__version__.partition("+")[0]
+    for version, said in ((f"{here}+cu130", ""), ("1.2.3", f"the plan was made with torch 1.2.3 (here {here}")):
+        plan_of(versions={"python": "3.9.1", "torch": version, "cuda": "13.0", "gone": "1"}).save("plan.json")
+        assert run(["run", "--plan", "plan.json", script(SCRIPT), "--", "1"]) == 0
+        lines = capfd.readouterr().err.splitlines()
+        assert len(lines) == 3 + bool(said)
+        assert lines[0].startswith(f"tightfit: {said or 'on Net'}")
+
+
 @pytest.mark.parametrize(("ending", "code"), [("sys.exit(3)", 3), ("sys.exit('no data')", 1), ("sys.exit()", 0)])
 def test_the_exit_code_is_the_scripts_own(ending: str, code: int, capfd: pytest.CaptureFixture[str]) -> None:
     plan_of().save("plan.json")
@@ -146,7 +156,12 @@ def test_a_script_without_a_model_is_told_so_where_nothing_was_planned(capfd: py
         (["--plan", "other.json", "train.py"], 3, "other.json: this is no plan; make one with tightfit plan -o FILE"),
         (["--plan", "lacking.json", "train.py"], 3, "lacking.json: this plan lacks 'baseline'; make it again"),
         (["--plan", "unknown.json", "train.py"], 3, "there is no technique 'magic'; there are "),
-        (["--plan", "large.json", "train.py"], 1, "train.py does not fit 512.0 MiB on NVIDIA GeForce RTX 4090"),
+        (
+            ["--plan", "large.json", "train.py"],
+            1,
+            "large.json is a plan with which train.py does not fit 512.0 MiB on NVIDIA GeForce RTX 4090",
+        ),
+        (["link.py"], 2, "there is no file link.py: it is a link to gone.py, which is not there"),
         (
             ["--plan", "plan.json", "--budget", "4GiB", "train.py"],
             2,
@@ -172,6 +187,7 @@ def test_errors_are_one_line_each(
     whole = json.loads(Path("plan.json").read_text())
     Path("lacking.json").write_text(json.dumps({k: v for k, v in whole.items() if k != "baseline"}))
     script("from tests.cpu.applied import *\ntrain(*made())\n")
+    Path("link.py").symlink_to("gone.py")
     assert run(["run", *arguments]) == code
     said = capfd.readouterr()
     assert said.err.startswith(f"tightfit: {reason}")

@@ -16,7 +16,7 @@ from tightfit.cli.shared.local_cards import local_cards
 from tightfit.cli.variants.guarded_run import UNGUARDED, Guarding, run_guarded
 from tightfit.errors import DoesNotFit, UsageError
 from tightfit.planner.plan import Plan
-from tightfit.simulate.estimate import verdict_of
+from tightfit.simulate.estimate import needed_bytes, verdict_of
 from tightfit.units import format_bytes
 
 
@@ -80,11 +80,8 @@ def run(
             script, arguments, card or "", budget, allow, used_now(used, card or "", is_own=device is None), permissions
         )
     )
-    # Refused before the script starts.
     if not chosen.fits:
-        raise DoesNotFit(
-            f"{script} does not fit {format_bytes(chosen.budget_bytes)} on {chosen.device}: it needs {format_bytes(chosen.run.peak.device_high_bytes)}; tightfit plan lists what would help"
-        )
+        raise _does_not_fit(chosen, script, plan)
     # In a child process; a real run happens in this one, as python would run the script.
     if virtual:
         return _run_virtually(chosen, script, arguments, permissions)
@@ -99,6 +96,14 @@ def run(
             disk_folder=None if disk_folder is None else str(disk_folder),
         ),
         script,
+    )
+
+
+def _does_not_fit(chosen: Plan, script: str, file: Path | None) -> DoesNotFit:
+    """The refusal of a plan before the script starts. One that comes from a `file` may have been made for another script."""
+    subject = f"{script} does" if file is None else f"{file} is a plan with which {chosen.target} does"
+    return DoesNotFit(
+        f"{subject} not fit {format_bytes(chosen.budget_bytes)} on {chosen.device}: it needs {format_bytes(needed_bytes(chosen.run.peak, chosen.margin))}; tightfit plan lists what would help"
     )
 
 

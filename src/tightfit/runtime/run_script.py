@@ -6,7 +6,9 @@ plan waits for the script's model and optimizers (`tightfit.runtime.attach`).
 
 import os
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed_version
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +53,8 @@ def run(
     # Only now: this imports torch, which reads the allocator's settings.
     from tightfit.runtime.attach import Attachment
 
+    if others := other_versions(plan.versions):
+        say(others)
     said: set[str] = set()
 
     def applied(session: "Session") -> None:
@@ -110,6 +114,20 @@ def _check(attachment: "Attachment", say: Callable[[str], None]) -> None:
         if not attachment.roots:
             raise
         say(str(error))
+
+
+def other_versions(versions: Mapping[str, str]) -> str:
+    """A line about the libraries that are installed in other versions than the plan was made with; empty where there are none."""
+    differing = []
+    for package, version in versions.items():
+        with suppress(PackageNotFoundError):
+            here = installed_version(package)
+            # Builds for the processor and for CUDA are of one version (2.13.0+cpu and 2.13.0+cu130).
+            if here.partition("+")[0] != version.partition("+")[0]:
+                differing.append(f"{package} {version} (here {here})")
+    if not differing:
+        return ""
+    return f"the plan was made with {', '.join(differing)}: its peak is not known for what runs here; make it anew to know it"
 
 
 def put_on(plan: Plan, models: list[str]) -> list[str]:

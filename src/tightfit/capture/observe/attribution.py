@@ -175,9 +175,9 @@ def is_user_file(filename: str) -> bool:
 _STANDARD_LIBRARY = tuple(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib"))
 # Unlike `_LIBRARY_FOLDERS` without site-packages: another library that reads gradients (a trainer, a clipper)
 # is reported.
-_OF_TORCH = (
-    os.path.dirname(torch.__file__) + os.sep,
-    os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep,
+_OF_TORCH = tuple(
+    os.path.realpath(folder) + os.sep
+    for folder in (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(os.path.dirname(__file__))))
 )
 
 

@@ -48,6 +48,8 @@ def _folders(package: str) -> Iterator[Path]:
 
 def no_file(path: str) -> str:
     """A message that there is no file at `path`, with the names in its folder that are spelled most alike."""
+    if Path(path).is_symlink():
+        return f"there is no file {path}: it is a link to {os.readlink(path)}, which is not there"
     folder, name = Path(path).parent, Path(path).name
     names = [each.name for each in folder.glob(f"*{Path(path).suffix}")] if folder.is_dir() else []
     nearest = [str(folder / each) for each in difflib.get_close_matches(name, names, cutoff=_ALIKE)]

@@ -5,6 +5,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+from tightfit.cli.arguments.terminated import as_under_python
 from tightfit.errors import TightfitError
 from tightfit.errors.faults import is_ours, noted, our_error
 
@@ -24,7 +25,8 @@ def exit_code_of(run: Callable[[], None], path: str, *, shows_interrupts: bool =
     """
     noted()  # of an earlier program
     try:
-        run()
+        with as_under_python():
+            run()
     except TightfitError:
         raise
     except BaseException as error:

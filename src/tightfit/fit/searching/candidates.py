@@ -90,7 +90,7 @@ class Candidates:
         traced_for: dict[tuple[int, ...], TracedRun] = {}
         for _ in range(MAX_LIMITS):
             # Nothing more comes of a run that what was refused is on.
-            if len(traced_for) == max_traces or self._is_refused(run):
+            if len(traced_for) == max_traces or self._offers.refusals.is_any_refused(run.options):
                 break
             is_last_trace = len(traced_for) == max_traces - 1
             nothing_fits = best is None or not self.fits(best.run)
@@ -124,7 +124,7 @@ class Candidates:
         # Options that were traced to save much less than they promise.
         short: set[str] = set()
         for _ in range(MAX_LIMITS):
-            if self._is_refused(run):
+            if self._offers.refusals.is_any_refused(run.options):
                 return best
             variant = self.variant(run, retaining)
             if run.options and not variant.is_predicted:
@@ -181,10 +181,6 @@ class Candidates:
         left = [option for option in options if not self._offers.refusals.is_refused(option)]
         traced = [option for option in left if option.needs_new_trace]
         return traced, [option for option in left if not option.needs_new_trace]
-
-    def _is_refused(self, run: TracedRun) -> bool:
-        """Whether something that is on `run` was refused since it was traced, in company with other options."""
-        return any(self._offers.refusals.is_refused(option) for option in run.options)
 
     def better(self, one: Candidate | None, other: Candidate | None) -> Candidate | None:
         """The faster of those that fit, else the smaller one; the first where they are alike."""

@@ -37,6 +37,10 @@ class Refusals:
         """Whether an option is left out by now: its technique, or that at its place."""
         return option.technique in self.techniques or self.is_refused_at(option)
 
+    def is_any_refused(self, options: Iterable[Option]) -> bool:
+        """Whether one of these, which may be on a traced run, was refused since, in company with others."""
+        return any(map(self.is_refused, options))
+
     def forbid(self, option: Option, reason: str) -> None:
         """The effects of the program forbid an option."""
         self._forbidden.setdefault((option.technique, option.where), reason)

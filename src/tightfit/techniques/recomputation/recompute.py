@@ -539,6 +539,9 @@ def _did_instead(error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     # Of a checkpoint of the program's inside, which has saved another number of tensors, or others by shape, dtype or device.
     is_of_torch = isinstance(error, RuntimeError) and frames[-1].filename == torch.utils.checkpoint.__file__
+    # Its `_VersionWrapper.get_val`, for what a block has kept of its results.
+    if is_of_torch and "has been mutated" in str(error):
+        return "writes in place to a result that is kept for its second run"
     return _OTHER_THINGS if is_of_torch else f"raised {type(error).__name__} when it was run a second time"
 
 
