@@ -219,7 +219,13 @@ class _Collected:
             self.hold(Items(path, value), is_other=True)
 
     def hold_attributes(self, path: str, module: torch.nn.Module) -> None:
-        """Adds the attributes of a module, without keeping the module."""
+        """Adds the attributes of a module, without keeping the module, and what a scripted one has outside of Python."""
+        if (scripted := scripted_attributes(path, module)) is not None:
+            self.found.drawn.append(scripted[0])
+            for place, tensor in scripted[1].items():
+                if self.is_new(tensor):
+                    self.found.tensors.append(tensor)
+                    self.found.tensor_paths.append(place)
         reference = weakref.ref(module)
         if self.hold(Names(path, id(module), lambda: _attributes(reference), is_attributes=True)):
             self.found.modules.append(reference)
@@ -378,20 +384,16 @@ class _Walk(_CodeWalk):
                 for name, value in [*vars(module).items(), *module._modules.items()]:
                     if name in self.named_attributes or (name.isdecimal() and isinstance(module, _LISTS)):
                         self._value(f"{path}.{name}", value)
-        for holder in self.stored.holders(self._attributes_held):
+        for holder in self.stored.holders(lambda: _names_held(self.found)):
             self.collected.hold(holder, is_other=True)
             for name, value in holder.content(is_kept=False).items():
                 self._value(f"{holder.path}.{name}", value)
-
-    def _attributes_held(self) -> set[str]:
-        return {n for held in self.found.contents if isinstance(held, dict) for n in held if isinstance(n, str)}
 
     def module(self, path: str, module: torch.nn.Module) -> None:
         """A module of the region."""
         if not self.collected.is_new(module):
             return
         self.collected.hold_attributes(path, module)
-        self._scripted(path, module)
         for name, value in list(vars(module).items()):
             if isinstance(value, dict) and name.startswith("_") and not value:
                 self.found.empty.append(value)
@@ -409,14 +411,6 @@ class _Walk(_CodeWalk):
             elif name != "forward":
                 self._value(f"{path}.{name}", value)
         self.users_class(type(module), path)
-
-    def _scripted(self, path: str, module: torch.nn.Module) -> None:
-        if (found := scripted_attributes(path, module)) is not None:
-            self.found.drawn.append(found[0])
-            for place, tensor in found[1].items():
-                if self.collected.is_new(tensor):
-                    self.found.tensors.append(tensor)
-                    self.found.tensor_paths.append(place)
 
     def hooks_of_all_modules(self) -> None:
         """The hooks that torch calls for every module of the process, and what the program has put in the place of functions that they call."""
@@ -459,7 +453,6 @@ class _Walk(_CodeWalk):
             if id(value) not in self._inside and self.collected.is_new(value):
                 self.collected.hold_attributes(path, value)
                 self._outside.append((path, value))
-                self._scripted(path, value)
             return
         if isinstance(value, types.MethodType):
             self._value(path, value.__self__)
@@ -585,6 +578,10 @@ def _wrapped_by(value: Any) -> Sequence[Any] | None:
         return (value.func, *value.args, *value.keywords.values())
     inner = inner_container(value)
     return None if inner is None else (inner,)
+
+
+def _names_held(found: Reach) -> set[str]:
+    return {n for held in found.contents if isinstance(held, dict) for n in held if isinstance(n, str)}
 
 
 def _attributes(reference: "weakref.ref[torch.nn.Module]") -> dict[str, Any] | None:

@@ -84,7 +84,7 @@ class Origin:
         self.type: torch.dtype = self.autocasts_to or torch.promote_types(hidden.dtype, linear.weight.dtype)
         self.whole: torch.Tensor | None = None
         self.has_loss = False
-        self._then = self._now()
+        self._then: Any = _read(self)
         self._is_of_the_past = False
         self._family: list[weakref.ref[DeferredLogits]] = []
 
@@ -118,10 +118,7 @@ class Origin:
 
     @property
     def _is_as_it_was(self) -> bool:
-        return self._now() == self._then
-
-    def _now(self) -> Any:
-        return versions_and_contents((self.weight, self.bias, self.hidden))
+        return _read(self) == self._then
 
     def logits(self) -> torch.Tensor:
         """The logits of the head with their graph, computed once."""
@@ -161,7 +158,7 @@ class Origin:
             # "Loss heads in chunks").
             self._is_of_the_past = True
             self.weight, self.bias = copies.of(self.weight), self.bias if self.bias is None else copies.of(self.bias)
-            self._then = self._now()
+            self._then = _read(self)
 
     def when_called_again(self) -> None:
         """Drops the copy of an earlier weight: its logits are those of an earlier step."""
@@ -171,6 +168,10 @@ class Origin:
     def arithmetic(self) -> contextlib.AbstractContextManager[Any]:
         """The autocast that the head was called under."""
         return torch.autocast(self.hidden.device.type, dtype=self.autocasts_to, enabled=self.autocasts_to is not None)
+
+
+def _read(origin: Origin) -> Any:
+    return versions_and_contents((origin.weight, origin.bias, origin.hidden))
 
 
 class _Defer(torch.autograd.Function):
