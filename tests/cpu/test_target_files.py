@@ -74,6 +74,7 @@ def test_a_module_runs_as_python_runs_it(folder: Path, capsys: pytest.CaptureFix
     [
         ("train.ipynb", b"{}", "jupyter nbconvert --to script train.ipynb"),
         ("oom.pickle", b"\x80\x04.", "recordings are read by tightfit doctor"),
+        ("run.npz", b"PK\x03\x04", "a trace that --save-tape wrote"),
         ("model.safetensors", b"\x00", "a checkpoint"),
         ("config.yaml", b"lr: 1", "give the script that reads it"),
         ("start.sh", b"torchrun train.py", "give the Python script that it starts"),

@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from tightfit.reports.results import Estimate
-from tightfit.reports.text.estimates import ComparisonText, EstimateText, bar, write_comparison, write_estimate
+from tightfit.reports.text.estimates import (
+    ComparisonText,
+    EstimateText,
+    bar,
+    category_table,
+    write_comparison,
+    write_estimate,
+)
 from tightfit.reports.text.table_columns import Column, fit_widths, shorten_middle, shorten_module, shorten_place
 from tightfit.simulate.estimate import Band, Peak, PeakMoment, SiteAtPeak, SpanPeak
 from tightfit.simulate.seconds_band import SecondsBand
@@ -392,3 +399,14 @@ class TestShortening:
         assert fit_widths(columns, rows, 27) == [5, 8, 10]
         assert fit_widths(columns, rows, 22) == [5, 6, 7]
         assert fit_widths(columns, rows, 10) == [5, 6, 6]
+
+
+@pytest.mark.parametrize("width", [40, 60, 120])
+def test_figures_are_whole_in_a_narrow_terminal_and_bars_are_left_out(width: int) -> None:
+    table = category_table(
+        {"parameters": 440 << 20, "workspace": 8 << 20, "context": 16}, 448 << 20, width, is_ascii=False
+    )
+    output = io.StringIO()
+    Console(file=output, width=width).print(table)
+    assert "440.0 MiB" in output.getvalue() and "98%" in output.getvalue() and "…" not in output.getvalue()
+    assert ("█" in output.getvalue()) == (width > 40)

@@ -379,3 +379,13 @@ def on_a_terminal(tape: str, **environment: str) -> str:
             said += piece
     os.close(ours)
     return said.decode()
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&- <&-"])
+def test_streams_that_the_caller_has_closed_are_nothing(tmp_path: Path, closed: str) -> None:
+    """The file that a command opens first has the number of the stream otherwise, and is written into."""
+    command = f"{sys.executable} -m tightfit devices 4090 {closed}; echo $? > code; {sys.executable} -m tightfit devices nothing {closed}; echo $? >> code"
+    done = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (tmp_path / "code").read_text() == "0\n2\n"
+    assert ("RTX 4090" in done.stdout) == (not closed.startswith(">"))
+    assert done.stderr.count("\n") == ("2>" not in closed)

@@ -100,7 +100,7 @@ def refuse_other_files(text: str) -> None:
         raise UsageError(
             f"the folder {text} has no config.json, so it is no Hugging Face model; give a script (FILE.py)"
         )
-    if path.is_file() and path.suffix not in (".py", ".json", ".npz"):
+    if path.is_file() and path.suffix not in (".py", ".json"):
         raise UsageError(f"{text} is {_kind(path)}")
     if path.is_file() and path.suffix == ".json":
         _refuse_plan(path)
@@ -125,6 +125,10 @@ def _kind(path: Path) -> str:
         (
             path.suffix == ".ipynb",
             f"a notebook: make a script of it (jupyter nbconvert --to script {path.name}), and give {script}",
+        ),
+        (
+            path.suffix == ".npz",
+            "a trace that --save-tape wrote, or an archive of numpy's: tightfit estimate, doctor, report and diff read traces; other commands take the script",
         ),
         (
             start.startswith(_ZIP) or path.suffix in _WEIGHTS,

@@ -37,9 +37,9 @@ def subject_of(
     # By its ending too, so that a misspelt name of a recording is not taken for a module to import.
     is_recording = target.endswith(_RECORDINGS) or _is_pickle(target)
     is_tape = target.endswith(".npz")
-    if not is_recording:
+    if not (is_recording or is_tape):
         refuse_other_files(target)
-    if is_recording or is_tape:
+    else:
         if arguments or parameters:
             raise UsageError(f"{target} is a finished run: it takes no arguments or -p")
         if not Path(target).is_file():

@@ -250,17 +250,20 @@ def category_table(at_peak: Mapping[str, int], total_bytes: int, width: int, *, 
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
-    table.add_column(no_wrap=True)
     shown = {name: num_bytes for name, num_bytes in at_peak.items() if num_bytes}
     # Bars are scaled to the largest category: scaled to the whole, most would be a cell wide.
     total, most = max(1, total_bytes), max(shown.values(), default=1)
     # 42 cells are about what the other three columns take.
-    cells = min(MAX_BAR_CELLS, max(_MIN_BAR_CELLS, width - 42))
+    cells = min(MAX_BAR_CELLS, width - 42)
+    # In a narrow terminal figures are worth more than bars: rich would cut both.
+    has_bars = cells >= _MIN_BAR_CELLS
     for name, num_bytes in shown.items():
-        drawn = Text(bar(num_bytes / most, cells, is_ascii=is_ascii), style=STYLES.get(name, "bright_black"))
-        table.add_row(
-            LABELS.get(name, name.replace("_", " ")), format_bytes(num_bytes), share_words(num_bytes, total), drawn
-        )
+        row: list[str | Text] = [LABELS.get(name, name.replace("_", " ")), format_bytes(num_bytes)]
+        row.append(share_words(num_bytes, total))
+        if has_bars:
+            style = STYLES.get(name, "bright_black")
+            row.append(Text(bar(num_bytes / most, cells, is_ascii=is_ascii), style=style))
+        table.add_row(*row)
     return table
 
 

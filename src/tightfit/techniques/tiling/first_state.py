@@ -46,6 +46,9 @@ class FirstState:
     @contextmanager
     def put_back(self) -> Iterator[None]:
         """The state of then, within the context."""
+        if self._state.is_still(self._then):
+            yield
+            return
         now = self._now()
         is_other = bool(structural_differences(self._then, now))
         # Tensors that only the state refers to that is replaced meanwhile.

@@ -168,31 +168,31 @@ class _Tiled(torch.autograd.Function):
             # Tiles that do not overlap cover the input, so nothing of the gradient stays unwritten.
             whole = torch.zeros_like(value) if tiling.overlap else torch.empty_like(value)
         sums: list[torch.Tensor | None] = [None] * len(trained)
-        for number, tile in enumerate(tiling.tiles):
-            # A leaf for each tile, so that its gradient ends here.
-            part = tile.of(value.detach(), tiling.dim).requires_grad_(whole is not None)
-            with (
-                torch.enable_grad(),
-                tiling.first_state.put_back(),
-                ctx.ambient.put_back(),
-                torch.autocast(**ctx.autocast),
-                _told_of_errors(tiling.refuse),
-            ):
-                result = tiling.run(tile, part)
-            told = tiling.runs.check(
-                number, part, tiling.parameters, ctx.results[number], result, is_checked=tiling.is_checked
-            )
-            if not told and ctx.sums and sums_differ(ctx.sums[number], checksum([result]), result):
-                told = _OTHER_RESULT
-            if told:
-                raise tiling.refuse(told)
-            wanted = [part, *trained] if whole is not None else trained
-            along = gradient.narrow(tiling.dim, tile.out_begin, tile.out_end - tile.out_begin)
-            found: list[torch.Tensor | None] = list(grad(result, wanted, along, allow_unused=True))
-            del result
-            if whole is not None:
-                _put(whole.narrow(tiling.dim, tile.begin, tile.end - tile.begin), found.pop(0), adds=tiling.overlap)
-            _add(sums, found)
+        with tiling.first_state.put_back():
+            for number, tile in enumerate(tiling.tiles):
+                # A leaf for each tile, so that its gradient ends here.
+                part = tile.of(value.detach(), tiling.dim).requires_grad_(whole is not None)
+                with (
+                    torch.enable_grad(),
+                    ctx.ambient.put_back(),
+                    torch.autocast(**ctx.autocast),
+                    _told_of_errors(tiling.refuse),
+                ):
+                    result = tiling.run(tile, part)
+                told = tiling.runs.check(
+                    number, part, tiling.parameters, ctx.results[number], result, is_checked=tiling.is_checked
+                )
+                if not told and ctx.sums and sums_differ(ctx.sums[number], checksum([result]), result):
+                    told = _OTHER_RESULT
+                if told:
+                    raise tiling.refuse(told)
+                wanted = [part, *trained] if whole is not None else trained
+                along = gradient.narrow(tiling.dim, tile.out_begin, tile.out_end - tile.out_begin)
+                found: list[torch.Tensor | None] = list(grad(result, wanted, along, allow_unused=True))
+                del result
+                if whole is not None:
+                    _put(whole.narrow(tiling.dim, tile.begin, tile.end - tile.begin), found.pop(0), adds=tiling.overlap)
+                _add(sums, found)
         return (None, None, whole, *(_cast(s, p) for s, p in zip(sums, trained, strict=True)))
 
 
