@@ -54,6 +54,8 @@ _BY_MODULE = {
     # Handlers run in the main thread: on a card, where code is run again in one of torch's, after the backward pass. And none can be set there.
     "signal": "alarm pthread_kill raise_signal setitimer signal",
     "thread": "interrupt_main",
+    # Settings of the whole process.
+    "sys": "setrecursionlimit setswitchinterval",
 }
 _MODULES_OF: dict[str, set[str]] = defaultdict(set)
 for _module, _names in _BY_MODULE.items():
@@ -85,6 +87,8 @@ NAMES = frozenset(
         *(
             "signal",
             "interrupt_main",
+            "setrecursionlimit",
+            "setswitchinterval",
             "subprocess",
             "multiprocessing",
             "shared_memory",

@@ -223,6 +223,16 @@ def _different_tensors(before: Snapshot, after: Snapshot) -> Iterator[StateDiffe
             yield StateDifference(path=path, what="was written to", is_in_place=True, tensor=tensor)
 
 
+def written_since(before: Snapshot) -> Iterator[StateDifference]:
+    """The tensors of a snapshot that are not as they were, without a look at what refers to them now."""
+    places = zip(before.reach.tensor_paths, before.reach.tensors, before.versions, before.storages, strict=True)
+    for path, tensor, version, storage in places:
+        if _storage(tensor) is not storage:
+            yield StateDifference(path=path, what="was given other data", is_in_place=True, tensor=tensor)
+        elif _version(tensor) != version:
+            yield StateDifference(path=path, what="was written to", is_in_place=True, tensor=tensor)
+
+
 def _different_drawn(before: Snapshot, after: Snapshot) -> Iterator[StateDifference]:
     later = {each.key: state for each, state in zip(after.reach.drawn, after.drawn, strict=True)}
     for each, state in zip(before.reach.drawn, before.drawn, strict=True):

@@ -74,6 +74,12 @@ ACCUMULATE_GRAD = known(
 TENSOR_USES = known(
     "torch:Tensor._use_count", "to tell whether a gradient was exported without a copy", "engine techniques"
 )
+NOT_TRACED = known(
+    "torch._dynamo.exc:Unsupported",
+    "to have the compiler leave code to Python that reads gradients which are not kept",
+    "techniques",
+    is_checked=False,
+)
 NUM_DISPATCH_MODES = known(
     "torch._C:_len_torch_dispatch_stack", "to leave a dispatch mode only where it is the innermost", "guarding"
 )
@@ -170,6 +176,7 @@ READ = (
     SET_VERSIONS,
     STORAGE_USES,
     TENSOR_USES,
+    NOT_TRACED,
     NUM_DISPATCH_MODES,
     TOP_SAVED_HOOKS,
 )

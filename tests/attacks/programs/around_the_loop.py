@@ -15,9 +15,6 @@ from tests.attacks.trial import Trial
 from torch import nn
 from torch.nn import functional
 
-# The compiler takes a gradient or a state that is kept elsewhere apart, and wraps the refusal into an error of its own.
-_ORDINARY_TENSORS = tuple(name for name in EXACT if not name.startswith(("update", "optimizer offload")))
-
 
 def _dropping() -> Net:
     return Net(nn.Sequential(Block(), nn.Dropout(0.2)) for _ in range(2))
@@ -284,7 +281,6 @@ def prioritised_replay(t: Trial) -> None:
 @attack(
     "changes",
     "the whole step, with backward pass and optimizer, is a function that is compiled (backend='eager')",
-    only=_ORDINARY_TENSORS,
 )
 def whole_step_compiled(t: Trial) -> None:
     # What runs before have compiled decides when torch gives up compiling.
@@ -309,7 +305,6 @@ def whole_step_compiled(t: Trial) -> None:
 @attack(
     "gradients",
     "the optimizer's step alone is compiled (backend='eager'), after two plain ones",
-    only=_ORDINARY_TENSORS,
 )
 def optimizer_step_compiled(t: Trial) -> None:
     # What runs before have compiled decides when torch gives up compiling.

@@ -78,8 +78,6 @@ def split_backward(t: Trial) -> None:
 @attack(
     "gradients",
     "a closure makes the whole step, compiled by torch.compile (backend='eager')",
-    # The compiler takes a gradient that is kept elsewhere apart, and wraps the refusal into an error of its own.
-    only=tuple(name for name in EXACT if not name.startswith(("update", "optimizer offload"))),
 )
 def compiled_step(t: Trial) -> None:
     # What runs before have compiled decides when torch gives up compiling.

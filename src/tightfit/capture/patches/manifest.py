@@ -102,6 +102,12 @@ SET_VERSIONS = known(
 )
 
 IN_BOTH: tuple[Name, ...] = (
+    known(
+        "torch:_dynamo",
+        "to load the compiler only where it compiles",
+        "capture/dispatch capture/patches techniques",
+        is_checked=False,
+    ),
     LOADER_ITERATOR,
     RUN_BACKWARD,
     SET_VERSIONS,
@@ -387,12 +393,6 @@ IN_CHILD: tuple[Name, ...] = (
     known("torch.cuda:_lazy_init", "to answer for the virtual card", "capture/patches", is_checked=False),
     known("torch.cuda:_maybe_exchange_device", "to answer for the virtual card", "capture/patches", is_checked=False),
     known("torch.cuda:_sleep", "to answer for the virtual card", "capture/patches", is_checked=False),
-    known(
-        "torch:_dynamo",
-        "to load the compiler only where it compiles",
-        "capture/dispatch capture/patches",
-        is_checked=False,
-    ),
     # Process groups of a distributed program.
     known("torch._C:_get_dispatch_mode", "to tell operators that only ask for shapes", "capture/dispatch"),
     known("torch._C:_TorchDispatchModeKey.FAKE", "to tell operators that only ask for shapes", "capture/dispatch"),

@@ -67,7 +67,12 @@ def _state_of_chance(value: torch.Generator | np.random.Generator | np.random.Ra
     if isinstance(value, torch.Generator):
         return lambda: value.get_state().numpy().tobytes(), lambda content: _put_torch(value, content)
     bits = value.bit_generator if isinstance(value, np.random.Generator) else value._bit_generator  # type: ignore[attr-defined]
-    return lambda: repr(bits.state) if bits.state["bit_generator"] != "MT19937" else _words(bits.state), None
+    # Generators that it has made of itself have taken a number of their own; those of old seeds know none.
+    made = operator.attrgetter("seed_seq.n_children_spawned") if hasattr(bits.seed_seq, "spawn") else lambda _: 0
+    return lambda: (
+        repr(bits.state) if bits.state["bit_generator"] != "MT19937" else _words(bits.state),
+        made(bits),
+    ), None
 
 
 def _state_of_array(value: np.ndarray) -> State:

@@ -6,15 +6,20 @@ import hashlib
 import io
 import mmap
 import random
+import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
+
 State = tuple[Callable[[], Any], Callable[[Any], None] | None]
 
 _OF_C = (ctypes._SimpleCData, ctypes.Structure, ctypes.Union, ctypes.Array)  # type: ignore[attr-defined]
 _BUILT_IN = ("builtins", "itertools")
+# The place of one in its text cannot be read.
+_SCANNER = type(re.compile("").scanner(""))  # type: ignore[attr-defined]
 _HASHES: tuple[Any, ...] = tuple({type(hashlib.new(name)) for name in hashlib.algorithms_guaranteed})
 
 
@@ -25,7 +30,22 @@ def state_of(value: Any) -> State | None:
         return value.getstate, value.setstate
     if isinstance(value, Iterator) and type(value).__module__ in _BUILT_IN:
         return lambda: position(value), None
-    return _state_of_view(value) or _state_of_memory(value)
+    if isinstance(value, _SCANNER):
+        return object, None
+    return _state_in_array(value) or _state_of_view(value) or _state_of_memory(value)
+
+
+def _state_in_array(value: Any) -> State | None:
+    if isinstance(value, np.flatiter):
+        return lambda: value.index, None
+    if isinstance(value, np.nditer):
+        return lambda: value.finished or value.iterindex, None
+    if isinstance(value, np.ndenumerate):
+        # Its one attribute is the iterator over the array.
+        return lambda: vars(value)["iter"].index, None
+    if isinstance(value, np.random.SeedSequence):
+        return lambda: value.n_children_spawned, None
+    return None
 
 
 def _state_of_view(value: Any) -> State | None:
@@ -112,3 +132,24 @@ def _parts(parts: Any) -> Any:
         else id(part)
         for part in parts
     )
+
+
+def functions_of(iterator: Any) -> Iterator[Any]:
+    """What an iterator of Python's own calls for its items, and what those that it draws from call (`map`, `filter`, `iter` with two arguments)."""
+    if not (isinstance(iterator, Iterator) and type(iterator).__module__ in _BUILT_IN):
+        return
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            parts = iterator.__reduce__()[1:]
+    except TypeError:
+        return
+    waiting = list(parts)
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, tuple):
+            waiting += part
+        elif isinstance(part, Iterator):
+            yield from functions_of(part)
+        elif callable(part) and not isinstance(part, type):
+            yield part

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from tightfit.effects.bytecode.instructions import instructions_of
 from tightfit.effects.code import CODE, Code
 from tightfit.effects.holders import ClassAttributes, Holder, Items, Members, Names, class_state, is_plain
 from tightfit.effects.identities import identities
@@ -30,7 +29,11 @@ from tightfit.effects.outside_calls import NAMES
 from tightfit.effects.reachable.cells import Cell, contents
 from tightfit.effects.reachable.classes_of_libraries import BAGS, COUNTING, STATELESS
 from tightfit.effects.reachable.drawn import Drawn, drawn
+from tightfit.effects.reachable.library_objects import StoredOnLibraries, is_followed, made_by
+from tightfit.effects.reachable.named_in_code import named_in
+from tightfit.effects.reachable.opaque import functions_of
 from tightfit.effects.reachable.scopes import READS_ENVIRONMENT, Slots, environment, inner_container, scope, slots_of
+from tightfit.effects.reachable.scripted import scripted_attributes
 from tightfit.effects.users_code import is_users_class, is_users_file, is_users_function, is_users_module
 
 # Bounds for programs that keep a data set or a tokeniser on the model: a snapshot is taken in every call, and
@@ -64,6 +67,7 @@ _MAKING = {
     *("__init__", "__new__", "__init_subclass__", "__class_getitem__"),
     *("__repr__", "__str__", "__reduce__", "__doc__"),
 }
+_ENDED_BY_HAND = frozenset({"acquire", "__enter__"})
 _LISTS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
 _BOUND_IN_C = (types.BuiltinMethodType, types.MethodWrapperType)
 
@@ -95,6 +99,8 @@ class Reach:
     """Whether there were more objects than a walk looks at."""
     names_outside: bool = False
     """Whether code of the region names something by which it may reach outside of the process's memory."""
+    ends_by_hand: bool = False
+    """Whether code of the region names something that it would have to end by itself, such as a lock: an exception in between leaves it as it is."""
     has_graphs: bool = False
     """Whether a dict held a tensor with a graph when last read, or may have."""
     _identities: Any = None
@@ -171,26 +177,6 @@ def reach_of_arguments(
     return walk.found
 
 
-@functools.cache
-def _names_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
-    """The globals, the attributes, and the Python modules to import that a function names, those of the functions inside it included."""
-    names, attributes, imported = set[str](), set[str](), set[str]()
-    for instruction in instructions_of(code):
-        if instruction.opname in ("LOAD_GLOBAL", "STORE_GLOBAL"):
-            names.add(instruction.argval)
-        elif instruction.opname == "IMPORT_NAME":
-            imported.add(instruction.argval)
-        elif instruction.opname == "IMPORT_FROM" or instruction.opname in ("LOAD_ATTR", "STORE_ATTR"):
-            attributes.add(instruction.argval)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            inner_names, inner_attributes, inner_imported = _names_in(constant)
-            names |= inner_names
-            attributes |= inner_attributes
-            imported |= inner_imported
-    return frozenset(names), frozenset(attributes), frozenset(imported)
-
-
 class _Collected:
     """What a walk has found, and the objects that it has met."""
 
@@ -233,7 +219,13 @@ class _Collected:
             self.hold(Items(path, value), is_other=True)
 
     def hold_attributes(self, path: str, module: torch.nn.Module) -> None:
-        """Adds the attributes of a module, without keeping the module."""
+        """Adds the attributes of a module, without keeping the module, and what a scripted one has outside of Python."""
+        if (scripted := scripted_attributes(path, module)) is not None:
+            self.found.drawn.append(scripted[0])
+            for place, tensor in scripted[1].items():
+                if self.is_new(tensor):
+                    self.found.tensors.append(tensor)
+                    self.found.tensor_paths.append(place)
         reference = weakref.ref(module)
         if self.hold(Names(path, id(module), lambda: _attributes(reference), is_attributes=True)):
             self.found.modules.append(reference)
@@ -262,6 +254,7 @@ class _CodeWalk(abc.ABC):
         self.collected = _Collected()
         # All attributes that the code of the region names.
         self.named_attributes = set[str]()
+        self.stored = StoredOnLibraries()
 
     @abc.abstractmethod
     def _value(self, path: str, value: Any) -> None:
@@ -286,25 +279,30 @@ class _CodeWalk(abc.ABC):
                 function = function.__wrapped__
             if isinstance(function, types.FunctionType) and is_users_file(function.__code__.co_filename):
                 self.function(f"{kind.__name__}.{name}", function)
-                more = _names_in(function.__code__)[1] - seen
+                more = named_in(function.__code__).attributes - seen
                 waiting += more
                 seen |= more
             self.collected.found.code.method(kind, name)
         for base in kind.__mro__:
             if is_users_class(base) and self.collected.is_new(base):
                 self.collected.hold(ClassAttributes(base.__name__, base), is_other=True)
-                for name, value in class_state(base).items():
+                for name, value in itertools.chain(class_state(base).items(), made_by(base)):
                     self._value(f"{base.__name__}.{name}", value)
 
     def function(self, path: str, function: types.FunctionType) -> None:
         """A function: the globals, closures, defaults and attributes that it names."""
         if not self.collected.is_new(function) or not is_users_file(function.__code__.co_filename):
             return
-        names, attributes, imported = _names_in(function.__code__)
+        named = named_in(function.__code__)
+        names, attributes, imported = named.names, named.attributes, named.imported
         self.named_attributes |= attributes
+        self.stored.code(attributes, named.stored, finds_modules=named.finds_modules)
+        self.collected.found.ends_by_hand |= not named.attributes.isdisjoint(_ENDED_BY_HAND)
         self.collected.found.names_outside |= not NAMES.isdisjoint(names | attributes | imported)
         space = function.__globals__
         self._attributes_of(path, function)
+        if named.reads_all_globals:
+            names |= {name for name, value in space.items() if not (name.startswith("__") or isinstance(value, CODE))}
         # Functions, classes and modules that a function names are code; whether they are replaced is watched by
         # `code`.
         plain = tuple(sorted(n for n in names if n not in space or not isinstance(space[n], CODE)))
@@ -319,12 +317,12 @@ class _CodeWalk(abc.ABC):
         for name in names:
             value = space.get(name)
             if isinstance(value, types.ModuleType):
-                self.python_module(value, attributes)
+                self.python_module(value, attributes, of_all=named.reads_all_attributes)
             else:
                 self._value(f"{module}.{name}", value)
         for name in imported:
             if isinstance(module_named := sys.modules.get(name), types.ModuleType):
-                self.python_module(module_named, attributes)
+                self.python_module(module_named, attributes, of_all=named.reads_all_attributes)
         for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if variable != "__class__" and self.collected.is_new(cell):
                 self.collected.hold(Cell(f"{path}:{variable}", cell), is_other=True)
@@ -339,15 +337,17 @@ class _CodeWalk(abc.ABC):
             for name, value in list(vars(function).items()):
                 self._value(f"{path}.{name}", value)
 
-    def python_module(self, module: types.ModuleType, attributes: frozenset[str]) -> None:
-        """A Python module: the environment, or what code names of a module of the user's."""
+    def python_module(self, module: types.ModuleType, attributes: frozenset[str], *, of_all: bool = False) -> None:
+        """A Python module: the environment, or what code names of a module of the user's; with `of_all` whatever it has that is no code."""
         if module is os and attributes & READS_ENVIRONMENT and self.collected.is_new(os.environ):
             self.collected.hold(environment(), is_other=True)
         self.collected.found.code.named(vars(module), attributes)
         if not is_users_module(module):
             self._put_in_library(module, attributes)
+            self.stored.met_module(module, attributes)
             return
-        named = tuple(sorted(n for n in attributes & vars(module).keys() if not isinstance(vars(module)[n], CODE)))
+        given = {n for n in vars(module) if not n.startswith("__")} if of_all else attributes & vars(module).keys()
+        named = tuple(sorted(n for n in given if not isinstance(vars(module)[n], CODE)))
         self.collected.hold(
             Names(module.__name__, (id(vars(module)), named), lambda: vars(module), only=named), is_other=True
         )
@@ -384,6 +384,10 @@ class _Walk(_CodeWalk):
                 for name, value in [*vars(module).items(), *module._modules.items()]:
                     if name in self.named_attributes or (name.isdecimal() and isinstance(module, _LISTS)):
                         self._value(f"{path}.{name}", value)
+        for holder in self.stored.holders(lambda: _names_held(self.found)):
+            self.collected.hold(holder, is_other=True)
+            for name, value in holder.content(is_kept=False).items():
+                self._value(f"{holder.path}.{name}", value)
 
     def module(self, path: str, module: torch.nn.Module) -> None:
         """A module of the region."""
@@ -460,7 +464,11 @@ class _Walk(_CodeWalk):
 
     def _class(self, path: str, kind: type) -> None:
         """A class of the user's, for what it counts on itself; an enumeration's members may have attributes too."""
-        if self.collected.is_full() or not is_users_class(kind) or issubclass(kind, torch.nn.Module):
+        if not self.collected.is_full() and (not is_users_class(kind) or issubclass(kind, torch.nn.Module)):
+            # A class of modules is walked with these; what the code counts on it by its name may be of one that has none in the region.
+            self.stored.met(path, kind)
+            return
+        if self.collected.is_full():
             return
         self.users_class(kind, path)
         if issubclass(kind, enum.Enum):
@@ -504,6 +512,8 @@ class _Walk(_CodeWalk):
     def _other(self, path: str, value: Any) -> None:
         if (found := drawn(path, value, is_users_class=is_users_class)) is not None:
             self.found.drawn.append(found)
+            for function in functions_of(value):
+                self._value(path, function)
         elif (holder := scope(path, value)) is not None:
             self.collected.hold(holder, is_other=True)
             for name, inner in holder.content(is_kept=False).items():
@@ -520,6 +530,8 @@ class _Walk(_CodeWalk):
         is_bag = origin in BAGS or kind.__module__ in BAGS
         is_stateless = origin in STATELESS and kind.__module__ not in COUNTING
         if not is_bag and (is_stateless or (origin in sys.stdlib_module_names and not kind.__dictoffset__)):
+            if kind.__dictoffset__:
+                self.stored.met(path, value)
             return
         own = getattr(value, "__dict__", None)
         if isinstance(own, dict):
@@ -527,8 +539,7 @@ class _Walk(_CodeWalk):
         if not is_bag and not is_users_class(kind):
             # Of a library's object (a cache, a configuration): the containers and tensors that are its own, and what counts steps.
             for name, inner in list(own.items()) if isinstance(own, dict) else ():
-                is_followed = isinstance(inner, torch.Tensor | list | dict | set | torch.optim.Optimizer)
-                if is_followed or type(inner).__module__ in COUNTING:
+                if is_followed(inner):
                     self._value(f"{path}.{name}", inner)
             return
         slots = slots_of(kind)
@@ -567,6 +578,10 @@ def _wrapped_by(value: Any) -> Sequence[Any] | None:
         return (value.func, *value.args, *value.keywords.values())
     inner = inner_container(value)
     return None if inner is None else (inner,)
+
+
+def _names_held(found: Reach) -> set[str]:
+    return {n for held in found.contents if isinstance(held, dict) for n in held if isinstance(n, str)}
 
 
 def _attributes(reference: "weakref.ref[torch.nn.Module]") -> dict[str, Any] | None:

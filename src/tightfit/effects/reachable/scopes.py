@@ -3,6 +3,7 @@
 The backward pass of a card runs in a thread of its own, where thread-locals and context variables are not those of the forward pass.
 """
 
+import contextlib
 import contextvars
 import os
 import queue
@@ -14,8 +15,13 @@ from typing import Any
 
 from tightfit.effects.holders import Names
 
-# Containers of Python's library that are not dicts or lists, and keep one as `data`. What only looks on at others (a weak set) loses its content by itself.
-_WITH_DATA = (weakref.WeakKeyDictionary, UserDict, UserList)
+# Containers of Python's library that are not dicts or lists, and keep one as an attribute. What only looks on at others (a weak set) loses its content by itself.
+_INSIDE = (
+    ((weakref.WeakKeyDictionary, UserDict, UserList), "data"),
+    (queue.Queue, "queue"),
+    ((contextlib.ExitStack, contextlib.AsyncExitStack), "_exit_callbacks"),
+)
+_QUEUES_OF_TASKS = "asyncio.queues"
 # What reads the process's environment.
 READS_ENVIRONMENT = frozenset({"environ", "getenv"})
 
@@ -36,14 +42,43 @@ class _Variable(MutableMapping[str, Any]):
         self._variable.set(value)
 
     def __delitem__(self, name: str) -> None:
-        # A variable cannot be unset without the token of the call that set it.
-        self._variable.set(None)
+        self._variable.set(_default(self._variable))
 
     def __iter__(self) -> Iterator[str]:
         return (name for name in ("value",) if name in self)
 
     def __len__(self) -> int:
         return len(list(iter(self)))
+
+
+def _default(variable: contextvars.ContextVar[Any]) -> Any:
+    """What a variable reads as where it is not set: it cannot be unset without the token of the call that set it."""
+    try:
+        return contextvars.Context().run(variable.get)
+    except LookupError:
+        return None
+
+
+class _InContext(MutableMapping[Any, Any]):
+    """The variables of a context that a program keeps and runs code in."""
+
+    def __init__(self, context: contextvars.Context) -> None:
+        self._context = context
+
+    def __getitem__(self, variable: Any) -> Any:
+        return self._context[variable]
+
+    def __setitem__(self, variable: Any, value: Any) -> None:
+        self._context.run(variable.set, value)
+
+    def __delitem__(self, variable: Any) -> None:
+        self._context.run(variable.set, _default(variable))
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._context)
+
+    def __len__(self) -> int:
+        return len(self._context)
 
 
 class Slots(MutableMapping[str, Any]):
@@ -87,7 +122,9 @@ def slots_of(kind: type) -> tuple[str, ...]:
 
 
 def scope(path: str, value: Any) -> Names | None:
-    """The holder of a context variable or of a thread-local object; None for other objects."""
+    """The holder of a context variable, of a context or of a thread-local object; None for other objects."""
+    if isinstance(value, contextvars.Context):
+        return Names(path, id(value), lambda: _InContext(value))
     if isinstance(value, contextvars.ContextVar):
         return Names(path, id(value), lambda: _Variable(value), only=("value",))
     if isinstance(value, threading.local):
@@ -102,10 +139,11 @@ def environment() -> Names:
 
 def inner_container(value: Any) -> Any:
     """The container inside of a wrapper, the referent of a weak reference, or None."""
-    if isinstance(value, _WITH_DATA):
-        return vars(value)["data"]
-    if isinstance(value, queue.Queue):
-        return value.queue
+    for kinds, name in _INSIDE:
+        if isinstance(value, kinds):
+            return vars(value)[name]
+    if type(value).__module__ == _QUEUES_OF_TASKS:
+        return vars(value).get("_queue")
     if type(value) in weakref.ProxyTypes:
         try:
             # A proxy forwards attribute access to its object.

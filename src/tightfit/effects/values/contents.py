@@ -48,6 +48,14 @@ def contents_of(tensors: Iterable[torch.Tensor | None]) -> list[bytes | int | No
     return [None if tensor is None else content_of(tensor) for tensor in tensors]
 
 
+def versions_and_contents(tensors: Iterable[torch.Tensor | None]) -> tuple[Any, ...]:
+    """What tells whether tensors were written to: the version of each, and at the host its content, which is also written past torch (through `.data`)."""
+    return tuple(
+        None if tensor is None else (-1 if tensor.is_inference() else tensor._version, content_of(tensor))
+        for tensor in tensors
+    )
+
+
 def is_any_written(before: Sequence[bytes | int | None], tensors: Iterable[torch.Tensor | None]) -> bool:
     """Whether a tensor has another content than before, among those that could be read both times."""
     pairs = zip(before, contents_of(tensors), strict=True)

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tightfit.effects.dispatched import dispatched
+from tightfit.effects.values.contents import versions_and_contents
 from tightfit.errors import ApplyError
 from tightfit.techniques.attention.attention_masks import Fill, Masks, is_low
 from tightfit.techniques.attention.score_products import apply_weights, scores_of
@@ -53,7 +54,7 @@ class RecordedAttention:
     refuse: Refuse = ApplyError
     # Told the result of a kernel, and what that reads again in its backward pass: the masks and biases of the calls.
     reads: Reads = lambda _, __: None
-    versions: tuple[int, ...] = ()
+    versions: tuple[Any, ...] = ()
     # The results of kernels, of all that comes from the same scores.
     results: list[None] = dataclasses.field(default_factory=list, compare=False)
 
@@ -71,7 +72,7 @@ class RecordedAttention:
         Raises:
             ApplyError: one was written to since, such as a mask that the program keeps and changes.
         """
-        if self.versions != _versions(self.tensors()):
+        if self.versions != versions_and_contents(self.tensors()):
             raise self.refuse(
                 "attention scores are used after what they come from (queries, keys or a mask) was written to; "
                 "leave the technique attention out: tightfit plan --without attention"
@@ -111,7 +112,9 @@ class RecordedAttention:
         if is_narrower and not self.is_softmax and self.masks.has_numbers:
             return None  # large numbers become infinities
         after = dataclasses.replace(self, calls=(*self.calls, (func, args, kwargs)), meta=meta, **changed)
-        return dataclasses.replace(after, versions=(*self.versions, *_versions(after.tensors())[len(self.versions) :]))
+        return dataclasses.replace(
+            after, versions=(*self.versions, *versions_and_contents(after.tensors())[len(self.versions) :])
+        )
 
     def applied_to(self, value: torch.Tensor) -> torch.Tensor | None:
         """The attention output of shape `(..., T, D)` for `value`, `(..., S, D)`; None if one fused call cannot compute it."""
@@ -279,11 +282,7 @@ def started(
     attention = RecordedAttention(
         calls=((func, args, kwargs),), query=query, key=key, meta=meta, refuse=refuse, reads=reads
     )
-    return deferred_scores(dataclasses.replace(attention, versions=_versions(attention.tensors())))
-
-
-def _versions(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    return tuple(-1 if tensor.is_inference() else tensor._version for tensor in tensors)
+    return deferred_scores(dataclasses.replace(attention, versions=versions_and_contents(attention.tensors())))
 
 
 def _members(values: Any) -> Iterator[DeferredScores]:

@@ -17,10 +17,11 @@ from torch.utils._pytree import tree_map_only
 from tightfit.effects.dispatched import dispatched
 from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.seen_as_tensor import SeenAsTensor
+from tightfit.torch_hooks.manifest import NOT_TRACED
 
 NOT_ANSWERED = object()
 # From where the compiler asks what a tensor is made of (torch/_dynamo/variables/builder.py) over torch's own functions.
-_FRAMES_TO_COMPILER = 4
+_FRAMES_TO_COMPILER = 40
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _IS_SPARSE = torch.Tensor.is_sparse.__get__  # type: ignore[attr-defined]
 
@@ -169,7 +170,8 @@ class LazyTensor(torch.Tensor, metaclass=SeenAsTensor):
         # Tools that measure memory (torch.distributed's memory trackers, and our own recorder) look inside of
         # wrapper subclasses by these names. So does the compiler, to trace through them.
         if _is_asked_by_compiler(sys._getframe(1)):
-            raise ApplyError(
+            # By this the compiler leaves the code to Python, which it does for whatever it cannot trace.
+            raise NOT_TRACED.value()(
                 "a tensor that is not computed is given to code that torch.compile takes apart; give it a copy (p.grad.clone()), "
                 "or leave the technique out of the plan"
             )
@@ -233,6 +235,19 @@ def _is_asked_by_compiler(frame: types.FrameType | None) -> bool:
         if frame is None:
             return False
         if (frame.f_globals.get("__name__") or "").startswith("torch._dynamo."):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def is_in_compiled_code() -> bool:
+    """Whether a caller is a function that torch.compile was given, whatever part of it the compiler has left to Python."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        # Functions that are kept from the compiler have a wrapper of another name there (torch/_dynamo/eval_frame.py).
+        if frame.f_code.co_name == "compile_wrapper" and frame.f_globals.get("__name__", "").startswith(
+            "torch._dynamo."
+        ):
             return True
         frame = frame.f_back
     return False

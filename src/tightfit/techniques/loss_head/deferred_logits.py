@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from tightfit.capture.observe.host_python import spends
 from tightfit.cost.host_python import HostWork
 from tightfit.effects.dispatched import dispatched
+from tightfit.effects.values.contents import versions_and_contents
 from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.asked_gradients import DeferredTensor, is_read_of_node, refuse_lost_gradients
 from tightfit.techniques.lazy_tensors.deferral import FACTS, changes, fact, name_of
@@ -83,8 +84,7 @@ class Origin:
         self.type: torch.dtype = self.autocasts_to or torch.promote_types(hidden.dtype, linear.weight.dtype)
         self.whole: torch.Tensor | None = None
         self.has_loss = False
-        # Versions only grow: the sum is the same exactly if both are.
-        self._version = linear.weight._version + hidden._version
+        self._then: Any = _read(self)
         self._is_of_the_past = False
         self._family: list[weakref.ref[DeferredLogits]] = []
 
@@ -100,7 +100,7 @@ class Origin:
         """
         if not self._is_as_it_was:
             raise self.refuse(
-                "the logits of an earlier step are read after the next step has begun, or after the weight of the head was changed by "
+                "the logits of an earlier step are read after the next step has begun, or after the head's weight or bias was changed by "
                 "hand; read them before that, or leave the technique chunked_loss out"
             )
 
@@ -118,7 +118,7 @@ class Origin:
 
     @property
     def _is_as_it_was(self) -> bool:
-        return self.weight._version + self.hidden._version == self._version
+        return _read(self) == self._then
 
     def logits(self) -> torch.Tensor:
         """The logits of the head with their graph, computed once."""
@@ -158,16 +158,20 @@ class Origin:
             # "Loss heads in chunks").
             self._is_of_the_past = True
             self.weight, self.bias = copies.of(self.weight), self.bias if self.bias is None else copies.of(self.bias)
-            self._version = self.weight._version + self.hidden._version
+            self._then = _read(self)
 
     def when_called_again(self) -> None:
         """Drops the copy of an earlier weight: its logits are those of an earlier step."""
         if self._is_of_the_past and self.whole is None:
-            self.weight, self.bias, self._version = self.parameter, None, -1
+            self.weight, self.bias, self._then = self.parameter, None, None
 
     def arithmetic(self) -> contextlib.AbstractContextManager[Any]:
         """The autocast that the head was called under."""
         return torch.autocast(self.hidden.device.type, dtype=self.autocasts_to, enabled=self.autocasts_to is not None)
+
+
+def _read(origin: Origin) -> Any:
+    return versions_and_contents((origin.weight, origin.bias, origin.hidden))
 
 
 class _Defer(torch.autograd.Function):

@@ -45,6 +45,7 @@ from tightfit.effects.state import (
     restore,
     snapshot_of_arguments,
     with_replaced,
+    written_since,
 )
 from tightfit.effects.values.fingerprints import Fingerprint, Fingerprints, first_mismatch
 from tightfit.effects.values.value_checks import has_values
@@ -123,6 +124,8 @@ class Recomputed:
         """How many tensors the last call has saved for its backward pass."""
         self.adds_in_any_order = False
         """Whether an operator inside adds up in an order that may be another the second time, as atomic additions of a card do."""
+        self.writes_at_its_end = False
+        """Whether its forward writes to a tensor of its state after the last one that it saves, as one that takes a change back at its end does."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Recomputed":
         module = copy.deepcopy(self.owner(), memo)
@@ -188,9 +191,10 @@ class Recomputed:
         on_call(call)
         # Where both runs are compared, the second one goes on to its end, past the last tensor that the backward pass needs.
         # So it does where hooks may begin what others of them end.
-        stops_early = not (call.is_checked and self.schedule.has_values) and not self._inside.has_hooks(
-            self.owner(), call.before
-        )
+        is_compared = call.is_checked and self.schedule.has_values
+        has_hooks = self._inside.has_hooks(self.owner(), call.before)
+        is_ended = has_hooks or call.before.reach.ends_by_hand or self.writes_at_its_end
+        stops_early = not (is_compared or is_ended)
         if not call.is_watched:
             return call.first(forward, args, kwargs, stops_early=stops_early)
         with without_outside_calls(self.refusal, is_on=True):
@@ -382,6 +386,7 @@ class RecomputedCall:
                 restore(now)
                 if held is not None:
                     restore(held)
+                self._refuse_left(now)
             kept.clear()
             if change := marks[0].change() or marks[1].change():
                 raise owner.refusal(f"{change} in its forward, which a second run would do once more")
@@ -401,6 +406,11 @@ class RecomputedCall:
             return False
         after = self.owner.state.snapshot(self.owner.owner())
         return bool(differences(now, after) or (held is not None and differences(held, again(held))))
+
+    def _refuse_left(self, now: Snapshot) -> None:
+        """A run that ends with the last tensor that the backward pass needs does not come to what takes its writes back at the end of the forward."""
+        for difference in written_since(now):
+            raise self.owner.refusal(f"was run a second time, and as it ended there {difference}")
 
     def _refuse_lost(self, changed: Sequence[StateDifference]) -> None:
         for difference in changed:
@@ -480,7 +490,9 @@ class _RepeatedCall:
         """
         call, owner = self._call, self._call.owner
         args = self._inputs.get()
-        later = LaterRun(call.saved, task, stops_early=self._stops_early)
+        at_last: list[Snapshot] = []
+        noted = functools.partial(_note_state, owner, at_last) if call.fingerprints is not None else None
+        later = LaterRun(call.saved, task, stops_early=self._stops_early, at_last=noted)
         fingerprints = Fingerprints() if call.fingerprints is not None else None
         # First the state, then the rest: what restoring runs (copies of buffers) must be neither counted nor saved.
         with torch.enable_grad(), self._settings.put_back(), call.restored():
@@ -492,6 +504,7 @@ class _RepeatedCall:
                     fingerprints or _NOTHING,
                 ):
                     _run_uncompiled(self._forward, args, self._kwargs)
+                owner.writes_at_its_end |= any(True for then in at_last for _ in written_since(then))
             except _StopRecomputationError:
                 # What the backward pass needs is there.
                 if not later.is_stopped:
@@ -532,6 +545,10 @@ def _did_instead(error: Exception) -> str:
     return _OTHER_THINGS if is_of_torch else f"raised {type(error).__name__} when it was run a second time"
 
 
+def _note_state(owner: Recomputed, kept: list[Snapshot]) -> None:
+    kept[:] = [owner.state.snapshot(owner.owner())]
+
+
 @torch._disable_dynamo
 def _run_uncompiled(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Calls a function so that the compiler leaves it as it is: what it makes of a second run is not what it made of the first."""
@@ -559,4 +576,5 @@ def _shares(tensor: torch.Tensor, address: int, num_bytes: int) -> bool:
 
 
 def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and bool(torch.equal(one, other))
+    # Torch compares no sparse tensors; a write to one changes its version.
+    return one.shape == other.shape and (one.layout != torch.strided or bool(torch.equal(one, other)))

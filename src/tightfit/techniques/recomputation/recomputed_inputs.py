@@ -56,7 +56,7 @@ class _Replay:
         # have a graph without saved tensors.
         with (
             torch.enable_grad(),
-            torch.autograd.graph.saved_tensors_hooks(_nothing, _nothing),
+            torch.autograd.graph.saved_tensors_hooks(_nothing, self._refuse_to_give),
             torch.autocast(self._device_type, cache_enabled=False, **autocast),
             torch.random.fork_rng(self._devices, device_type=self._device_type if self._devices else "cuda"),
         ):
@@ -68,6 +68,12 @@ class _Replay:
         output = result[0] if self.is_tuple else result
         # The replay's graph saved nothing; the block's own second run starts a new one.
         return output.detach().requires_grad_(output.requires_grad)
+
+    def _refuse_to_give(self, _: None) -> Any:
+        assert self.call is not None
+        raise self.call.owner.refusal(
+            "takes a gradient inside of a forward, for which nothing is kept while the input of the next block is made again"
+        )
 
     def begins(self, call: RecomputedCall) -> None:
         """Remembers the call of the first run."""

@@ -11,7 +11,7 @@ plain run would use what is there now, and the second run makes it anew. Their m
 
 import sys
 import weakref
-from collections.abc import Container
+from collections.abc import Callable, Container
 
 import torch
 from torch.utils.checkpoint import _StopRecomputationError
@@ -136,12 +136,15 @@ class SavedValues:
 
 class LaterRun:
     """One more run of the call that has saved `first`: what it saves is given to those of the first run that are still needed, for the backward pass with the
-    number `task`. `stops_early` ends it with the last one."""
+    number `task`. `stops_early` ends it with the last one; otherwise `at_last` is called there."""
 
-    def __init__(self, first: SavedValues, task: int, *, stops_early: bool) -> None:
+    def __init__(
+        self, first: SavedValues, task: int, *, stops_early: bool, at_last: Callable[[], None] | None = None
+    ) -> None:
         self._first = first
         self._task = task
         self._stops_early = stops_early
+        self._at_last = at_last
         self._number = 0
         self.is_stopped = False
         self.is_alike = True
@@ -177,9 +180,12 @@ class LaterRun:
                 if total is not None and total.device == first.total.device:
                     self.sums.append((first.total, total, _other_values(tensor)))
             first.again[self._task] = saved
-        if self._stops_early and self._number == len(all_saved):
-            self.is_stopped = True
-            raise _StopRecomputationError
+        if self._number == len(all_saved):
+            if self._stops_early:
+                self.is_stopped = True
+                raise _StopRecomputationError
+            if self._at_last is not None:
+                self._at_last()
         return saved
 
 

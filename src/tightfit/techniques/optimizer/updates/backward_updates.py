@@ -28,6 +28,7 @@ from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.code_in_graphs import CodeInGraph, runs_own_code
 from tightfit.techniques.lazy_tensors.data_of_stand_ins import refuse_data_of_stand_ins
 from tightfit.techniques.lazy_tensors.deferred_gradients import REMEDY, deferred_gradient, settle
+from tightfit.techniques.lazy_tensors.lazy_tensor import is_in_compiled_code
 from tightfit.techniques.lazy_tensors.programs_code import ProgramsCode, RegionStates
 from tightfit.techniques.lazy_tensors.retained_graphs import (
     KeptPass,
@@ -310,8 +311,9 @@ class Updates:
         Raises:
             ApplyError: the program has put hooks on the accumulator of a gradient, which a second backward pass would call again.
         """
-        owned = _owned(self._steppers)
-        if any(leaf in owned for leaf in leaves_with_hooked_accumulators()):
+        # Of one that the plan does not update the hook may do so by itself, before a second pass (torch's own optimizers in the backward pass).
+        watched_leaves = {*_owned(self._steppers), *self.session.model.parameters()}
+        if any(leaf in watched_leaves for leaf in leaves_with_hooked_accumulators()):
             raise ApplyError(
                 f"the program has put hooks on the gradient accumulator of a parameter, which a second backward pass would call once more; {REMEDY}"
             )
@@ -424,7 +426,7 @@ class Updates:
         self._passes.kept.append(kept)
         return result
 
-    def _reason_against(self, backward: BackwardPass, reached: Iterable[torch.Tensor], within: CodeInGraph) -> str:
+    def _reason_against(self, backward: BackwardPass, reached: Collection[torch.Tensor], within: CodeInGraph) -> str:
         """The reason to leave this pass to torch; empty if there is none."""
         if line := self._question.line():
             self._passes.why_kept = (
@@ -441,6 +443,7 @@ class Updates:
         reasons = itertools.chain(
             (self._passes.why_kept, _reason_of_mode()),
             map(_reason_of_parameter, reached),
+            (_reason_of_other(leaf) for leaf in backward.leaves() if leaf not in reached),
             (_reason_of(node) or within.reason_of(node) for node in backward.nodes()),
         )
         return next(filter(None, reasons), "")
@@ -484,6 +487,8 @@ def _reason_of_mode() -> str:
         return "what a graph has saved may be written to"
     if dispatch_modes_of_program():
         return "a mode of the program's sees each operator of the backward pass"
+    if is_in_compiled_code():
+        return "the backward pass is a part of a compiled function (torch.compile)"
     return "a node of a graph has a hook" if is_any_node_hooked() else ""
 
 
@@ -503,6 +508,16 @@ def _reason_of_parameter(parameter: torch.Tensor) -> str:
         return "gradients are there before the backward pass, to be added to"
     has_hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
     return "a parameter has a hook on its gradient" if has_hooks else ""
+
+
+def _reason_of_other(leaf: torch.Tensor) -> str:
+    """Of a leaf that the plan's optimizers do not update: the program may do so by itself as soon as its gradient is there."""
+    has_hooks = bool(leaf._post_accumulate_grad_hooks)
+    return (
+        "a parameter that the plan does not update has a hook that is called when its gradient is there"
+        if has_hooks
+        else ""
+    )
 
 
 def _weakly(updates: Updates) -> Callable[[str], ApplyError]:

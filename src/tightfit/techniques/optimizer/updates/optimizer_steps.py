@@ -139,11 +139,13 @@ class _Innermost:
 
 
 def _put_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    if gradient.dtype == parameter.dtype:
+    # A program may allow gradients of another dtype, or of any (torch 2.10 and newer).
+    allowed = getattr(parameter, "grad_dtype", parameter.dtype)
+    if allowed is None or gradient.dtype == allowed:
         parameter.grad = gradient
         return
     # A program can set the data of a gradient to another dtype, which torch takes from nobody as a gradient.
-    parameter.grad = torch.empty_like(parameter)
+    parameter.grad = torch.empty_like(parameter, dtype=allowed)
     parameter.grad.data = gradient.detach()
 
 

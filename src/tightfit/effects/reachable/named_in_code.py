@@ -1,0 +1,68 @@
+"""What the bytecode of a function names: globals, attributes, Python modules."""
+
+import dataclasses
+import functools
+import types
+
+from tightfit.effects.bytecode.instructions import instructions_of
+
+_GLOBALS = ("LOAD_GLOBAL", "STORE_GLOBAL")
+_ATTRIBUTES = ("LOAD_ATTR", "STORE_ATTR", "IMPORT_FROM")
+# By which code reaches globals without naming them, and attributes without naming these.
+_ALL_GLOBALS = frozenset({"globals", "exec", "eval"})
+_ALL_ATTRIBUTES = frozenset({"getattr", "setattr", "vars", "__dict__", "attrgetter"})
+# By which code finds a Python module at run time.
+_FINDS_MODULES = frozenset({"import_module", "__import__", "modules"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Named:
+    """The names in a code object and in the functions inside it. `stored` are the attributes that it sets."""
+
+    names: frozenset[str]
+    attributes: frozenset[str]
+    imported: frozenset[str]
+    stored: frozenset[str]
+
+    @property
+    def reads_all_globals(self) -> bool:
+        """Whether it may read a global by a name that is made at run time."""
+        return not _ALL_GLOBALS.isdisjoint(self.names)
+
+    @property
+    def reads_all_attributes(self) -> bool:
+        """Whether it may read an attribute by a name that is made at run time."""
+        return not _ALL_ATTRIBUTES.isdisjoint(self.names | self.attributes)
+
+    @property
+    def finds_modules(self) -> bool:
+        """Whether it may look a Python module up by a name that is made at run time."""
+        return not _FINDS_MODULES.isdisjoint(self.names | self.attributes)
+
+
+@functools.cache
+def named_in(code: types.CodeType) -> Named:
+    """What a code object names, with the functions inside it."""
+    names, attributes, imported, stored = set[str](), set[str](), set[str](), set[str]()
+    for instruction in instructions_of(code):
+        if instruction.opname in _GLOBALS:
+            names.add(instruction.argval)
+        elif instruction.opname == "IMPORT_NAME":
+            imported.add(instruction.argval)
+        elif instruction.opname in _ATTRIBUTES:
+            attributes.add(instruction.argval)
+        if instruction.opname == "STORE_ATTR":
+            stored.add(instruction.argval)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            inner = named_in(constant)
+            names |= inner.names
+            attributes |= inner.attributes
+            imported |= inner.imported
+            stored |= inner.stored
+    return Named(
+        names=frozenset(names),
+        attributes=frozenset(attributes),
+        imported=frozenset(imported),
+        stored=frozenset(stored),
+    )
