@@ -292,3 +292,33 @@ def test_two_threads_that_train_models_of_their_own_leave_torch_as_it_was() -> N
         thread.join()
     assert not gate.broken
     assert torch.utils.checkpoint._enable_checkpoint_early_stop is None
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "cross"),
+    [
+        ("MT5", {"d_kv": 8, "d_ff": 32, "num_heads": 2, "dropout_rate": 0.0}, "layer.1"),
+        ("MT5", {"d_kv": 8, "d_ff": 32, "num_heads": 2, "dropout_rate": 0.0}, "layer.1.EncDecAttention"),
+        ("Bart", {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "dropout": 0.0}, "encoder_attn"),
+    ],
+)
+def test_attention_to_an_encoder_that_fills_a_cache_is_run_again(name: str, config: dict[str, Any], cross: str) -> None:
+    """The cache that it is given has what attention of the block to itself has filled; its own part is empty, and would be filled twice."""
+    transformers = pytest.importorskip("transformers", minversion="5")
+    torch.manual_seed(0)
+    made = getattr(transformers, f"{name}Config")(vocab_size=32, d_model=16, num_layers=2, decoder_layers=2, **config)
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(made)
+    root, decoder = type(model).__name__, "model.decoder.layers" if name == "Bart" else "decoder.block"
+    tokens = torch.randint(3, 32, (2, 6)), torch.randint(3, 32, (2, 4))
+
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        model(input_ids=tokens[0], decoder_input_ids=tokens[1], use_cache=True).logits.square().mean().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    plain = gradients()
+    chosen = [choice("checkpointing", f"{root}.{decoder}.{number}.{cross}") for number in range(2)]
+    session = apply_choices(chosen, model, [])
+    again = gradients()
+    session.undo()
+    assert len(plain) == len(again) and all(map(torch.equal, plain, again))

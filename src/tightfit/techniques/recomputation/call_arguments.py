@@ -60,15 +60,21 @@ def without_cache(
     """
     if not is_of_library(type(module)):
         return args, kwargs
-    given = {name: _without_empty(value, module) for name, value in kwargs.items()}
+    is_cross = kwargs.get("key_value_states") is not None
+    given = {name: _without_empty(value, module, is_cross=is_cross) for name, value in kwargs.items()}
     is_kept = any(_is_cache(value) for value in given.values())
     if given.get("use_cache") is True and not is_kept:
         given["use_cache"] = False
-    return tuple([_without_empty(value, module) for value in args]), given
+    return tuple([_without_empty(value, module, is_cross=is_cross) for value in args]), given
 
 
-def _without_empty(argument: Any, module: torch.nn.Module) -> Any:
-    return None if _is_cache(argument) and not argument.get_seq_length(_layer_of(module)) else argument
+def _without_empty(argument: Any, module: torch.nn.Module, *, is_cross: bool) -> Any:
+    if not _is_cache(argument):
+        return argument
+    # Attention to an encoder fills a part of its own, in a block whose attention to itself has filled the other one just before
+    # (`EncoderDecoderCache` of transformers/cache_utils.py).
+    filled = getattr(argument, "cross_attention_cache", argument) if is_cross else argument
+    return argument if filled.get_seq_length(_layer_of(module)) else None
 
 
 def _layer_of(module: torch.nn.Module) -> int:
