@@ -117,6 +117,23 @@ def test_undone_the_module_is_as_it_was(kernel_calls):
     assert kernel_calls == []
 
 
+def test_a_result_that_is_written_to_in_place_is_refused_in_words():
+    class Adding(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            """As the convolution beside the attention of a Nystromformer."""
+            y = (x @ x.mT).softmax(-1) @ x
+            y += x
+            return y
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32), Adding())
+    plain, other, _ = _pair(model, "Sequential.1")
+    x = torch.randn(2, 3, 12, 32)
+    plain(x).sum().backward()
+    with pytest.raises(ApplyError, match="the result of attention is written to in place"):
+        other(x).sum().backward()
+
+
 def test_a_module_that_is_not_there_is_refused():
     model = torch.nn.Sequential(Layer())
     with pytest.raises(ApplyError, match="does not have"):

@@ -71,6 +71,11 @@ class _Start(TorchFunctionMode):
         return func(*args, **given)
 
 
+# What torch says of saved tensors that were written to (torch/csrc/autograd/saved_variable.cpp), and what its nodes for attention are called.
+_WRITTEN = "has been modified by an inplace operation"
+_OF_KERNELS = "of ScaledDotProduct"
+
+
 class _Graph:
     """Is alive as long as the node is that has it among its metadata."""
 
@@ -130,7 +135,16 @@ class _BeforeBackward:
                 "leave attention out of the plan",
                 technique=_NAME,
             )
-        result = backward.run()
+        try:
+            result = backward.run()
+        except RuntimeError as error:
+            # A product does not read its result in its backward pass, and the kernels do.
+            if _OF_KERNELS not in str(error) or _WRITTEN not in str(error):
+                raise
+            raise self._verdict.refuse(
+                "the result of attention is written to in place, and the kernel reads it again in the backward pass; leave attention out of the plan",
+                technique=_NAME,
+            ) from error
         if not backward.keeps_graph:
             self._kernels.forget()
         return result
