@@ -463,12 +463,12 @@ def test_gradients_are_kept_where_a_mode_of_the_programs_sees_the_backward_pass(
     assert any("a mode of the program's sees each operator" in note for note in session.notes)
 
 
-def test_a_gradient_that_is_not_computed_and_is_given_to_compiled_code_is_an_error_with_advice():
+def test_a_gradient_that_is_not_computed_and_is_given_to_compiled_code_is_read_in_python():
     model = torch.nn.Linear(3, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     hooked(model, optimizer)
     model(torch.ones(2, 3)).sum().backward()
     compiled = torch.compile(lambda gradient: gradient.abs().max(), backend="eager")
-    with pytest.raises(Exception, match=r"give it a copy \(p\.grad\.clone\(\)\)"):
-        compiled(model.weight.grad)
-    assert compiled(model.weight.grad.clone()) > 0
+    # The sum over two rows of ones.
+    assert compiled(model.weight.grad) == 2
+    assert compiled(model.weight.grad.clone()) == 2

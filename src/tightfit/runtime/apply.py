@@ -1,5 +1,6 @@
 """Applies a plan to a live model and its optimizers, completely or not at all, on the virtual GPU and on a real one alike."""
 
+import dataclasses
 import os
 import warnings
 import weakref
@@ -125,7 +126,15 @@ def apply_to(
         raise
 
 
+class _Settings(dict[str, Any]):
+    """The settings of a choice; a plan that was edited may lack one."""
+
+    def __missing__(self, name: str) -> Any:
+        raise ApplyError(f"the plan does not say what {name} is; make it anew")
+
+
 def _put_on(session: Session, name: str, known: AbstractTechnique, choices: Sequence[Choice]) -> None:
+    choices = [dataclasses.replace(choice, settings=_Settings(choice.settings)) for choice in choices]
     try:
         with answering(f"technique {name}", technique=name):
             known.apply(session, choices)

@@ -80,6 +80,12 @@ NOT_TRACED = known(
     "techniques",
     is_checked=False,
 )
+SKIP_CODE = known(
+    "torch._dynamo.eval_frame:skip_code",
+    "to keep the compiler from what stand-ins for tensors run in code that it has left to Python",
+    "techniques",
+    is_checked=False,
+)
 NUM_DISPATCH_MODES = known(
     "torch._C:_len_torch_dispatch_stack", "to leave a dispatch mode only where it is the innermost", "guarding"
 )
@@ -177,6 +183,7 @@ READ = (
     STORAGE_USES,
     TENSOR_USES,
     NOT_TRACED,
+    SKIP_CODE,
     NUM_DISPATCH_MODES,
     TOP_SAVED_HOOKS,
 )

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from tightfit.effects.dispatched import dispatched
 from tightfit.errors import ApplyError
-from tightfit.techniques.lazy_tensors.seen_as_tensor import SeenAsTensor
+from tightfit.techniques.lazy_tensors.seen_as_tensor import SeenAsTensor, leave_to_python
 from tightfit.torch_hooks.manifest import NOT_TRACED
 
 NOT_ANSWERED = object()
@@ -171,6 +171,7 @@ class LazyTensor(torch.Tensor, metaclass=SeenAsTensor):
         # wrapper subclasses by these names. So does the compiler, to trace through them.
         if _is_asked_by_compiler(sys._getframe(1)):
             # By this the compiler leaves the code to Python, which it does for whatever it cannot trace.
+            leave_to_python()
             raise NOT_TRACED.value()(
                 "a tensor that is not computed is given to code that torch.compile takes apart; give it a copy (p.grad.clone()), "
                 "or leave the technique out of the plan"
