@@ -22,6 +22,7 @@ from tightfit.planner.plan import Choice
 from tightfit.runtime.apply import apply_choices
 from tightfit.tape import Tape
 from tightfit.techniques.recomputation.checkpointing import Checkpointing
+from tightfit.techniques.tiling import tile_function
 from tightfit.techniques.tiling.tiled_tokens import TiledTokens
 from tightfit.techniques.tiling.token_wise_check import check_token_wise
 
@@ -188,6 +189,39 @@ def test_what_is_changed_behind_a_module_holds_from_its_next_forward_on(change):
         return result
 
     assert_same(train(make, loss), train(make, loss, [choice(NAME, "Sequential.1", num_tiles=4)]), **ORDER)
+
+
+def test_each_call_of_modules_that_share_a_setting_has_the_one_of_its_own_forward():
+    def make() -> nn.Module:
+        model = nn.Sequential(nn.Linear(8, 8), Scaled(), Scaled())
+        model[2].settings = model[1].settings
+        return model
+
+    def loss(model: nn.Module, step: int) -> torch.Tensor:
+        rows = model[0](torch.randn(3, 21, 8, generator=torch.Generator().manual_seed(step)))
+        for number in (1, 2, 1):
+            rows = model[number](rows)
+            _other_scale(model)
+        return rows.square().mean() * 1e-3
+
+    choices = [choice(NAME, f"Sequential.{number}", num_tiles=4) for number in (1, 2)]
+    assert_same(train(make, loss), train(make, loss, choices), **ORDER)
+
+
+def test_a_backward_pass_that_runs_out_of_memory_leaves_what_was_changed_as_the_program_has_it(monkeypatch):
+    def exhausted(*_: object, **__: object) -> None:
+        assert model[1].settings["scale"] == 2.0
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Scaled())
+    with apply_choices([choice(NAME, "Sequential.1", num_tiles=4)], model, []):
+        loss = model(torch.randn(3, 21, 8)).sum()
+        _other_scale(model)
+        monkeypatch.setattr(tile_function, "grad", exhausted)
+        with pytest.raises(torch.OutOfMemoryError):
+            loss.backward()
+    assert model[1].settings["scale"] == 3.0
 
 
 @pytest.mark.parametrize("change", [_hook, _other_child])
