@@ -32,10 +32,35 @@ class Unknown(Exception):
     """The value is not known."""
 
 
+class ToldValues:
+    """Which of some tensors told the program something, of their known values or of what was computed of them. Each has a bit; those that were drawn have one too."""
+
+    DRAWN = 1
+
+    def __init__(self, watched: Iterable[torch.Tensor]) -> None:
+        self.told = 0
+        self._of = {tensor.untyped_storage()._cdata: 2 << number for number, tensor in enumerate(watched)}
+
+    def bits(self, values: Iterable[torch.Tensor]) -> int:
+        """Of what the values of these tensors were computed."""
+        bits = 0
+        for tensor in values:
+            if isinstance(tensor, FakeTensor) and tensor.layout == torch.strided:
+                bits |= self._of.get(tensor.untyped_storage()._cdata, 0)
+        return bits
+
+    def follow(self, results: Iterable[torch.Tensor], bits: int) -> None:
+        """These were computed of what has those bits."""
+        for tensor in results:
+            if isinstance(tensor, FakeTensor) and tensor.layout == torch.strided:
+                self._of[tensor.untyped_storage()._cdata] = bits
+
+
 class KnownValues:
-    """Known values by the address of the virtual storage."""
+    """Known values by the address of the virtual storage. `told`, while it is given, learns of those that the host reads."""
 
     def __init__(self) -> None:
+        self.told: ToldValues | None = None
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._random_state = torch.Generator().manual_seed(0).get_state()
 
@@ -59,6 +84,8 @@ class KnownValues:
         """
         if not self.known(virtual):
             raise Unknown
+        if self.told is not None:
+            self.told.told |= self.told.bits((virtual,))
         storage = self._storages[virtual.untyped_storage()._cdata]
         return torch.empty(0, dtype=virtual.dtype).set_(
             storage, virtual.storage_offset(), virtual.size(), virtual.stride()
@@ -89,6 +116,22 @@ class KnownValues:
         outputs: Sequence[torch.Tensor],
     ) -> None:
         """Computes the values of the outputs of an operator, and of what it writes to, where those of its arguments are known."""
+        told, self.told = self.told, None
+        self._follow(operator, known, args, kwargs, outputs)
+        if told is not None:
+            self.told = told
+            bits = ToldValues.DRAWN if torch.Tag.nondeterministic_seeded in operator.tags else 0
+            bits |= told.bits(tensors((args, tuple(kwargs.values()))))
+            told.follow((*outputs, *(written(operator, args, kwargs) if known.is_mutable else ())), bits)
+
+    def _follow(
+        self,
+        operator: OpOverload,
+        known: OperatorFacts,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        outputs: Sequence[torch.Tensor],
+    ) -> None:
         first = next(tensors(args), None)
         targets = list(written(operator, args, kwargs)) if known.is_mutable else []
         small = all(map(is_small, outputs))
@@ -147,6 +190,10 @@ class KnownValues:
             if is_decided and (operator not in _OR or other.dtype == torch.bool):
                 return operator(values, torch.zeros(other.shape, dtype=other.dtype))
         raise Unknown
+
+    def random_state(self) -> bytes:
+        """The random state of the card, by which values that are known are drawn."""
+        return self._random_state.numpy().tobytes()
 
     def _exchange_random_state(self) -> torch.Tensor:
         """The card has a random state of its own: what it draws leaves the host's random state as it is."""
