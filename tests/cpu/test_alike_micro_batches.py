@@ -133,6 +133,23 @@ class Model(Model):
         return {'loss': F.cross_entropy(logits.flatten(0, 1), ids.flatten()), 'logits': logits, 'note': 'text'}
 """,
     ),
+    "an object with keys and values": _loop(
+        "ids = batch()",
+        "logits, cache = model(ids)",
+        "F.cross_entropy(logits.flatten(0, 1), ids.flatten()).backward()",
+        before="""
+class Cache:
+    def __init__(self):
+        self.layers, self.kind = [], Cache
+class Model(Model):
+    def forward(self, ids):
+        cache, x = Cache(), self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+            cache.layers.append({'keys': x * 2, 'length': 16})
+        return self.head(x), cache
+""",
+    ),
     "zeros for gradients": _loop(*_PLAIN).replace("zero_grad()", "zero_grad(set_to_none=False)"),
     "a teacher beside": _loop(
         "ids = batch()",

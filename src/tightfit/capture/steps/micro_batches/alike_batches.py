@@ -25,13 +25,12 @@ from tightfit.capture.steps.micro_batches.answered_call import Layout, Returned,
 from tightfit.capture.steps.micro_batches.batch_state import BatchState
 from tightfit.capture.steps.micro_batches.graph_entries import Edge, entries
 from tightfit.capture.steps.micro_batches.micro_batch import Kept, MicroBatch, Places, observed, order_of_frees
+from tightfit.capture.steps.micro_batches.object_trees import PLAIN
 from tightfit.capture.steps.micro_batches.repeated_rows import Place, place_on
 from tightfit.effects.state import Snapshot
 
 NUM_ALIKE = 2
 """So many micro-batches are traced in each step, and so many must have been alike."""
-
-_PLAIN = (bool, str, int, float, type(None), torch.dtype, torch.device, torch.layout)
 
 Key = tuple[Any, ...]
 
@@ -172,7 +171,7 @@ class AlikeBatches:
         if not self._gpu.known_values.known(tensor):
             return None
         with torch._C._DisableTorchDispatch():
-            return bytes(self._gpu.known_values.values(tensor).contiguous().view(torch.uint8).numpy())
+            return bytes(self._gpu.known_values.values(tensor).flatten().view(torch.uint8).numpy())
 
     @contextlib.contextmanager
     def _listening(self, told: ToldValues) -> Iterator[None]:
@@ -203,14 +202,10 @@ class AlikeBatches:
         with self._listening(told):
             result = run()
         end, end_of_nodes = place_on(recorder), torch.autograd._get_sequence_nr()
-        returned = returned_by(self._gpu, result, begin.storages)
-        if returned is None or state.randomness() != randomness or state.has_changed(module, before):
+        found = returned_by(self._gpu, result, begin.storages)
+        if found is None or state.randomness() != randomness or state.has_changed(module, before):
             return result
-        edges = tuple(
-            (leaf.grad_fn._sequence_nr(), leaf.output_nr)
-            for leaf in tree_flatten(result)[0]
-            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None
-        )
+        returned, edges = found
         self._open = _Open(
             history=history,
             state=before,
@@ -258,7 +253,7 @@ def _described(leaf: Any) -> Any:
         if not leaf.is_cuda or leaf.layout != torch.strided or leaf.requires_grad or leaf.is_inference():
             return None
         return ("tensor", leaf.dtype, tuple(leaf.size()), leaf.stride(), int(leaf.storage_offset()))
-    return ("plain", type(leaf), leaf) if isinstance(leaf, _PLAIN) else None
+    return ("plain", type(leaf), leaf) if isinstance(leaf, PLAIN) else None
 
 
 def _has_hooks(parameter: torch.Tensor) -> bool:

@@ -6,14 +6,13 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from tightfit.capture.dispatch.virtual import VirtualGpu
+from tightfit.capture.steps.micro_batches.graph_entries import Edge
+from tightfit.capture.steps.micro_batches.object_trees import Tree, taken_apart
 
 Layout = tuple[Any, ...]
 """What a kernel that reads a tensor depends on: its dtype, sizes and strides."""
-
-_PLAIN = (bool, str, int, float, type(None), torch.dtype, torch.device, torch.layout)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +32,7 @@ class Returned:
     """What a call returns: its leaves, plain ones as they are, and what they are leaves of."""
 
     leaves: tuple[Any, ...]
-    structure: TreeSpec
+    tree: Tree
 
     def tensors(self) -> list[ReturnedTensor]:
         """The tensors among the leaves."""
@@ -50,30 +49,32 @@ def layout_of(tensor: torch.Tensor) -> Layout:
     )
 
 
-def returned_by(gpu: VirtualGpu, result: Any, first_storage: int) -> Returned | None:
-    """What a call that has allocated storages from `first_storage` on has returned, or None if its like cannot be made without running it."""
-    leaves, structure = tree_flatten(result)
+def returned_by(gpu: VirtualGpu, result: Any, first_storage: int) -> tuple[Returned, tuple[Edge, ...]] | None:
+    """What a call that has allocated storages from `first_storage` on has returned, with the edges of its graph that the trained tensors are, or None if its like
+    cannot be made without running it."""
+    taken = taken_apart(result)
+    if taken is None:
+        return None
+    leaves, tree = taken
+    edges = list[Edge]()
     described: list[Any] = []
     storages = set[int]()
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor):
-            if not isinstance(leaf, _PLAIN):
-                return None
             described.append(leaf)
             continue
         index = gpu.storages.index_of(leaf)
         # What the program reads of a result with known values decides where it goes on.
         if index is None or index < first_storage or index in storages or gpu.known_values.known(leaf):
             return None
+        if gpu.conditions.is_about(leaf):
+            return None
         is_whole = not leaf.storage_offset() and leaf.untyped_storage().nbytes() == _num_bytes(leaf)
-        if (
-            not is_whole
-            or leaf.dtype == torch.bool
-            or type(leaf) is not FakeTensor
-            or leaf.requires_grad is (leaf.grad_fn is None)
-        ):
+        if not is_whole or type(leaf) is not FakeTensor or leaf.requires_grad is (leaf.grad_fn is None):
             return None
         storages.add(index)
+        if leaf.grad_fn is not None:
+            edges.append((leaf.grad_fn._sequence_nr(), leaf.output_nr))
         described.append(
             ReturnedTensor(
                 storage=index - first_storage,
@@ -84,7 +85,7 @@ def returned_by(gpu: VirtualGpu, result: Any, first_storage: int) -> Returned | 
                 is_view=leaf._is_view(),
             )
         )
-    return Returned(leaves=tuple(described), structure=structure)
+    return Returned(leaves=tuple(described), tree=tree), tuple(edges)
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:
@@ -120,8 +121,8 @@ def answer(
     # A write in place to a view makes other nodes.
     is_view = [leaf.requires_grad and leaf.is_view for leaf in returned.tensors()]
     tensors = iter([t.view(t.size()) if is_seen else t for t, is_seen in zip(made, is_view, strict=True)])
-    leaves = [next(tensors) if isinstance(leaf, ReturnedTensor) else leaf for leaf in returned.leaves]
-    return tree_unflatten(leaves, returned.structure), number, storages
+    leaves = (next(tensors) if isinstance(leaf, ReturnedTensor) else leaf for leaf in returned.leaves)
+    return returned.tree.made(leaves), number, storages
 
 
 class _Answered(torch.autograd.Function):
