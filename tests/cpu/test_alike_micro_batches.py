@@ -9,7 +9,7 @@ import pytest
 
 from tightfit.capture.targets.target_kinds import Script
 from tightfit.capture.trace import trace
-from tightfit.tape import EventKind, Tape
+from tightfit.tape import EventKind, Phase, Tape
 
 _REPEATED = "the micro-batches of a step are alike"
 
@@ -372,3 +372,17 @@ def test_a_trace_is_begun_again_where_a_micro_batch_that_was_answered_goes_on_ot
     every, alike = _tapes(tmp_path, CHANGED_LATER[name], with_effects=False)
     assert not _is_repeated(alike)
     assert not _differences(every, alike)
+
+
+def test_operators_of_a_backward_pass_have_the_places_of_their_forward_beside_recomputed_ones(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(ALIKE["checkpointed blocks"].replace("range(2)", "range(6)"))
+    script = Script(path=str(path), arguments=())
+    operators = trace(script, label="train.py", device="RTX 4090", runs_all_batches=True).tape.operators
+
+    at = np.flatnonzero(operators.phase == Phase.BACKWARD)
+    passes = np.split(at, np.flatnonzero(np.diff(at) > 1) + 1)
+    places = [tuple(zip(operators.name[p], operators.module[p], operators.line[p], strict=True)) for p in passes]
+    # The first of a step makes gradients, the others add to them.
+    assert len(places) == 15
+    assert len(set(places)) == 2

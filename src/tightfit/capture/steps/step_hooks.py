@@ -78,7 +78,8 @@ class StepHooks:
             self._refuse_in_a_thread("runs a backward pass")
             # A reentrant checkpoint runs a pass inside of a pass: it is part of the outer one.
             if outer == Phase.BACKWARD:
-                return run_backward(*args, **kwargs)
+                with self._gpu.attribution.inner_backward():
+                    return run_backward(*args, **kwargs)
             self._watch.begin_step()
             recorder.loops.add(loop_around(sys._getframe()))
             self._marks.watch_leaves(args[0])
