@@ -54,9 +54,11 @@ class Trained:
     random_state: torch.Tensor
 
 
-def subjects(folder: Path) -> Iterator[tuple[str, Target]]:
-    """Name and small config of every type of breadth_models.toml; configs are written into `folder`."""
+def subjects(folder: Path, only: Sequence[str]) -> Iterator[tuple[str, Target]]:
+    """Name and small config of the types of breadth_models.toml; configs are written into `folder`. All, if `only` names none."""
     for case in cases():
+        if only and case.name not in only:
+            continue
         settings = {
             "task": case.task,
             "batch_size": 4,
@@ -68,10 +70,12 @@ def subjects(folder: Path) -> Iterator[tuple[str, Target]]:
         yield case.name, HuggingFaceConfig(source=str(write_config(case, "small", folder)), options=settings)
 
 
-def timm_subjects() -> Iterator[tuple[str, Target]]:
-    """The models of applied_timm.toml."""
+def timm_subjects(only: Sequence[str]) -> Iterator[tuple[str, Target]]:
+    """The models of applied_timm.toml; all, if `only` names none."""
     table = tomllib.loads(Path(__file__).with_name("applied_timm.toml").read_text(encoding="utf-8"))
     for name, parameters in table.items():
+        if only and name not in only:
+            continue
         given = {"name": name, "settings": {}, **parameters}
         yield (
             name,
@@ -167,7 +171,7 @@ def rows(label: str, target: Target, names: Sequence[str]) -> Iterator[tuple[str
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints a line for each model, technique and set of places, and the sums."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", nargs="+", metavar="NAME")
+    parser.add_argument("--only", nargs="+", metavar="NAME", default=[])
     parser.add_argument("--techniques", nargs="+", metavar="NAME", default=list(techniques()))
     parser.add_argument("--timm", action="store_true", help="the models of applied_timm.toml")
     options = parser.parse_args(arguments)
@@ -175,9 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     counts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
-        for label, target in timm_subjects() if options.timm else subjects(Path(folder)):
-            if options.only and label not in options.only:
-                continue
+        for label, target in timm_subjects(options.only) if options.timm else subjects(Path(folder), options.only):
             try:
                 for name, num_places, verdict, told in rows(label, target, options.techniques):
                     counts[verdict] += 1
