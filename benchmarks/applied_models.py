@@ -11,6 +11,7 @@ says; a plan is then made without it. Exits with 1 if anything differs, or ends 
 import argparse
 import dataclasses
 import math
+import random
 import sys
 import tempfile
 import tomllib
@@ -19,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 import benchmarks.workloads.torchvision_without_kernels  # noqa: F401 - timm and transformers import torchvision
@@ -85,7 +87,7 @@ def timm_subjects(only: Sequence[str]) -> Iterator[tuple[str, Target]]:
 
 def train(target: Target, options: Sequence[Option] = ()) -> Trained:
     """Some steps on the host, with options on the model after the first one."""
-    torch.manual_seed(0)
+    _seed(0)
     if isinstance(target, GeneratorFunction):
         target = dataclasses.replace(target, parameters={**target.parameters, "device": "cpu"})
     steps = generator_on(target, device="cpu")
@@ -95,11 +97,17 @@ def train(target: Target, options: Sequence[Option] = ()) -> Trained:
     before = _numbers(model)
     session = apply_choices([choice_of(option) for option in options], model, [optimizer])
     try:
-        torch.manual_seed(1)
+        _seed(1)
         losses = torch.stack([next(steps).detach().double() for _ in range(_NUM_STEPS)])
     finally:
         session.undo()
     return Trained(losses=losses, before=before, after=_numbers(model), random_state=torch.get_rng_state())
+
+
+def _seed(number: int) -> None:
+    torch.manual_seed(number)
+    np.random.seed(number)
+    random.seed(number)
 
 
 def _numbers(model: torch.nn.Module) -> Numbers:
