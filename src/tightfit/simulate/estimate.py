@@ -96,7 +96,9 @@ def peak_of_limit(peak: Peak, limit_bytes: int) -> str:
     likely, limit = format_bytes(peak.device_bytes), format_bytes(limit_bytes)
     if peak.device_bytes <= limit_bytes:
         return f"{likely} of {limit}"
-    return f"{format_bytes(peak.device_low_bytes)} to {format_bytes(peak.device_high_bytes)}, likely {likely}, of {limit}"
+    return (
+        f"{format_bytes(peak.device_low_bytes)} to {format_bytes(peak.device_high_bytes)}, likely {likely}, of {limit}"
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
