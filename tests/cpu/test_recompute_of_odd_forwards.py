@@ -302,7 +302,10 @@ def test_a_kept_result_that_is_written_to_past_torch_is_refused() -> None:
         y.data.add_(1.0)
         return x + torch.tanh(y)
 
-    with pytest.raises(ApplyError, match=r"Net\.blocks\.[\w.]+ got another result from aten.addmm.default when it was run a second time"):
+    with pytest.raises(
+        ApplyError,
+        match=r"Net\.blocks\.[\w.]+ got another result from aten.addmm.default when it was run a second time",
+    ):
         trained(lambda: Doing(act), is_planned=True, choices=KEPT)
 
 
