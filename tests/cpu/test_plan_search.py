@@ -207,7 +207,7 @@ def test_one_trace_says_of_all_tiles_which_are_refused(runs: FailingRuns) -> Non
         Option(technique="tiled_tokens", where=where, settings={"num_tiles": 2}, changes=(), seconds=0.0, exact=True)
         for where in (*refused, "LlamaForCausalLM.model.layers.0.mlp")
     ]
-    with pytest.raises(ApplyError, match="layers.0 is called with more than one tensor") as caught:
+    with pytest.raises(ApplyError, match=r"layers\.0 is called with more than one tensor") as caught:
         runs.run_with(options)
     assert caught.value.technique == "tiled_tokens"
     assert caught.value.places == refused
