@@ -139,6 +139,14 @@ MAKE_SAVED_TENSOR = known(
     is_checked=False,
 )
 KEPT_RESULT = known("torch.utils.checkpoint:_VersionWrapper", "to move what a selective checkpoint keeps", "techniques")
+# Before that a result that was written to ends the second run.
+MADE_AGAIN = known(
+    "torch.utils.checkpoint:_RECOMPUTE",
+    "to make a result again that a selective checkpoint has kept and the block has written to",
+    "techniques",
+    first="2.11",
+    is_checked=False,
+)
 
 _OF_SELECTION = "to run operators of our own outside of a selective checkpoint"
 DISPATCH_MODE = known("torch.utils._python_dispatch:_get_current_dispatch_mode", _OF_SELECTION, "torch_hooks")
@@ -169,6 +177,7 @@ READ = (
     KEEPS_GRAPH,
     DISPATCH_MODE,
     KEPT_RESULT,
+    MADE_AGAIN,
     MAKE_SAVED_TENSOR,
     POP_DISPATCH_MODE,
     PUSH_DISPATCH_MODE,
