@@ -19,10 +19,11 @@ class Block(nn.Module):
     def __init__(self, inplace):
         super().__init__()
         self.first, self.second, self.act = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1), nn.SiLU(inplace=inplace)
-        self.norm = nn.BatchNorm2d(8)
+        self.norm, self.third, self.last = nn.BatchNorm2d(8), nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8)
 
     def forward(self, x):
-        return x + torch.sigmoid(self.second(self.act(self.first(self.norm(x)))))
+        x = torch.sigmoid(self.second(self.act(self.first(self.norm(x)))))
+        return self.last(self.third(x))
 
 
 def images(inplace):
@@ -36,12 +37,12 @@ def images(inplace):
 """
 
 
-@pytest.mark.parametrize(("inplace", "kept"), [(False, [0]), (True, [])])
+@pytest.mark.parametrize(("inplace", "kept"), [(False, [0, 2]), (True, [2])])
 def test_a_product_that_the_activation_overwrites_is_not_kept(inplace: bool, kept: list[int], tmp_path: Path) -> None:
-    """The second product is not saved: the sigmoid saves its own result."""
+    """The second product is not saved: the sigmoid saves its own result. The third is, behind which the norm counts its batches in place."""
     file = tmp_path / "images.py"
     file.write_text(PROGRAM)
     target = GeneratorFunction(location=str(file), function="images", parameters={"inplace": inplace})
     tape = trace(target, label="images", device="RTX 4090", num_steps=2).tape
     options = technique("selective_checkpointing").options(Profile(tape, find("RTX 4090")))
-    assert {tuple(option.settings["keep"]) for option in options} == ({tuple(kept)} if kept else set())
+    assert {tuple(option.settings["keep"]) for option in options} == {tuple(kept)}

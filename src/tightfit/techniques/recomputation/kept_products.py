@@ -28,15 +28,17 @@ def kept_products(profile: Profile, block: RecomputableBlock) -> KeptProducts | 
     Not those that the next operator writes to in place, an activation say, maybe after autograd has copied what it was given: what is saved there is
     another result.
     """
-    names = profile.tape.operators.name
+    names, written = profile.tape.operators.name, profile.tape.operators.bytes_written
     is_product = np.array([operator_class(name) in TENSOR_CORE_CLASSES for name in profile.tape.strings], dtype=bool)
     is_copy = np.array([name == "aten.clone" for name in profile.tape.strings], dtype=bool)
     is_in_place = np.array([writes_in_place(name) for name in profile.tape.strings], dtype=bool)
 
     def is_kept(call: ModuleCall) -> Column:
         operators = profile.tape.storages.operator[call.saved]
-        following, behind = (names[np.minimum(operators + number, len(names) - 1)] for number in (1, 2))
-        is_written = is_in_place[following] | (is_copy[following] & is_in_place[behind])
+        following, behind = (np.minimum(operators + number, len(names) - 1) for number in (1, 2))
+        writer = np.where(is_copy[names[following]], behind, following)
+        # A counter of batches is written to as well.
+        is_written = is_in_place[names[writer]] & (written[writer] >= written[operators])
         return is_product[names[operators]] & ~is_written
 
     call = block.calls[-1]
