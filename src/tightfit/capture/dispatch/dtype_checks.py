@@ -155,7 +155,7 @@ def _bits(args: Sequence[Any], _: Mapping[str, Any], *, kernel: str) -> None:
 
 
 def _bits_of(name: str) -> dict[OpOverload, Check]:
-    check = functools.partial(_bits, kernel=f"bitwise_{name}_cuda")
+    check = functools.partial(_bits, kernel="_".join(("bitwise", name, "cuda")))
     packet = getattr(aten, f"bitwise_{name}")
     in_place = getattr(aten, f"bitwise_{name}_")
     return {each.Tensor: check for each in (packet, in_place)} | {each.Scalar: check for each in (packet, in_place)}

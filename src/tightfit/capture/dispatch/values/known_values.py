@@ -49,8 +49,9 @@ class ToldValues:
                 bits |= self._of.get(tensor.untyped_storage()._cdata, 0)
         return bits
 
-    def follow(self, results: Iterable[torch.Tensor], bits: int) -> None:
-        """These were computed of what has those bits."""
+    def note(self, operator: OpOverload, arguments: Sequence[Any], results: Iterable[torch.Tensor]) -> None:
+        """An operator has computed these results."""
+        bits = self.bits(tensors(arguments)) | (self.DRAWN if torch.Tag.nondeterministic_seeded in operator.tags else 0)
         for tensor in results:
             if isinstance(tensor, FakeTensor) and tensor.layout == torch.strided:
                 self._of[tensor.untyped_storage()._cdata] = bits
@@ -62,7 +63,7 @@ class KnownValues:
     def __init__(self) -> None:
         self.told: ToldValues | None = None
         self._storages: dict[int, torch.UntypedStorage] = {}
-        self._random_state = torch.Generator().manual_seed(0).get_state()
+        self.random_state = torch.Generator().manual_seed(0).get_state()
 
     def adopt(self, virtual: torch.Tensor, values: torch.Tensor) -> None:
         """Keeps `values` for the new storage of `virtual`, if it is small."""
@@ -117,42 +118,36 @@ class KnownValues:
     ) -> None:
         """Computes the values of the outputs of an operator, and of what it writes to, where those of its arguments are known."""
         told, self.told = self.told, None
-        self._follow(operator, known, args, kwargs, outputs)
-        if told is not None:
+        try:
+            first = next(tensors(args), None)
+            targets = list(written(operator, args, kwargs)) if known.is_mutable else []
+            small = all(map(is_small, outputs))
+            # A factory has no tensor among its arguments; its values are known by its arguments alone (`arange`,
+            # `zeros`).
+            if small and (first is None or not isinstance(first, FakeTensor) or self.known(first)):
+                try:
+                    values = self.run(operator, args, kwargs)
+                except Unknown:
+                    pass
+                else:
+                    if not targets:
+                        for tensor, value in zip(
+                            outputs, tensors(values if isinstance(values, list | tuple) else (values,)), strict=True
+                        ):
+                            self.adopt(tensor, value)
+                    return
+            if small and operator in LOGICAL:
+                with contextlib.suppress(Unknown):
+                    self.adopt(outputs[0], self.decided(operator, args))
+            self.forget_written(targets)
+        finally:
             self.told = told
-            bits = ToldValues.DRAWN if torch.Tag.nondeterministic_seeded in operator.tags else 0
-            bits |= told.bits(tensors((args, tuple(kwargs.values()))))
-            told.follow((*outputs, *(written(operator, args, kwargs) if known.is_mutable else ())), bits)
-
-    def _follow(
-        self,
-        operator: OpOverload,
-        known: OperatorFacts,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        outputs: Sequence[torch.Tensor],
-    ) -> None:
-        first = next(tensors(args), None)
-        targets = list(written(operator, args, kwargs)) if known.is_mutable else []
-        small = all(map(is_small, outputs))
-        # A factory has no tensor among its arguments; its values are known by its arguments alone (`arange`,
-        # `zeros`).
-        if small and (first is None or not isinstance(first, FakeTensor) or self.known(first)):
-            try:
-                values = self.run(operator, args, kwargs)
-            except Unknown:
-                pass
-            else:
-                if not targets:
-                    for tensor, value in zip(
-                        outputs, tensors(values if isinstance(values, list | tuple) else (values,)), strict=True
-                    ):
-                        self.adopt(tensor, value)
-                return
-        if small and operator in LOGICAL:
-            with contextlib.suppress(Unknown):
-                self.adopt(outputs[0], self.decided(operator, args))
-        self.forget_written(targets)
+            if told is not None:
+                told.note(
+                    operator,
+                    (*args, *kwargs.values()),
+                    (*outputs, *(written(operator, args, kwargs) if known.is_mutable else ())),
+                )
 
     def run(self, operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The result of `operator` on the known values of its arguments.
@@ -170,7 +165,7 @@ class KnownValues:
             raise Unknown from error
         finally:
             if outer is not None:
-                self._random_state = torch.get_rng_state()
+                self.random_state = torch.get_rng_state()
                 torch.set_rng_state(outer)
 
     def decided(self, operator: OpOverload, args: Sequence[Any]) -> torch.Tensor:
@@ -191,14 +186,10 @@ class KnownValues:
                 return operator(values, torch.zeros(other.shape, dtype=other.dtype))
         raise Unknown
 
-    def random_state(self) -> bytes:
-        """The random state of the card, by which values that are known are drawn."""
-        return self._random_state.numpy().tobytes()
-
     def _exchange_random_state(self) -> torch.Tensor:
         """The card has a random state of its own: what it draws leaves the host's random state as it is."""
         outer = torch.get_rng_state()
-        torch.set_rng_state(self._random_state)
+        torch.set_rng_state(self.random_state)
         return outer
 
     def _value_of(self, value: Any) -> Any:

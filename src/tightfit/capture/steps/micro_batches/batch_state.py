@@ -65,7 +65,10 @@ class BatchState:
     def randomness(self) -> bytes:
         """The states of torch's generator for the host, by which layers are dropped, and of the card's."""
         with torch._C._DisableTorchDispatch():
-            return torch.default_generator.get_state().numpy().tobytes() + self._known_values.random_state()
+            return (
+                torch.default_generator.get_state().numpy().tobytes()
+                + self._known_values.random_state.numpy().tobytes()
+            )
 
 
 def _tensors(module: torch.nn.Module) -> frozenset[int]:
