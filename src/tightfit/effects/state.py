@@ -58,6 +58,17 @@ class Snapshot:
             return [tensor for content in self.contents for tensor in in_graphs(content)]
         return [t for number in self.reach.others if self.contents[number] for t in in_graphs(self.contents[number])]
 
+    def gone(self) -> str:
+        """The path of a tensor with a graph in the state that nobody has kept alive since, which cannot be put back; empty if there is none."""
+        for holder, content in zip(self.reach.holders, self.contents, strict=True):
+            if isinstance(content, dict):
+                names = [f"{holder.path}[{name!r}]" for name, value in content.items() if is_gone(value)]
+            else:
+                names = [f"{holder.path}[...]" for value in content if is_gone(value)]
+            if names:
+                return names[0]
+        return ""
+
 
 class RegionState:
     """Takes snapshots of the state that a module's forward can reach; the module is passed with each call, and not kept."""

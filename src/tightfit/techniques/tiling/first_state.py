@@ -4,6 +4,7 @@ A backward pass goes by what was there in the forward pass, whatever the program
 layers, a flag that is set for the next step. So that state is put back for as long as tiles run again, and what is there now afterwards.
 """
 
+import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
@@ -30,6 +31,8 @@ class FirstState:
         self._then = then
         self._code = code
         self._trained = frozenset(map(id, trained))
+        # Not those that were gone before: contents that have not changed are those of an earlier look.
+        self._in_graphs = [weakref.ref(tensor) for tensor in then.in_graphs()]
 
     def lost(self) -> str:
         """What was changed since and cannot be put back; empty if there is nothing."""
@@ -37,6 +40,8 @@ class FirstState:
             return "the code of the module was replaced"
         if any(parameter._backward_hooks for parameter in self._owner().parameters()):
             return "a hook was put on a gradient"
+        if any(reference() is None for reference in self._in_graphs):
+            return f"{self._then.gone()} was changed"
         if self._state.is_still(self._then):
             return ""
         found = differences(self._then, self._now())
