@@ -276,14 +276,29 @@ class Gating(nn.Module):
 
 
 @pytest.mark.parametrize("other", [None, 5.0])
-def test_a_tensor_with_a_graph_that_is_gone_before_tiles_run_again_is_refused(other):
+def test_tiles_that_would_read_a_tensor_with_a_graph_that_is_gone_are_refused(other):
     def loss(model: nn.Module, step: int) -> torch.Tensor:
         result = model(torch.randn(3, 21, 8, generator=torch.Generator().manual_seed(step))).square().mean()
         model.felt.settings["scale"] = None if other is None else torch.tensor(other)
         return result
 
-    with pytest.raises(ApplyError, match=r"settings\['scale'\] was changed between the forward and the backward pass"):
+    with pytest.raises(ApplyError, match=r"reads .*settings\['scale'\], which was replaced between the forward and"):
         train(Gating, loss, [choice(NAME, "Gating.felt", num_tiles=4)])
+
+
+def test_a_tensor_with_a_graph_that_is_gone_and_that_no_tile_reads_is_not_missed():
+    kept = {"result": None}
+
+    def make() -> nn.Module:
+        model = nn.Sequential(nn.Linear(8, 8), Scaled())
+        model[1].register_forward_hook(lambda _, __, result: kept.update(result=result))
+        return model
+
+    def loss(model: nn.Module, step: int) -> torch.Tensor:
+        return model(torch.randn(3, 21, 8, generator=torch.Generator().manual_seed(step))).square().mean()
+
+    assert_same(train(make, loss), train(make, loss, [choice(NAME, "Sequential.1", num_tiles=4)]), **ORDER)
+    assert kept["result"].shape == (3, 21, 8)
 
 
 def test_a_tensor_with_a_graph_that_is_dropped_after_each_step_is_no_change_between_the_passes():
