@@ -105,6 +105,12 @@ def apply_to(
         raise ApplyError(
             "the plan is put on by a step hook of its own optimizer, while torch goes through them; put it on before the step, or after it"
         )
+    for name, parameter in session.model.named_parameters():
+        # Gradients are taken, kept and given back by techniques of many kinds.
+        if type(parameter).grad is not torch.Tensor.grad:
+            raise ApplyError(
+                f"the gradient of {name} is a property of its class {type(parameter).__name__}, and no plan knows what it does"
+            )
     by_name: dict[str, list[Choice]] = {}
     for choice in choices:
         by_name.setdefault(technique(choice.technique).name, []).append(choice)
