@@ -105,7 +105,9 @@ def functional_learner(t: Trial) -> None:
         def forward(self, x: torch.Tensor, y: torch.Tensor, weights: Any = None) -> torch.Tensor:
             weights = self.vars if weights is None else weights
             x = self.blocks(torch.relu(nn.functional.linear(x, weights[0], weights[1])))
-            return nn.functional.cross_entropy(nn.functional.linear(x, weights[2], weights[3]).flatten(0, 1), y.flatten())
+            return nn.functional.cross_entropy(
+                nn.functional.linear(x, weights[2], weights[3]).flatten(0, 1), y.flatten()
+            )
 
         def zero_grad(self, weights: Any = None) -> None:  # type: ignore[override]
             for p in self.vars if weights is None else weights:
