@@ -1,31 +1,33 @@
 """What techniques do to real models: small ones of every type of breadth_models.toml, trained on the host with each technique on them.
 
-    python -m benchmarks.applied_models [--only NAME ...] [--techniques NAME ...]
+    python -m benchmarks.applied_models [--only NAME ...] [--techniques NAME ...] [--timm]
 
-A step of each is traced, and what a technique offers there is put on the same model on the host, twice: from the innermost modules outwards and from the
-outermost inwards, as many as go together. Three steps of stochastic gradient descent with momentum are compared with the plain ones: losses, weights and buffers, the
-largest difference against the largest change that training made. `refused` is what the run says; a plan is then made without it. Exits with 1 if
-anything differs, or ends in an error that is no refusal.
+`--timm` takes the models of applied_timm.toml instead; timm is not among the dependencies. A step of each is traced, and what a technique offers there is put on the same model on the host, twice: from the innermost modules outwards and from the
+outermost inwards, as many as go together. Three steps of stochastic gradient descent with momentum are compared with the plain ones: losses, weights, buffers and the
+random state, the largest difference of a tensor against what training changed of it. `forbidden` and `no place` is what a plan does not offer, `refused` what only the run
+says; a plan is then made without it. Exits with 1 if anything differs, or ends in an error that is no refusal.
 """
 
 import argparse
 import dataclasses
 import math
+import random
 import sys
 import tempfile
+import tomllib
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import torch
 
-from benchmarks.breadth import Case, cases, write_config
+import benchmarks.workloads.torchvision_without_kernels  # noqa: F401 - timm and transformers import torchvision
+from benchmarks.breadth import cases, write_config
 from benchmarks.wrappers import choice_of
 from tightfit.analysis.profile import Profile
-from tightfit.capture.targets.huggingface.target import HuggingFaceTarget, workload
-from tightfit.capture.targets.target_kinds import HuggingFaceConfig
+from tightfit.capture.targets.target_kinds import GeneratorFunction, HuggingFaceConfig, generator_on
 from tightfit.capture.trace import trace
 from tightfit.devices.catalogue import find
 from tightfit.errors import ApplyError
@@ -36,35 +38,76 @@ from tightfit.techniques.registry import techniques
 
 _CARD = "RTX 4090"
 _NUM_STEPS = 3
+_NUM_TOKENS = 128  # where a row is text; one with an image has as many as it needs
+_OF_TEXT = ("text", "causal", "mixture_of_experts", "state_space", "seq2seq")
 # The order of sums; three steps make more of it in a deep model with batch norms.
 _CLOSE = 1e-2
 Numbers = Mapping[str, torch.Tensor]
+Target = GeneratorFunction | HuggingFaceConfig
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """Losses, and weights and buffers before and after."""
+    """Losses, weights and buffers before and after, and the random state after."""
 
-    losses: list[float]
+    losses: torch.Tensor
     before: Numbers
     after: Numbers
+    random_state: torch.Tensor
 
 
-def train(target: HuggingFaceTarget, options: Sequence[Option] = ()) -> Trained:
+def subjects(folder: Path, only: Sequence[str]) -> Iterator[tuple[str, Target]]:
+    """Name and small config of the types of breadth_models.toml; configs are written into `folder`. All, if `only` names none."""
+    for case in cases():
+        if only and case.name not in only:
+            continue
+        settings = {
+            "task": case.task,
+            "batch_size": 4,
+            "sequence_length": case.sequence_length or (_NUM_TOKENS if case.group in _OF_TEXT else None),
+            "audio_seconds": 1.0,
+            "optimizer": "sgd-momentum",
+            "learning_rate": 1e-2,
+        }
+        yield case.name, HuggingFaceConfig(source=str(write_config(case, "small", folder)), options=settings)
+
+
+def timm_subjects(only: Sequence[str]) -> Iterator[tuple[str, Target]]:
+    """The models of applied_timm.toml; all, if `only` names none."""
+    table = tomllib.loads(Path(__file__).with_name("applied_timm.toml").read_text(encoding="utf-8"))
+    for name, parameters in table.items():
+        if only and name not in only:
+            continue
+        given = {"name": name, "settings": {}, **parameters}
+        yield (
+            name,
+            GeneratorFunction(location="benchmarks.workloads.timm_training", function="train", parameters=given),
+        )
+
+
+def train(target: Target, options: Sequence[Option] = ()) -> Trained:
     """Some steps on the host, with options on the model after the first one."""
-    torch.manual_seed(0)
-    steps = workload(target, device="cpu")
+    _seed(0)
+    if isinstance(target, GeneratorFunction):
+        target = dataclasses.replace(target, parameters={**target.parameters, "device": "cpu"})
+    steps = generator_on(target, device="cpu")
     next(steps)
     live = steps.gi_frame.f_locals
     model, optimizer = live["model"], live["optimizer"]
     before = _numbers(model)
     session = apply_choices([choice_of(option) for option in options], model, [optimizer])
     try:
-        torch.manual_seed(1)
-        losses = [next(steps).item() for _ in range(_NUM_STEPS)]
+        _seed(1)
+        losses = torch.stack([next(steps).detach().double() for _ in range(_NUM_STEPS)])
     finally:
         session.undo()
-    return Trained(losses=losses, before=before, after=_numbers(model))
+    return Trained(losses=losses, before=before, after=_numbers(model), random_state=torch.get_rng_state())
+
+
+def _seed(number: int) -> None:
+    torch.manual_seed(number)
+    np.random.seed(number)
+    random.seed(number)
 
 
 def _numbers(model: torch.nn.Module) -> Numbers:
@@ -72,13 +115,19 @@ def _numbers(model: torch.nn.Module) -> Numbers:
 
 
 def difference(plain: Trained, other: Trained) -> float:
-    """The largest difference, against the largest change of the plain run."""
-    change = max((plain.after[n] - plain.before[n]).abs().max().item() for n in plain.after if plain.after[n].numel())
-    of_weights = [(plain.after[n] - other.after[n]).abs().max().item() for n in plain.after if plain.after[n].numel()]
-    of_losses = [
-        abs(a - b) / max(1.0, abs(a)) for a, b in zip(plain.losses, other.losses, strict=True) if not math.isnan(a)
-    ]
-    return max(max(of_weights) / max(change, 1e-12), *of_losses)
+    """The largest difference of a tensor, against what training changed of it, and of a loss; infinite for another random state.
+
+    Where training changes next to nothing, a thousandth of the largest change stands in its place: what is left there is rounding.
+    """
+    if not torch.equal(plain.random_state, other.random_state):
+        return math.inf
+    names = [name for name, tensor in plain.after.items() if tensor.numel()]
+    changes = torch.stack([(plain.after[name] - plain.before[name]).abs().max() for name in names])
+    off = torch.stack([(plain.after[name] - other.after[name]).abs().max() for name in names])
+    of_weights = (off / changes.clamp_min(1e-3 * changes.max().item())).max()
+    of_losses = ((plain.losses - other.losses).abs() / plain.losses.abs().clamp_min(1.0)).max()
+    # As torch has it, what is not a number is the largest.
+    return torch.maximum(of_weights, of_losses).item()
 
 
 def put_together(options: Sequence[Option]) -> list[list[Option]]:
@@ -94,33 +143,27 @@ def put_together(options: Sequence[Option]) -> list[list[Option]]:
     return found
 
 
-def rows(case: Case, source: str, names: Sequence[str]) -> Iterator[tuple[str, int, str, str]]:
+def rows(label: str, target: Target, names: Sequence[str]) -> Iterator[tuple[str, int, str, str]]:
     """Technique, number of places, verdict, and how far off it is or what it says."""
-    settings: dict[str, Any] = {
-        "task": case.task,
-        "batch_size": 4,
-        "audio_seconds": 1.0,
-        "optimizer": "sgd-momentum",
-        "learning_rate": 1e-2,
-    }
-    target = HuggingFaceTarget(source=source, **settings)
     plain = train(target)
     if difference(plain, train(target)):
         yield "plain", 0, "unlike itself", "two plain runs differ"
         return
-    config = HuggingFaceConfig(source=source, options=settings)
-    tape = trace(config, label=case.name, device=_CARD, num_steps=2, with_effects=True).tape
+    tape = trace(target, label=label, device=_CARD, num_steps=2, with_effects=True).tape
     profile = Profile(tape, find(_CARD))
     for name in names:
         technique = techniques()[name]
-        options = [
+        found = [
             option
             for option in technique.options(profile)
-            if option.exact
-            and not option.is_of_the_allocator
-            and not option.disk_bytes
-            and obstacle(tape, option, technique.needs) is None
+            if option.exact and not option.is_of_the_allocator and not option.disk_bytes
         ]
+        obstacles = [obstacle(tape, option, technique.needs) for option in found]
+        options = [option for option, effect in zip(found, obstacles, strict=True) if effect is None]
+        if not found and technique.exact and (reason := technique.reason(profile)):
+            yield name, 0, "no place", reason
+        for reason, number in Counter(effect.reason for effect in obstacles if effect is not None).items():
+            yield name, number, "forbidden", reason
         for taken in put_together(options):
             try:
                 off = difference(plain, train(target, taken))
@@ -136,27 +179,24 @@ def rows(case: Case, source: str, names: Sequence[str]) -> Iterator[tuple[str, i
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints a line for each model, technique and set of places, and the sums."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", nargs="+", metavar="NAME")
+    parser.add_argument("--only", nargs="+", metavar="NAME", default=[])
     parser.add_argument("--techniques", nargs="+", metavar="NAME", default=list(techniques()))
+    parser.add_argument("--timm", action="store_true", help="the models of applied_timm.toml")
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     counts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
-        for case in cases():
-            if options.only and case.name not in options.only:
-                continue
-            source = str(write_config(case, "small", Path(folder)))
+        for label, target in timm_subjects(options.only) if options.timm else subjects(Path(folder), options.only):
             try:
-                for name, num_places, verdict, told in rows(case, source, options.techniques):
+                for name, num_places, verdict, told in rows(label, target, options.techniques):
                     counts[verdict] += 1
                     print(
-                        f"{case.name:24} {name:26} {num_places:4d} {verdict:10} {' '.join(told.split())[:300]}",
-                        flush=True,
+                        f"{label:24} {name:26} {num_places:4d} {verdict:10} {' '.join(told.split())[:300]}", flush=True
                     )
             except Exception as error:  # noqa: BLE001 - a model that does not run here is no row
                 counts["not run"] += 1
-                print(f"{case.name:24} not run: {type(error).__name__}: {str(error).strip()[:200]}", flush=True)
+                print(f"{label:24} not run: {type(error).__name__}: {str(error).strip()[:200]}", flush=True)
     print(", ".join(f"{number} {verdict}" for verdict, number in counts.items()))
     return 1 if counts["differs"] or counts["crashed"] else 0
 

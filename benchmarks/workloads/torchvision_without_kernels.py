@@ -10,9 +10,12 @@ from types import ModuleType
 
 import torch
 
-# torchvision/csrc/ops/nms.cpp declares this schema; torchvision/_meta_registrations.py registers a fake kernel for it
+# torchvision/csrc/ops/nms.cpp declares these; torchvision/_meta_registrations.py registers fake kernels for them
 # while the package is imported, and asks for no other operator unless the compiled library was found.
-NMS_SCHEMA = "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+SCHEMAS = (
+    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+)
 
 
 def is_installed() -> bool:
@@ -24,7 +27,8 @@ def _declare() -> torch.library.Library | None:
     if not is_installed() or hasattr(torch.ops.torchvision, "nms"):
         return None
     library = torch.library.Library("torchvision", "FRAGMENT")
-    library.define(NMS_SCHEMA)
+    for schema in SCHEMAS:
+        library.define(schema)
     return library
 
 

@@ -5,7 +5,10 @@ a refusal, or an error of the user's program; and what the user's program raises
 """
 
 import re
+import subprocess
 import sys
+import sysconfig
+import venv
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -429,3 +432,21 @@ def test_an_error_of_the_users_is_one_line_of_the_command(capfd: pytest.CaptureF
     assert said.startswith("tightfit: train.py raised RuntimeError at train.py:4: Failed to import transformers")
     assert "(caused by ModuleNotFoundError" in said
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["torch.nn.Linear(3, 2).cuda()(rows)", "rows + torch.ones(4)", "torch.stack([torch.ones(2), torch.ones(3)])"],
+)
+def test_an_error_of_the_program_is_its_own_where_torch_is_in_another_environment(tmp_path: Path, wrong: str) -> None:
+    """`python -m venv --system-site-packages`, a container with torch and an environment on top, `pip install --user`."""
+    venv.create(tmp_path / "env", with_pip=False, symlinks=True)
+    packages = next((tmp_path / "env").glob("lib/python*/site-packages"))
+    packages.joinpath("others.pth").write_text(
+        "\n".join([str(Path(tightfit.__file__).parents[1]), sysconfig.get_path("purelib")]) + "\n"
+    )
+    (tmp_path / "wrong.py").write_text(f"import torch\nrows = torch.ones(4, 4).cuda()\n{wrong}\n")
+    command = [str(tmp_path / "env" / "bin" / "python"), "-m", "tightfit", "estimate", "wrong.py", "--device", "4090"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 3, done.stderr
+    assert "wrong.py raised RuntimeError at wrong.py:3: " in done.stderr

@@ -214,6 +214,15 @@ def test_errors_are_one_line_each(
     assert said.out == ""
 
 
+def test_what_can_be_allowed_is_listed_with_what_is_lossy_on_some_programs_only(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(["plan", "model.py:workload", "--device", "4090", "--allow", "magic"]) == 2
+    assert ", low_bit_states, micro_batches (lossy where the model draws random numbers), pure_bf16\n" in (
+        capsys.readouterr().err
+    )
+
+
 def test_a_script_that_never_trains_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "idle.py").write_text("import torch\nprint(torch.nn.Linear(2, 2).cuda()(torch.ones(1, 2).cuda()))\n")
     assert run(["plan", "idle.py", "--device", "4090"]) == 3

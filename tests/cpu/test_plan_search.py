@@ -199,3 +199,15 @@ def test_a_refusal_in_the_process_that_traces_says_what_and_where(runs: FailingR
         runs.run_with([option])
     assert caught.value.technique == "sequential_checkpointing"
     assert caught.value.places == (where,)
+
+
+def test_one_trace_says_of_all_tiles_which_are_refused(runs: FailingRuns) -> None:
+    refused = ("LlamaForCausalLM.model.layers.0", "LlamaForCausalLM.model.layers.1")
+    options = [
+        Option(technique="tiled_tokens", where=where, settings={"num_tiles": 2}, changes=(), seconds=0.0, exact=True)
+        for where in (*refused, "LlamaForCausalLM.model.layers.0.mlp")
+    ]
+    with pytest.raises(ApplyError, match=r"layers\.0 is called with more than one tensor") as caught:
+        runs.run_with(options)
+    assert caught.value.technique == "tiled_tokens"
+    assert caught.value.places == refused

@@ -2,6 +2,7 @@
 
 import threading
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -249,18 +250,95 @@ def test_an_error_that_only_a_second_run_meets_names_the_block() -> None:
         trained(lambda: Doing(act), is_planned=True)
 
 
-def test_a_kept_result_that_the_block_writes_to_in_place_is_named() -> None:
-    class Shifted(Block):
-        def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:
-            """As a convolution with a bias of its own."""
-            y = self.layer(x)
-            y += 1.0
-            return x + torch.tanh(y)
+def shifted(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """As a convolution with a bias of its own."""
+    y = layer(x)
+    y += 1.0
+    return x + torch.tanh(y)
 
-    model = Net(Shifted, {})
-    apply_choices([choice("selective_checkpointing", "Net.blocks.1", keep=[0])], model, [])
-    with pytest.raises(ApplyError, match=r"Net\.blocks\.1 writes in place to a result that is kept"):
-        model(torch.randn(4, WIDTH)).backward()
+
+def partly(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """One of two, and of that a part."""
+    y, z = layer(x), layer(x * 2)
+    z[:, 2:4].sigmoid_()
+    return x + 0.1 * (y * z).tanh_()
+
+
+def dropped(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return x + nn.functional.dropout(layer(nn.functional.dropout(layer(x)).tanh()), inplace=True)
+
+
+def without_a_graph(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    y = layer(x)
+    with torch.no_grad():
+        y.clamp_(max=0.5)
+    return x + y * y
+
+
+WHERE = ("Net.blocks.0", "Net.blocks.1", "Net.blocks.2.layer")
+KEPT = [choice("selective_checkpointing", where, keep=[0, 1]) for where in WHERE]
+HELD = [
+    choice(
+        "offloaded_checkpointing",
+        f"Net.blocks.{n}",
+        following=f"Net.blocks.{n + 1}",
+        smallest_bytes=1,
+        host_bytes=1 << 16,
+        keep=[0, 1],
+    )
+    for n in range(2)
+]
+
+
+@pytest.mark.parametrize("choices", [KEPT, HELD], ids=["kept", "held"])
+@pytest.mark.parametrize("act", [shifted, partly, dropped, without_a_graph])
+def test_a_kept_result_that_is_written_to_in_place_is_made_again(act: Any, choices: Any) -> None:
+    check(lambda: Doing(act), choices=choices)
+
+
+def test_a_kept_result_that_is_written_to_past_torch_is_refused() -> None:
+    def act(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = layer(x)
+        y.data.add_(1.0)
+        return x + torch.tanh(y)
+
+    with pytest.raises(
+        ApplyError,
+        match=r"Net\.blocks\.[\w.]+ got another result from aten.addmm.default when it was run a second time",
+    ):
+        trained(lambda: Doing(act), is_planned=True, choices=KEPT)
+
+
+def test_a_kept_result_that_is_written_to_is_made_again_in_each_backward_pass() -> None:
+    def run(choices: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = Net(lambda: Doing(partly), {}).double()
+        session = apply_choices(choices, model, [])
+        loss = model(torch.randn(4, WIDTH, dtype=torch.double))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        session.undo()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    plain, found = run([]), run(KEPT[:2])
+    assert all(map(torch.equal, plain, found))
+
+
+def test_a_kept_result_that_is_written_to_is_not_held_beside_its_activation() -> None:
+    made: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def act(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = layer(x)
+        made.append(weakref.ref(y.untyped_storage()))
+        y += 1.0
+        return x + torch.tanh(y)
+
+    model = Net(lambda: Doing(act), {})
+    session = apply_choices(KEPT[:2], model, [])
+    loss = model(torch.randn(4, WIDTH))
+    assert [each() is None for each in made] == [True, True, True]
+    loss.backward()
+    session.undo()
 
 
 def test_a_context_that_a_hook_enters_and_another_one_leaves_is_left_in_second_runs() -> None:

@@ -360,10 +360,14 @@ def test_a_virtual_run_of_a_plan_ends_with_its_verdict_at_the_margin_of_the_plan
         ("2GiB", "safe", "fits", 0),
         ("440MiB", "0", "fits at best", 0),
         ("440MiB", "likely", "does not fit", 1),
+        ("470MiB", "likely", "fits without the safety margin", 0),
+        ("470MiB", "safe", "fits without the safety margin", 1),
     ):
         dataclasses.replace(plan_of(), budget_bytes=parse_bytes(budget), margin=margin).save("plan.json")
         assert run(["run", "--virtual", "--plan", "plan.json", named]) == code
-        assert capfd.readouterr().out.startswith(f"{verdict}: 2 steps ran on a virtual")
+        said = capfd.readouterr().out
+        assert said.startswith(f"{verdict}: 2 steps ran on a virtual")
+        assert (", likely " in said) is (budget == "440MiB")
 
 
 def test_an_interrupt_before_the_script_begins_is_one_line(

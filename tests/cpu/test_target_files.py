@@ -69,6 +69,20 @@ def test_a_module_runs_as_python_runs_it(folder: Path, capsys: pytest.CaptureFix
     assert (answer["target"], len(answer["steps"])) == ("package.train", 3)
 
 
+def test_a_package_runs_as_python_runs_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "package" / "__init__.py").write_text("")
+    (folder / "package" / "sizes.py").write_text("WIDTH = 64\n")
+    (folder / "package" / "__main__.py").write_text(TRAIN.replace("package.train", "package.__main__"))
+    code = run(["estimate", "-m", "package", "--device", "4090", "--json", "--", "--lr", "1"])
+    said = capsys.readouterr()
+    assert code == 0, said.err
+    assert len(json.loads(said.out)["steps"]) == 3
+    # A file of that name is what it was before.
+    (folder / "package.py").write_text("raise SystemExit('the file')\n")
+    assert run(["estimate", "-m", "package", "--device", "4090"]) == 3
+    assert "the file" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [

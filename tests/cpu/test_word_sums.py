@@ -19,6 +19,9 @@ TENSORS = {
     "booleans": torch.rand(77) < 0.5,
     "channels last": torch.randn(2, 3, 5, 7).to(memory_format=torch.channels_last),
     "doubles": torch.randn(5, dtype=torch.float64),
+    # Contiguous, whatever the stride of a dimension of one is.
+    "a dimension of one": torch.randn(4, 64).as_strided((4, 1, 64), (64, 1, 1)),
+    "one row": torch.randn(64).as_strided((1, 64), (1, 1)),
 }
 
 
@@ -51,6 +54,14 @@ def test_the_sum_is_that_of_all_words_and_every_bit_counts(name: str, monkeypatc
     flat = other.view(-1) if other.is_contiguous() else other.as_strided((other.numel(),), (1,))
     flat[3 % len(flat)] = ~flat[3 % len(flat)] if flat.dtype == torch.bool else flat[3 % len(flat)] + 1
     assert not torch.equal(sum_of_words(other), sum_of_words(tensor.clone(memory_format=torch.preserve_format)))
+
+
+@pytest.mark.parametrize("name", ["a dimension of one", "one row", "strided", "expanded"])
+def test_a_fingerprint_is_made_of_the_bits_and_not_of_the_strides(name: str) -> None:
+    tensor = TENSORS[name]
+    assert torch.equal(
+        fingerprints._bits(tensor), fingerprints._bits(tensor.clone(memory_format=torch.contiguous_format))
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

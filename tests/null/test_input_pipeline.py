@@ -91,6 +91,9 @@ def test_workers_are_advised_as_many_as_keep_up() -> None:
         and "8.0 MiB of batches ahead" in workers.note
     )
     assert "would need 100.0 MiB for 1,600 samples" in cached.effect
+    # Of several loaders a sentence alone, as a plan prints it, says which one it is about.
+    assert workers.sentence.startswith(f"{workers.what} (train.py:7) would take up to ")
+    assert cached.sentence.startswith(f"{cached.what} (train.py:7) would need ")
     assert [s.what for s in suggestions_on_loading(given(0.1, 0.3, num_workers=4))] == []
     assert next(suggestions_on_loading(given(0.1, 0.3, num_workers=2))).what.startswith("num_workers=4")
     # Too many of them: only what is kept helps.

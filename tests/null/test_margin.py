@@ -62,6 +62,12 @@ def test_a_plan_says_its_margin_and_the_reason_in_one_line() -> None:
     assert verdict(refused).endswith("1.00 GiB less than its safety margin needs (--margin likely accepts that)")
 
 
+def test_a_plan_that_fits_at_best_names_the_lower_end_beside_the_likely_peak() -> None:
+    """The likely peak alone would read "fits at best: 8.00 GiB of 7.00 GiB"."""
+    assert ": 7.00 GiB to 9.00 GiB, likely 8.00 GiB, of 7.00 GiB on " in verdict(planned(7, "0"))
+    assert ": 8.00 GiB of 8.00 GiB on " in verdict(planned(8, "0"))
+
+
 def test_a_plan_from_before_has_the_margin_that_it_was_made_with() -> None:
     old = {
         name: value for name, value in planned(10, "safe").to_json().items() if name not in ("margin", "uncertainty")

@@ -32,7 +32,7 @@ def test_they_go_a_line_further_where_both_are_taken() -> None:
 
 
 def test_they_cover_the_thinnest_line_where_all_places_are_taken() -> None:
-    widths = {60: 6, 80: 4, 120: 2, 140: 6}
+    widths = {60: 6, 80: 4, 120: 2, 140: 6, 160: 6, 180: 6}
     lines = [Box(left=0, top=y - width / 2, right=860, bottom=y + width / 2) for y, width in widths.items()]
     assert words_at(100, 100, *lines).y == 125
 

@@ -13,7 +13,7 @@ from tests.plans import GIB, a_plan, run
 
 from tightfit.cli.main import run as tightfit
 from tightfit.planner.plan import Bound, ParetoPoint, Plan
-from tightfit.reports.html.plan_curve import curve_of, curve_points, seconds_per_gib, ticks
+from tightfit.reports.html.plan_curve import _strokes, curve_of, curve_points, seconds_per_gib, ticks
 from tightfit.reports.html.plan_labels import Box
 from tightfit.reports.html.plan_page import plan_page
 
@@ -84,6 +84,24 @@ class TestTheCurve:
         assert "beside the curve" not in Reader(plan_page(on_it)).text
         unknown = a_plan(promised_bytes=int(9.5 * GIB), bound=Bound(seconds_per_step=0.08, is_proven=False))
         assert "beside the curve" not in Reader(plan_page(unknown)).text
+
+    @pytest.mark.parametrize(
+        ("margin", "end"), [("safe", "its upper end"), ("likely", "the mark itself"), ("0", "its lower end")]
+    )
+    def test_what_has_to_fit_is_said_by_the_margin(self, margin: str, end: str) -> None:
+        assert f"a plan fits if {end} does." in plan_page(a_plan(margin=margin))
+
+    def test_the_words_of_a_plan_at_the_upper_left_cover_no_part_of_the_curve(self) -> None:
+        """A tight budget: its line and words are right above the mark, and the stair begins beside it."""
+        points = tuple(
+            ParetoPoint(device_bytes=int(size * GIB), seconds_per_step=seconds)
+            for size, seconds in ((9.0, 0.12), (9.4, 0.117), (9.8, 0.114), (10.4, 0.11), (11.2, 0.1), (12.0, 0.08))
+        )
+        curve = curve_of(
+            a_plan(frontier=points, run=run(8.8, 0.119), baseline=run(13, 0.02), budget_bytes=int(9.0 * GIB))
+        )
+        label = curve.marks[-1].label.box
+        assert not sum(label.overlap(stroke) for stroke in _strokes([(p.x, p.y) for p in curve.points]))
 
     def test_the_words_of_the_plan_do_not_cover_the_line_of_the_budget(self) -> None:
         for gib in (12.6, 13, 13.4, 13.8):

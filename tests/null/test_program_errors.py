@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tightfit.errors.package_folders import package_folders
 from tightfit.errors.program_errors import one_line
 
 
@@ -27,3 +28,33 @@ def test_a_module_that_is_missing_is_missing_in_the_python_that_runs() -> None:
         f"programs run with {sys.executable}: install it there"
     )
     assert "install it there" not in one_line("train.py", ImportError("cannot import name 'x'"))
+
+
+@pytest.mark.parametrize("line", ["%matplotlib inline", "  !nvidia-smi"])
+def test_what_a_notebook_left_in_a_script_is_said_to_be_of_a_notebook(line: str) -> None:
+    with pytest.raises(SyntaxError) as left:
+        compile(f"if True:\n{line}\n", "train.py", "exec")
+    assert one_line("train.py", left.value).endswith("; a line with % or ! is of a notebook: take it out")
+    with pytest.raises(SyntaxError) as other:
+        compile("x = (1 2)\n", "train.py", "exec")
+    assert "notebook" not in one_line("train.py", other.value)
+    name = NameError("name 'get_ipython' is not defined")
+    assert one_line("train.py", name).endswith("which were magics (%) and commands (!)")
+
+
+def test_what_a_worker_raised_is_in_the_line() -> None:
+    sent = 'Caught ValueError in DataLoader worker process 1.\nOriginal Traceback (most recent call last):\n  File "w.py", line 9\nValueError: corrupt\n'
+    line = one_line("train.py", ValueError(sent))
+    assert line == "train.py raised ValueError: Caught ValueError in DataLoader worker process 1: ValueError: corrupt"
+
+
+def test_packages_are_found_wherever_the_path_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A virtual environment that sees another one's packages, a folder that pip was given as its target: an error that torch raises there is torch's."""
+    for name in ("libs", "project"):
+        (tmp_path / name).mkdir()
+        monkeypatch.syspath_prepend(str(tmp_path / name))
+    (tmp_path / "libs" / "torch-2.13.0.dist-info").mkdir()
+    package_folders.cache_clear()
+    assert f"{tmp_path}/libs/" in package_folders()
+    assert f"{tmp_path}/project/" not in package_folders()
+    package_folders.cache_clear()

@@ -400,6 +400,16 @@ class TestShortening:
         assert fit_widths(columns, rows, 22) == [5, 6, 7]
         assert fit_widths(columns, rows, 10) == [5, 6, 6]
 
+    def test_what_a_cut_at_a_dot_frees_is_for_a_column_that_wraps(self) -> None:
+        columns = [
+            Column(heading="where", shorten=shorten_module, least_width=8, yields=1),
+            Column(heading="settings", least_width=10, yields=2, wraps=True),
+        ]
+        rows = [("TransformerEncoder.layers", "4 chunks, in the forward pass")]
+        # Within 35 the name is cut to `….layers`, and the settings take what is left.
+        assert fit_widths(columns, rows, 35) == [8, 25]
+        assert fit_widths(columns, rows, 80) == [25, 29]
+
 
 @pytest.mark.parametrize("width", [40, 60, 120])
 def test_figures_are_whole_in_a_narrow_terminal_and_bars_are_left_out(width: int) -> None:

@@ -9,6 +9,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 from cyclopts import App, CycloptsError, Group, Parameter, UnknownOptionError
 
@@ -112,10 +113,18 @@ def _own_words(words: Sequence[str]) -> list[str]:
     kept: list[str] = []
     for word in words:
         if kept and kept[-1] == _MODULE:
-            kept[-1] = word if "." in word else f"{word}.py"
+            kept[-1] = word if "." in word else _top_module(word)
         elif word != _DEBUG:
             kept.append(word)
     return kept
+
+
+def _top_module(name: str) -> str:
+    """The target that `python -m NAME` runs: the file of that name, or the `__main__` of a package."""
+    from tightfit.capture.targets.target_files import module_file
+
+    package = f"{name}.__main__"
+    return package if module_file(package) and not Path(f"{name}.py").is_file() else f"{name}.py"
 
 
 def _own(error: Exception, words: Sequence[str]) -> TightfitError:

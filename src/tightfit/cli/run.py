@@ -16,7 +16,7 @@ from tightfit.cli.shared.local_cards import local_cards
 from tightfit.cli.variants.guarded_run import UNGUARDED, Guarding, run_guarded
 from tightfit.errors import DoesNotFit, UsageError
 from tightfit.planner.plan import Plan
-from tightfit.simulate.estimate import needed_bytes, verdict_of
+from tightfit.simulate.estimate import needed_bytes, peak_of_limit, verdict_of
 from tightfit.units import format_bytes
 
 
@@ -158,9 +158,9 @@ def _run_virtually(plan: Plan, script: str, arguments: tuple[str, ...], permissi
     peak = estimate.peak
     verdict = verdict_of(peak, plan.budget_bytes, plan.margin, is_whole=estimate.coverage.is_whole)
     print(
-        f"{verdict}: {len(steps)} steps ran on a virtual {plan.device}: peak {format_bytes(peak.device_bytes)} of {format_bytes(plan.budget_bytes)}"
+        f"{verdict}: {len(steps)} steps ran on a virtual {plan.device}: peak {peak_of_limit(peak, plan.budget_bytes)}"
     )
-    return int(verdict == "does not fit")
+    return int(needed_bytes(peak, plan.margin) > plan.budget_bytes)
 
 
 def _say(line: str) -> None:

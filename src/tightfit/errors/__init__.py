@@ -100,7 +100,9 @@ class ApplyError(TightfitError):
         self.technique = technique
         self.places = tuple(places)
         # A program that swallows this error goes on without the plan, or without training, so the caller asks `apply_error` afterwards.
-        _apply_errors.setdefault(message, (technique, self.places))
+        # One that is made once more may name more places.
+        _, known = _apply_errors.get(message, ("", ()))
+        _apply_errors[message] = (technique, tuple(dict.fromkeys((*known, *self.places))))
 
 
 class WatchError(TightfitError):

@@ -22,13 +22,12 @@ from types import CodeType
 from typing import ParamSpec, TypeVar
 
 from tightfit.errors import InternalError, TightfitError
+from tightfit.errors.package_folders import package_folders
 
 _FOLDER = str(Path(__file__).parents[1]) + os.sep
-_PACKAGES = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")})
 _STANDARD = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
 # Packages that our code calls on its own account; exceptions raised in them under our frames are ours.
-_OUR_TOOLS = tuple(folder + name + os.sep for folder in _PACKAGES for name in ("numpy", "highspy", "rich", "cyclopts"))
-_TORCH = tuple(folder + "torch" + os.sep for folder in _PACKAGES)
+_OUR_TOOLS = ("numpy", "highspy", "rich", "cyclopts")
 # CALL_FUNCTION_EX is the bytecode of f(*args, **kwargs), with which wrappers forward a call.
 _CALL_WITH_GIVEN_ARGUMENTS = opcode.opmap["CALL_FUNCTION_EX"]
 _MAX_WORDS = 200
@@ -102,7 +101,7 @@ def is_ours_below(error: BaseException) -> bool:
     A function that replaces one of ours counts as ours.
     """
     outermost = next((c for c in _codes(error) if not is_own_file(c.co_filename) and not _is_tool(c.co_filename)), None)
-    if outermost is None or outermost.co_filename.startswith(_TORCH):
+    if outermost is None or outermost.co_filename.startswith(_folders_of("torch")):
         return is_ours(error)
     return isinstance(error, Exception) and not isinstance(error, TightfitError) and not _is_nobodys(error)
 
@@ -118,10 +117,15 @@ def _is_nobodys(error: Exception) -> bool:
     return is_marked or isinstance(error, RecursionError | MemoryError) or type(error).__name__ == "OutOfMemoryError"
 
 
+@functools.cache
+def _folders_of(*packages: str) -> tuple[str, ...]:
+    return tuple(folder + name + os.sep for folder in package_folders() for name in packages)
+
+
 def _is_tool(file: str) -> bool:
     """Whether `file` is a library that acts for its caller: the standard library, our own tools, and code generated at run time."""
-    if file.startswith(_PACKAGES):
-        return file.startswith(_OUR_TOOLS)
+    if file.startswith(package_folders()):
+        return file.startswith(_folders_of(*_OUR_TOOLS))
     # "<string>", "<frozen importlib._bootstrap>": generated code such as a dataclass's __init__ has no file.
     return not is_own_file(file) and file.startswith(("<", *_STANDARD))
 

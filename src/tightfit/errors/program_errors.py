@@ -8,8 +8,9 @@ import sysconfig
 import traceback
 
 from tightfit.errors.faults import chain, is_own_file
+from tightfit.errors.package_folders import package_folders
 
-_LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib", "stdlib", "platstdlib")})
+_STANDARD = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
 # What runs a script or imports a module on our behalf (runpy is frozen in some builds, and a file in others).
 _RUNNERS = ("<frozen runpy>", "<frozen importlib._bootstrap", runpy.__file__)
 IN_A_THREAD = "arguments from the 'CUDA' backend"
@@ -30,6 +31,7 @@ _REMEDIES = {
     ),
     "relative import with no known parent": "it is a module of a package: give it as python -m takes it (package.module), from the folder above the package",
     "NVML Shared Library Not Found": "a trace has no NVML: ask torch.cuda.mem_get_info() or nvidia-smi, which answer with the virtual GPU",
+    "name 'get_ipython' is not defined": "it is there in a notebook only: take out the lines that call it, which were magics (%) and commands (!)",
     "EOF when reading a line": "a trace has no standard input: give the program what it asks for in its arguments",
 }
 
@@ -70,7 +72,9 @@ def assumed(error: BaseException) -> str:
 def one_line(label: str, error: BaseException) -> str:
     """A line that says that `label` raised `error`, where, and what its first cause was."""
     if isinstance(error, SyntaxError) and error.filename:
-        return f"{label} has a syntax error at {os.path.relpath(error.filename)}:{error.lineno}: {error.msg}"
+        of_a_notebook = (error.text or "").lstrip().startswith(("%", "!"))
+        helps = "; a line with % or ! is of a notebook: take it out" if of_a_notebook else ""
+        return f"{label} has a syntax error at {os.path.relpath(error.filename)}:{error.lineno}: {error.msg}{helps}"
     *_, first = links = chain(error)
     place = _place(error) or _place(first)
     where = f" at {place}" if place else ""
@@ -123,6 +127,9 @@ def _class_name(error: BaseException) -> str:
 
 def _first_line(error: BaseException) -> str:
     said = str(error).strip().splitlines()
+    # What a worker of a data loader raised: its message ends the text, behind the traceback that was sent.
+    if len(said) > 1 and said[1].startswith("Original Traceback"):
+        return f"{said[0].removesuffix('.')}: {said[-1]}"
     # Transformers' lazy imports end their message with this hint, which makes no sense without the traceback.
     return said[0].removesuffix(" (look up to see its traceback):") if said else "(no message)"
 
@@ -135,7 +142,8 @@ def _at(error: BaseException, known: str | None) -> str:
 def _place(error: BaseException) -> str | None:
     """The innermost line of the program's own code, or else of a library's, that an exception went through."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_own_file(f.filename)]
-    own = [f for f in frames if not f.filename.startswith(("<", *_LIBRARIES)) and "site-packages" not in f.filename]
+    libraries = ("<", *_STANDARD, *package_folders())
+    own = [f for f in frames if not f.filename.startswith(libraries) and "site-packages" not in f.filename]
     # Code that a library generated (torch.fx), or a command of an installed package, leaves no frame of the program's own.
     found = own or frames
     return f"{os.path.relpath(found[-1].filename)}:{found[-1].lineno}" if found else None

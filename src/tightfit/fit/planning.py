@@ -228,13 +228,19 @@ def allowed(names: Iterable[str], without: Iterable[str] = ()) -> Allowed:
     if unknown:
         raise UsageError(
             f"--allow {', '.join(sorted(unknown))}: no such technique{_nearest(unknown)}; allow lossy (all of them) or one of "
-            + ", ".join(sorted(name for name, t in techniques().items() if not t.exact))
+            + ", ".join(_lossy_names())
         )
     return Allowed(
         all_lossy="lossy" in words,
         names=frozenset(words - {"lossy"}),
         without=tuple(_without(each) for text in without for each in ([text] if "@" in text else text.split(","))),
     )
+
+
+def _lossy_names() -> list[str]:
+    """What can be allowed: the lossy techniques, and the exact ones with options that are lossy on some programs, with the reason."""
+    where = {name: f" (lossy where {t.lossy_where})" if t.lossy_where else "" for name, t in techniques().items()}
+    return sorted(f"{name}{where[name]}" for name, t in techniques().items() if where[name] or not t.exact)
 
 
 def _nearest(words: Iterable[str]) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from tightfit.planner.plan import Choice, Plan
 from tightfit.planner.setting_words import setting_words
-from tightfit.simulate.estimate import verdict_of
+from tightfit.simulate.estimate import peak_of_limit, verdict_of
 from tightfit.units import GIB, MINUS, format_bytes, format_seconds
 
 # Beyond that share "optimal" is said with what the prediction is off by.
@@ -80,7 +80,7 @@ def verdict(plan: Plan) -> str:
     peak = plan.run.peak
     word = verdict_of(peak, plan.budget_bytes, plan.margin, is_whole=plan.coverage.is_whole)
     so_far = "; the search was interrupted, this is the best so far" if plan.is_interrupted else ""
-    of_it = f"{format_bytes(peak.device_bytes)} of {budget}"
+    of_it = f"{peak_of_limit(peak, plan.budget_bytes)} on {plan.device}"
     if plan.fits and not plan.choices:
         return f"{word.replace('fits', 'fits without changes', 1).replace(' without the', ', but without the')}: {of_it}{not_seen}"
     if plan.fits:

@@ -52,7 +52,8 @@ class Suggestion:
     def sentence(self) -> str:
         """All of it as one sentence."""
         saved = f" (up to {format_bytes_change(-self.saves_bytes)})" if self.saves_bytes > 0 else ""
-        return f"{self.what}{f' {self.effect}' if self.effect else saved}{f'; {self.note}' if self.note else ''}"
+        place = f" ({self.where})" if self.where else ""
+        return f"{self.what}{place}{f' {self.effect}' if self.effect else saved}{f'; {self.note}' if self.note else ''}"
 
     def to_json(self) -> dict[str, Any]:
         """The object of it in `tightfit doctor --json`."""

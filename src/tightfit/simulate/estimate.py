@@ -9,6 +9,7 @@ from tightfit.simulate.input_pipeline import InputPipeline
 from tightfit.simulate.seconds_band import SecondsBand
 from tightfit.simulate.throughput import StepCounts
 from tightfit.tape import Assumption, Coverage
+from tightfit.units import format_bytes
 
 SCHEMA = 1
 
@@ -88,6 +89,16 @@ def verdict_of(peak: Peak, limit_bytes: int, margin: str, *, is_whole: bool = Tr
     if peak.device_low_bytes <= limit_bytes and margin == "0":
         return f"fits at best{seen}"
     return "does not fit"
+
+
+def peak_of_limit(peak: Peak, limit_bytes: int) -> str:
+    """`8.00 GiB of 9.00 GiB`; the whole range where the likely peak is above the limit: its lower end alone can fit."""
+    likely, limit = format_bytes(peak.device_bytes), format_bytes(limit_bytes)
+    if peak.device_bytes <= limit_bytes:
+        return f"{likely} of {limit}"
+    return (
+        f"{format_bytes(peak.device_low_bytes)} to {format_bytes(peak.device_high_bytes)}, likely {likely}, of {limit}"
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

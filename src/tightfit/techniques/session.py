@@ -41,8 +41,13 @@ class Verdict(OnlyHere):
 
     def refuse(self, message: str, *, technique: str = "", places: Sequence[str] = ()) -> ApplyError:
         """As `Session.refuse`, for wrappers on a model, which must not keep the model's session alive."""
-        if self.failure is None:
+        first = self.failure
+        if first is None:
             self.failure = ApplyError(message, technique=technique, places=places)
+        elif places and first.places and technique == first.technique:
+            # One plan can be made without them all.
+            joined = tuple(dict.fromkeys((*first.places, *places)))
+            self.failure = ApplyError(str(first), technique=technique, places=joined)
         return self.error()
 
     def error(self) -> ApplyError:

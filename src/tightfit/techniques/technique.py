@@ -53,13 +53,14 @@ class AbstractTechnique(abc.ABC):
     """One way to trade time for memory. Subclasses are final; nothing concrete is overridden.
 
     `exact`: the same loss and gradients bit for bit, or up to the order of a reduction; `exactness` says which. A lossy technique is only offered
-    if the user allows it. `tolerance` is relative to the predicted saving. The planner leaves out options at places that do not meet the
+    if the user allows it, and so are options of an exact one that are lossy where the program is as `lossy_where` says. `tolerance` is relative to the predicted saving. The planner leaves out options at places that do not meet the
     technique's `needs`.
     """
 
     name: ClassVar[str]
     exact: ClassVar[bool]
     exactness: ClassVar[str]
+    lossy_where: ClassVar[str] = ""
     tolerance: ClassVar[float] = 0.1
     needs: ClassVar[Needs] = Needs.NOTHING
 

@@ -138,6 +138,14 @@ MAKE_SAVED_TENSOR = known(
     is_checked=False,
 )
 KEPT_RESULT = known("torch.utils.checkpoint:_VersionWrapper", "to move what a selective checkpoint keeps", "techniques")
+# Before that a result that was written to ends the second run.
+MADE_AGAIN = known(
+    "torch.utils.checkpoint:_RECOMPUTE",
+    "to make a result again that a selective checkpoint has kept and the block has written to",
+    "techniques",
+    first="2.11",
+    is_checked=False,
+)
 TOP_SAVED_HOOKS = known(
     "torch._C._autograd:_top_saved_tensors_default_hooks",
     "to leave alone what is saved where the program has hooks of its own",
@@ -173,6 +181,7 @@ READ = (
     KEEPS_GRAPH,
     DISPATCH_MODE,
     KEPT_RESULT,
+    MADE_AGAIN,
     MAKE_SAVED_TENSOR,
     POP_DISPATCH_MODE,
     PUSH_DISPATCH_MODE,

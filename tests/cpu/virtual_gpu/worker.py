@@ -11,6 +11,7 @@ import traceback
 import warnings
 
 CHECKS = (
+    "checks_of_arguments",
     "checks_of_conditions",
     "checks_of_copies",
     "checks_of_repeated_calls",

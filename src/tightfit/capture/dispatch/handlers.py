@@ -15,6 +15,7 @@ from tightfit.capture.dispatch.passed_checks import passing_answer
 from tightfit.capture.dispatch.values.known_values import Unknown, limit
 from tightfit.capture.dispatch.virtual import Handler, VirtualGpu
 from tightfit.errors import CaptureError
+from tightfit.errors.faults import for_torch
 from tightfit.tape import Category, WaitKind
 
 aten = torch.ops.aten
@@ -284,11 +285,28 @@ def _never(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mappi
 def _ctc_loss(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The loss of each row and the forward variables, two for each label of the longest target and one more (LossCTC.cu)."""
     log_probs, longest = args[0], max(args[3])
-    gpu.operators.note(func, facts(func), args, kwargs, (), None)
     steps, batch = log_probs.shape[:2]
+    _check_lengths(steps, batch, args[1], args[2], args[3])
+    gpu.operators.note(func, facts(func), args, kwargs, (), None)
     width = 2 * longest + 1
     variables = gpu.new((batch, steps, width), (steps * width, width, 1), log_probs.dtype)
     return gpu.new((batch,), (1,), log_probs.dtype), variables
+
+
+def _check_lengths(
+    steps: int, batch: int, targets: torch.Tensor, input_lengths: Sequence[int], target_lengths: Sequence[int]
+) -> None:
+    """`ctc_loss_allocate_outputs` (LossCTC.cu)."""
+    longest = max(input_lengths)
+    if longest > steps:
+        words = f"Expected input_lengths to have value at most {steps}, but got value {longest} (while checking arguments for ctc_loss_gpu)"
+        raise for_torch(RuntimeError(words))
+    for name, lengths in {"input_lengths": input_lengths, "target_lengths": target_lengths}.items():
+        if len(lengths) != batch:
+            raise for_torch(RuntimeError(f"{name} must be of size batch_size"))
+    if targets.dim() > 1 and targets.size(0) != batch:
+        words = f"Expected tensor to have size {batch} at dimension 0, but got size {targets.size(0)} for argument #2 'targets' (while checking arguments for ctc_loss_gpu)"
+        raise for_torch(RuntimeError(words))
 
 
 def _ctc_loss_backward(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tightfit.capture.dispatch import fallback, one_card, program_operators
 from tightfit.capture.dispatch.call_cache import CallCache
 from tightfit.capture.dispatch.device_storages import DeviceStorages
+from tightfit.capture.dispatch.dtype_checks import check_dtypes
 from tightfit.capture.dispatch.on_host.hosts import HostMemory
 from tightfit.capture.dispatch.operator_log import OperatorLog
 from tightfit.capture.dispatch.operators import OperatorFacts, are_alike, facts, tensors
@@ -222,6 +223,7 @@ class VirtualGpu(TorchDispatchMode):
             if not known.is_view:
                 self.operators.record(func, known, args, kwargs, out, call)
             return out
+        check_dtypes(func, args, kwargs)
         has_run, out = self._run_by_torch(func, known, args, kwargs)
         if has_run:
             return out

@@ -7,7 +7,6 @@ just before the forward operator is dispatched.
 
 import os
 import re
-import site
 import sys
 import sysconfig
 import weakref
@@ -17,30 +16,21 @@ from types import CodeType, FrameType
 import torch
 
 from tightfit.capture.observe.recorder import Recorder
+from tightfit.errors.package_folders import package_folders
 from tightfit.tape import Phase
 
 _INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
-
-
-def _holds_packages(folder: str) -> bool:
-    """Whether pip has installed into the folder (`--target`, which is then on PYTHONPATH)."""
-    try:
-        return any(name.endswith(".dist-info") for name in os.listdir(folder))
-    except OSError:  # a zip file, or nothing
-        return False
 
 
 _LIBRARY_FOLDERS = tuple(
     {
         os.path.realpath(folder) + os.sep
         for folder in (
-            *site.getsitepackages(),
-            site.getusersitepackages(),
+            *package_folders(),
             sysconfig.get_path("stdlib"),
             sysconfig.get_path("platstdlib"),
             os.path.dirname(torch.__file__),
             os.path.dirname(os.path.dirname(os.path.dirname(__file__))),
-            *(folder for folder in sys.path if folder and _holds_packages(folder)),
         )
     }
 )

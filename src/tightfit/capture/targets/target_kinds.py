@@ -147,7 +147,8 @@ def run_script(script: Script, *, compiled: Callable[[bytes, str], CodeType | No
     if script.module:
         # As `python -m` sets them.
         sys.path[0], path = os.getcwd(), str(Path(script.path).resolve())
-        name = script.module + (".__main__" if Path(path).name == "__main__.py" else "")
+        is_package = Path(path).name == "__main__.py" and not script.module.endswith(".__main__")
+        name = script.module + (".__main__" if is_package else "")
         importlib.import_module(name.rpartition(".")[0])
         spec = importlib.util.find_spec(name)
     else:

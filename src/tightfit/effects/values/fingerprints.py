@@ -219,8 +219,9 @@ def _bits(value: torch.Tensor) -> torch.Tensor:
         value = torch.view_as_real(value)
     if not value.is_contiguous():
         value = value.contiguous()
-    rows = value.view(torch.int64 if is_of_whole_words(value) else WORDS[value.element_size()])
-    rows = rows.reshape(-1, rows.shape[-1]) if rows.dim() else rows.reshape(1, 1)
+    # Seen as rows first: a dimension of one may have any stride, with which no words can be made.
+    rows = value.view(-1, value.shape[-1]) if value.dim() else value.view(1, 1)
+    rows = rows.view(torch.int64 if is_of_whole_words(value) else WORDS[value.element_size()])
     # In pieces: each is converted to 64 bits by itself.
     pieces = rows.split(max(1, PIECE // rows.shape[1])) if rows.dtype != torch.int64 else [rows]
     down = torch.stack([piece.sum(0, dtype=torch.int64) for piece in pieces]).sum(0)

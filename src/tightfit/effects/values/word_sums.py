@@ -16,7 +16,9 @@ PIECE = 1 << 20
 
 def sum_of_words(tensor: torch.Tensor) -> torch.Tensor:
     """The sum of the words of a strided tensor, which wraps around, as an int64 tensor of no dimension beside it. Integers add up to the same in any order."""
-    if tensor.dtype in _REAL and tensor.is_contiguous() and not tensor.is_neg() and is_of_whole_words(tensor):
+    # A dimension of one may have any stride.
+    is_plain = tensor.is_contiguous() and 1 not in tensor.shape and not tensor.is_neg()
+    if tensor.dtype in _REAL and is_plain and is_of_whole_words(tensor):
         # Most are so, and what is asked here is the processor's time of each step.
         return tensor.detach().view(torch.int64).sum()
     value = tensor.detach().resolve_conj().resolve_neg()

@@ -8,7 +8,7 @@ from typing import Self
 _CHARACTER_WIDTH = 8.2
 _ASCENT, _DESCENT = 13, 4
 # How far below the middle of its mark a line of words may stand, the best first, and how far to the side of it the words begin.
-_LINES = (-15, 25, -35, 45)
+_LINES = (-15, 25, -35, 45, 65, 85)
 _BESIDE = 2
 
 

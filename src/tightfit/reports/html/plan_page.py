@@ -38,8 +38,13 @@ def plan_page(plan: Plan) -> str:
         why=list(_why(plan)),
         assumptions=_places_by_assumption(plan),
         beside=_beside_the_curve(plan),
+        fitting_end=_FITTING_ENDS.get(plan.margin, plan.margin),
         versions=[f"{name} {version}" for name, version in plan.versions.items() if version],
     )
+
+
+# What of a peak's range has to be within the budget, by the margin that was asked for.
+_FITTING_ENDS = {"0": "its lower end", "likely": "the mark itself", "safe": "its upper end"}
 
 
 def _moved(plan: Plan) -> Iterator[str]:

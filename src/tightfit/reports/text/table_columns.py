@@ -71,6 +71,12 @@ def fit_widths(columns: Sequence[Column], rows: Sequence[Sequence[str]], total_w
             kept = max([len(columns[i].heading), *(len(shorten(row[i], width)) for row in rows)])
             excess -= widths[i] - kept
             widths[i] = kept
+    # What such a cut has freed beyond need is for the texts that go on in further lines.
+    for i in sorted(range(len(columns)), key=lambda i: columns[i].yields):
+        if excess < 0 and columns[i].wraps:
+            more = min(-excess, max(len(row[i]) for row in rows) - widths[i])
+            widths[i] += max(0, more)
+            excess += max(0, more)
     return widths
 
 

@@ -46,6 +46,7 @@ class MicroBatches(AbstractTechnique):
     exact = True
     needs = Needs.DIVISIBLE
     exactness = "up to the order of the sum over the batch; where the model draws random numbers (dropout) these differ, and it is lossy"
+    lossy_where = "the model draws random numbers"
     tolerance = 0.25
 
     def options(self, profile: Profile) -> Iterable[Option]:

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
 
 from tightfit.cost.classes import TENSOR_CORE_CLASSES, operator_class
@@ -15,6 +16,7 @@ from tightfit.techniques.recomputation.recompute import Recomputed
 from tightfit.techniques.session import Session
 from tightfit.techniques.technique import ChosenOption, check_each
 from tightfit.torch_hooks.backward import keeps_graph
+from tightfit.torch_hooks.manifest import KEPT_RESULT, MADE_AGAIN
 
 _NAME = "selective_checkpointing"
 
@@ -56,7 +58,40 @@ def keeping_contexts(keep: frozenset[int]) -> tuple[AbstractContextManager[Any],
     # torch 2.14 asks whether what is kept goes to the hooks for saved tensors around it, as it will by default one day. As ever it does not: those of the
     # first run are ours. Older ones do not look.
     setattr(first, "respect_saved_tensors_hooks", False)  # noqa: B010 - no attribute of it that a type checker knows
-    return first, _Later(later, counts)
+    return first if torch.compiler.is_compiling() else First(first), _Later(later, counts)
+
+
+class First:
+    """Wraps torch's own `mode` for the first run, which has what was kept in its `storage`."""
+
+    def __init__(self, mode: Any) -> None:
+        self._mode = mode
+        self.storage = mode.storage
+
+    def __enter__(self) -> None:
+        self._mode.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        found = self._mode.__exit__(*error)
+        # Now, and not only before the second run: each holds the memory of a result that another one takes the place of.
+        _drop_written(self.storage)
+        return found
+
+
+def _drop_written(storage: dict[Any, Any]) -> None:
+    """Has results that were kept and written to in place since (a convolution's, by an activation) made again by the second run, which writes to them as the first one did."""
+    for results in storage.values():
+        # A list up to torch 2.10, where a result that is missing ends the second run.
+        for number, kept in results.items() if isinstance(results, dict) else ():
+            if any(is_written(leaf) for leaf in tree_leaves(kept)):
+                results[number] = MADE_AGAIN.value()
+
+
+def is_written(kept: Any) -> bool:
+    """Whether a result that is kept has another version than when it was."""
+    if not isinstance(kept, KEPT_RESULT.value()) or not isinstance(kept.val, torch.Tensor):
+        return False
+    return kept.val._version != kept.version
 
 
 class _Later:
@@ -69,6 +104,7 @@ class _Later:
 
     def __enter__(self) -> None:
         self._counts[True] = 0
+        _drop_written(self._mode.storage)
         self._before = {key: copy.copy(kept) for key, kept in self._mode.storage.items()} if keeps_graph() else None
         self._mode.__enter__()
 

@@ -8,7 +8,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from tightfit.engine.saved.saved_tensors import Held, SavedTensors
-from tightfit.techniques.recomputation.apply_selective_checkpointing import keeping_contexts
+from tightfit.techniques.recomputation.apply_selective_checkpointing import is_written, keeping_contexts
 from tightfit.torch_hooks.manifest import KEPT_RESULT
 
 
@@ -36,8 +36,8 @@ class _First:
         found = self._mode.__exit__(*error)
         if error[0] is None:
             for kept in _kept(self._mode):
-                # One that was written to since is torch's to refuse.
-                if isinstance(kept.val, torch.Tensor) and kept.val._version == kept.version:
+                # One that was written to is made again.
+                if isinstance(kept.val, torch.Tensor) and not is_written(kept):
                     kept.val = self._engine.hold(kept.val) or kept.val
         return found
 
@@ -53,7 +53,7 @@ class _Later:
         for kept in _kept(self._first):
             if isinstance(kept.val, Held):
                 if kept.val.is_written_to:
-                    # A version that no tensor has: it is torch's to refuse.
+                    # A version that no tensor has: it is made again.
                     kept.val, kept.version = torch.empty(0), -1
                 else:
                     kept.val = kept.val.take()

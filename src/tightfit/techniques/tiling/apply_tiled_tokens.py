@@ -84,6 +84,21 @@ class _Tiles:
             # Code that is compiled or traced runs whole; so does a call that is differentiated by itself, or with others at once: it keeps nothing for the backward pass of the step.
             # And hooks of the program's own are to be given all that is saved.
             return forward(*args, **kwargs)
+        try:
+            return self._proved(forward, value, args, kwargs)
+        except ApplyError as error:
+            if not self._may_go_on(error, value):
+                raise
+            return forward(*args, **kwargs)
+
+    def _may_go_on(self, error: ApplyError, value: torch.Tensor) -> bool:
+        """Whether a trace goes on after a refusal, which ends it before its step: by then it knows of all tiles that are refused, and the next plan is made without them."""
+        is_own = error.technique == _NAME and self._where in error.places
+        return is_own and not self._check_steps and not has_values(value) and _graph_task() == -1
+
+    def _proved(
+        self, forward: Callable[..., Any], value: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         rest = [leaf for leaf in tree_leaves((args[1:], kwargs)) if not isinstance(leaf, PLAIN)]
         if any(isinstance(other, torch.Tensor) for other in rest):
             raise self._refusal("is called with more than one tensor, and tiled_tokens handles one")

@@ -247,6 +247,17 @@ def choose_backend(
     return _choose(call, card)
 
 
+def _check_mask(call: _Call) -> None:
+    """`validate_sdpa_input`: a mask of whole numbers, as tokenizers return it, is refused."""
+    mask, dtype = call.mask, call.query.dtype
+    if mask is not None and mask.dtype not in (torch.bool, torch.float32, dtype):
+        raise for_torch(
+            RuntimeError(
+                f"Expected attn_mask dtype to be bool or float or to match query dtype, but got attn_mask.dtype: {mask.dtype} and  query.dtype: {dtype} instead."
+            )
+        )
+
+
 def _additive_mask(mask: torch.Tensor | None, dtype: torch.dtype, minus_infinity: float) -> torch.Tensor | None:
     """`convert_boolean_attn_mask_`: where(mask, 0, -inf) in the type of the queries."""
     if mask is None or mask.dtype is not torch.bool:
@@ -355,6 +366,7 @@ def attention_on(card: Card) -> Callable[..., torch.Tensor]:
             scale=scale,
             enable_gqa=enable_gqa,
         )
+        _check_mask(call)
         return _run(call, card)
 
     return scaled_dot_product_attention

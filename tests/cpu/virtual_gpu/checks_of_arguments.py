@@ -1,0 +1,149 @@
+"""Arguments that no kernel takes: what ends a program on a card must not be traced as if it ran. The host is asked for the reference."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+HALF, LONG = torch.float16, torch.long
+
+
+def _refused(call, device):
+    try:
+        call(device)
+    except (RuntimeError, IndexError, NotImplementedError) as error:
+        return error
+    return None
+
+
+def _refused_as_on_the_host(*calls):
+    for call in calls:
+        assert _refused(call, "cpu") is not None
+        assert _refused(call, "cuda") is not None
+
+
+def _run_as_on_the_host(*calls):
+    for call in calls:
+        call("cpu")
+        call("cuda")
+
+
+def _randn(*size, dtype=torch.float32):
+    return lambda device: torch.randn(*size, device=device, dtype=dtype)
+
+
+def _ones(*size, dtype=LONG):
+    return lambda device: torch.ones(*size, device=device, dtype=dtype)
+
+
+def _of(function, *tensors, **others):
+    return lambda device: function(*(make(device) if callable(make) else make for make in tensors), **others)
+
+
+def products_of_two_dtypes_are_refused():
+    square, half, double = _randn(4, 4), _randn(4, 4, dtype=HALF), _randn(4, 4, dtype=torch.float64)
+    _refused_as_on_the_host(
+        _of(torch.mm, square, half),
+        _of(torch.matmul, square, double),
+        _of(torch.matmul, square, _ones(4, 4)),
+        _of(F.linear, square, half, _randn(4)),
+        _of(F.linear, square, square, _randn(4, dtype=HALF)),
+        _of(F.linear, _randn(2, 3, 4), half),
+        _of(torch.bmm, _randn(2, 4, 4), _randn(2, 4, 4, dtype=HALF)),
+    )
+    with pytest.raises(RuntimeError, match="mat1 and mat2 must have the same dtype, but got Float and BFloat16"):
+        torch.addmm(
+            torch.randn(4, device="cuda", dtype=torch.bfloat16),
+            torch.randn(4, 4, device="cuda"),
+            torch.randn(4, 4, device="cuda", dtype=torch.bfloat16),
+        )
+    with torch.autocast("cuda"):
+        F.linear(
+            torch.randn(4, 4, device="cuda"),
+            torch.randn(4, 4, device="cuda", dtype=torch.bfloat16),
+            torch.randn(4, device="cuda"),
+        )
+
+
+def images_of_another_dtype_than_the_weights_are_refused():
+    weight = _randn(4, 3, 3, 3)
+    _refused_as_on_the_host(
+        _of(F.conv2d, _ones(2, 3, 8, 8, dtype=torch.uint8), weight),
+        _of(F.conv2d, _randn(2, 3, 8, 8), _randn(4, 3, 3, 3, dtype=HALF)),
+        _of(F.conv2d, _randn(2, 3, 8, 8), weight, _randn(4, dtype=HALF)),
+        _of(F.conv_transpose2d, _randn(2, 4, 8, 8), _randn(4, 3, 3, 3, dtype=HALF)),
+    )
+    with pytest.raises(RuntimeError, match=r"Input type \(torch.cuda.ByteTensor\) and weight type \(torch.cuda.Float"):
+        F.conv2d(torch.ones(2, 3, 8, 8, device="cuda", dtype=torch.uint8), weight("cuda"))
+
+
+def losses_of_targets_in_another_dtype_are_refused():
+    scores, chances = _randn(4, 5), lambda device: torch.rand(4, device=device)
+    _refused_as_on_the_host(
+        _of(F.cross_entropy, scores, _ones(4, dtype=torch.int32)),
+        _of(F.cross_entropy, scores, _ones(4), _randn(5, dtype=torch.float64)),
+        _of(F.cross_entropy, _ones(4, 5), _ones(4)),
+        _of(F.binary_cross_entropy, chances, _ones(4)),
+        _of(F.binary_cross_entropy, chances, _ones(4, dtype=torch.float64)),
+    )
+    _run_as_on_the_host(
+        _of(F.cross_entropy, scores, _ones(4)),
+        _of(F.cross_entropy, scores, _ones(4, dtype=LONG), _randn(5)),
+        _of(F.mse_loss, scores, _ones(4, 5)),
+    )
+
+
+def what_is_written_to_a_tensor_of_another_dtype_is_refused():
+    rows = _ones(2)
+    _refused_as_on_the_host(
+        lambda device: torch.zeros(4, 4, device=device).__setitem__(rows(device), _randn(2, 4, dtype=HALF)(device)),
+        lambda device: torch.zeros(4, 4, device=device).__setitem__(
+            torch.ones(4, device=device, dtype=torch.bool), _randn(4, 4, dtype=HALF)(device)
+        ),
+        lambda device: torch.zeros(4, 4, device=device).index_add(0, rows(device), _randn(2, 4, dtype=HALF)(device)),
+        lambda device: torch.zeros(4, 4, device=device).index_copy(0, rows(device), _randn(2, 4, dtype=HALF)(device)),
+        lambda device: torch.ones(4, device=device, dtype=LONG).mul_(torch.randn(4, device=device)),
+        lambda device: torch.ones(4, device=device, dtype=LONG).div_(2),
+    )
+    _run_as_on_the_host(
+        lambda device: torch.zeros(4, 4, device=device).__setitem__(rows(device), 1),
+        lambda device: torch.zeros(4, 4, device=device).__setitem__(
+            torch.ones(4, 4, device=device, dtype=torch.bool), torch.tensor(1.0, device=device, dtype=HALF)
+        ),
+        lambda device: torch.zeros(4, device=device, dtype=HALF).add_(torch.randn(4, device=device)),
+        lambda device: torch.zeros(4, device=device).mul_(torch.ones(4, device=device, dtype=LONG)),
+        lambda device: torch.zeros(4, device=device, dtype=LONG).add_(1),
+    )
+
+
+def functions_of_floating_numbers_refuse_whole_ones():
+    numbers = _ones(4, 4)
+    _refused_as_on_the_host(
+        _of(torch.softmax, numbers, dim=1),
+        _of(F.gelu, numbers),
+        _of(F.silu, numbers),
+        _of(torch.std, numbers),
+        _of(torch.bitwise_and, _randn(4), _randn(4)),
+        lambda device: torch.ones(4, device=device, dtype=torch.bool) | torch.randn(4, device=device),
+        lambda device: torch.randn(4, device=device) & 1,
+    )
+    _run_as_on_the_host(
+        _of(torch.softmax, numbers, dim=1, dtype=torch.float32),
+        lambda device: torch.ones(4, device=device, dtype=LONG) & 1,
+        lambda device: torch.ones(4, device=device, dtype=torch.bool) ^ torch.ones(4, device=device, dtype=torch.bool),
+    )
+
+
+def attention_refuses_a_mask_of_whole_numbers():
+    heads = _randn(2, 2, 4, 8)
+    _refused_as_on_the_host(_of(F.scaled_dot_product_attention, heads, heads, heads, _ones(4, 4)))
+    _run_as_on_the_host(_of(F.scaled_dot_product_attention, heads, heads, heads, _ones(4, 4, dtype=torch.bool)))
+
+
+def a_ctc_loss_refuses_lengths_beyond_its_input():
+    def loss(device, *, length=10, targets=2):
+        scores = torch.randn(10, 2, 5, device=device).log_softmax(2)
+        labels = torch.ones(targets, 4, dtype=LONG, device=device)
+        return F.ctc_loss(scores, labels, torch.tensor([10, length]), torch.tensor([4, 4]))
+
+    _refused_as_on_the_host(lambda device: loss(device, length=11), lambda device: loss(device, targets=3))
+    _run_as_on_the_host(loss)
