@@ -106,8 +106,12 @@ class LayerSequence:
 
     def begins_in_place(self, position: int) -> bool:
         """Whether the first operator of this child overwrites its input (ReLU(inplace=True)), which cannot be an input to recompute from then."""
-        name = self.operator_names(position)[0].partition(".")[2].partition(".")[0]
-        return name.endswith("_")
+        return writes_in_place(self.operator_names(position)[0])
+
+
+def writes_in_place(operator: str) -> bool:
+    """Whether an operator writes to its first argument: `aten.relu_.default`."""
+    return operator.partition(".")[2].partition(".")[0].endswith("_")
 
 
 def layer_sequences(module_calls: ModuleCalls) -> Iterator[LayerSequence]:

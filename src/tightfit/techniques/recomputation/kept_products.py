@@ -9,6 +9,7 @@ import numpy as np
 from tightfit.analysis.modules import ModuleCall
 from tightfit.analysis.profile import Profile
 from tightfit.analysis.recomputable import RecomputableBlock
+from tightfit.analysis.sequences import writes_in_place
 from tightfit.cost.classes import TENSOR_CORE_CLASSES, operator_class
 from tightfit.tape import Column
 
@@ -22,11 +23,23 @@ class KeptProducts:
 
 
 def kept_products(profile: Profile, block: RecomputableBlock) -> KeptProducts | None:
-    """The products of `block` whose results the plain run saves; None where that is nothing of what it saves, or everything."""
+    """The products of `block` whose results the plain run saves; None where that is nothing of what it saves, or everything.
+
+    Not those that the next operator writes to in place, an activation say, maybe after autograd has copied what it was given: what is saved there is
+    another result.
+    """
+    names, written = profile.tape.operators.name, profile.tape.operators.bytes_written
     is_product = np.array([operator_class(name) in TENSOR_CORE_CLASSES for name in profile.tape.strings], dtype=bool)
+    is_copy = np.array([name == "aten.clone" for name in profile.tape.strings], dtype=bool)
+    is_in_place = np.array([writes_in_place(name) for name in profile.tape.strings], dtype=bool)
 
     def is_kept(call: ModuleCall) -> Column:
-        return is_product[profile.tape.operators.name[profile.tape.storages.operator[call.saved]]]
+        operators = profile.tape.storages.operator[call.saved]
+        following, behind = (np.minimum(operators + number, len(names) - 1) for number in (1, 2))
+        writer = np.where(is_copy[names[following]], behind, following)
+        # A counter of batches is written to as well.
+        is_written = is_in_place[names[writer]] & (written[writer] >= written[operators])
+        return is_product[names[operators]] & ~is_written
 
     call = block.calls[-1]
     stays = is_kept(call)
