@@ -59,7 +59,7 @@ def check_generator(generator: torch.Generator | None, *, is_of_host: bool) -> N
     Raises:
         RuntimeError: it is one of the other device, with torch's words.
     """
-    made = None if generator is None else GENERATORS.get(generator._cdata)
+    made = None if generator is None else GENERATORS.get(generator._cdata)  # pyrefly: ignore[missing-attribute]
     wanted = "cpu" if is_of_host else "cuda"
     if made is not None and made.device.type != wanted:
         raise for_torch(RuntimeError(f"Expected a '{wanted}' device type for generator but found '{made.device.type}'"))

@@ -222,7 +222,7 @@ def _install_tensor_methods(gpu: VirtualGpu) -> None:
 
         def __init__(self, device: Any = "cpu") -> None:
             self._device = torch.device(device)
-            GENERATORS[self._cdata] = self
+            GENERATORS[self._cdata] = self  # pyrefly: ignore[missing-attribute]
 
         @property
         def device(self) -> torch.device:
