@@ -65,11 +65,6 @@ SLOTS = (
 LOADER_ITERATOR = known(
     "torch.utils.data.dataloader:_BaseDataLoaderIter", "to see which batches are taken", "capture/patches torch_hooks"
 )
-TOP_SAVED_HOOKS = known(
-    "torch._C._autograd:_top_saved_tensors_default_hooks",
-    "to leave alone what is saved where the program has hooks of its own",
-    "capture/steps techniques torch_hooks",
-)
 FETCHER, MAP_FETCHER, ITERABLE_FETCHER = (
     known(path, "to tell how long loading a batch takes", "capture/patches")
     for path in (
@@ -114,13 +109,6 @@ IN_BOTH: tuple[Name, ...] = (
         is_checked=False,
     ),
     LOADER_ITERATOR,
-    TOP_SAVED_HOOKS,
-    known(
-        "torch._C._functorch:peek_interpreter_stack",
-        "to compare and repeat nothing within torch.func transforms",
-        "capture/steps techniques",
-    ),
-    known("torch:Tensor._is_view", "to see whether a tensor is a view", "capture/steps techniques"),
     RUN_BACKWARD,
     SET_VERSIONS,
     GRAPH_TASK_ID,
@@ -350,7 +338,7 @@ IN_CHILD: tuple[Name, ...] = (
     known(
         "torch._C:_DisableTorchDispatch",
         "to make tensors without data that no mode takes for the program's",
-        "capture/dispatch capture/steps",
+        "capture/dispatch",
     ),
     known("torch:Tensor._make_subclass", "to make tensors without data as torch does", "capture/dispatch"),
     known("torch._C:_swap_tensor_impl", "to keep a parameter the same object when it moves", "capture/patches"),
@@ -447,7 +435,9 @@ IN_CHILD: tuple[Name, ...] = (
         "capture/dispatch",
         "_amp_foreach_non_finite_check_and_unscale_ _ctc_loss _foreach_copy_ _fused_adagrad_ _fused_adam_ _fused_adamw_ _fused_sgd_ _grouped_mm _is_all_true _is_any_true _pack_padded_sequence _scaled_grouped_mm _sparse_compressed_tensor_unsafe _sparse_coo_tensor_with_dims_and_tensors _thnn_fused_gru_cell _thnn_fused_gru_cell_backward",
     ),
-    *operators("capture/dispatch capture/kernels", "_ctc_loss_backward _index_put_impl_ _log_softmax _softmax _unique2"),
+    *operators(
+        "capture/dispatch capture/kernels", "_ctc_loss_backward _index_put_impl_ _log_softmax _softmax _unique2"
+    ),
     *operators(
         "capture/kernels",
         "_cudnn_rnn _cudnn_rnn_backward _embedding_bag_dense_backward _fft_c2c _fft_c2r _fft_r2c _fused_rms_norm _fused_rms_norm_backward _int_mm _log_softmax_backward_data _native_batch_norm_legit _safe_softmax _scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward _scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward _scaled_mm _softmax_backward_data _unsafe_index_put",
