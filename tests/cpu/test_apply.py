@@ -216,7 +216,9 @@ def test_a_plan_for_another_model_is_refused_and_nothing_changed() -> None:
 
 def test_a_plan_that_lacks_a_setting_is_refused_and_nothing_changed() -> None:
     model, optimizer = made()
-    with pytest.raises(ApplyError, match="tiled_tokens: the plan does not say what num_tiles is; make it anew"):
+    with pytest.raises(
+        ApplyError, match=r"tiled_tokens: Net\.layers\.0\.wide: the plan does not say what num_tiles is; make it anew"
+    ):
         tightfit.apply(plan_of([choice("tiled_tokens", "Net.layers.0.wide")]), model, optimizer)
     assert "forward" not in vars(model)
 

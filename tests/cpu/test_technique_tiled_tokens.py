@@ -251,6 +251,64 @@ def test_a_buffer_that_is_written_to_between_the_passes_is_refused():
         train(lambda: nn.Sequential(nn.Linear(8, 8), Scaled()), loss, [choice(NAME, "Sequential.1", num_tiles=4)])
 
 
+class Felt(nn.Module):
+    """A layer whose scale, which another layer computes, only gradients feel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.settings = nn.Linear(8, 8), {"scale": None}
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        rows, scale = self.layer(rows), self.settings["scale"]
+        return rows + (rows - rows.detach()) * (1.0 if scale is None else scale.detach())
+
+
+class Gating(nn.Module):
+    """Has the layer's scale computed anew in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.felt = nn.Linear(8, 1), Felt()
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        self.felt.settings["scale"] = self.gate(rows.mean((0, 1))).sum()
+        return self.felt(rows)
+
+
+@pytest.mark.parametrize("other", [None, 5.0])
+def test_tiles_that_would_read_a_tensor_with_a_graph_that_is_gone_are_refused(other):
+    def loss(model: nn.Module, step: int) -> torch.Tensor:
+        result = model(torch.randn(3, 21, 8, generator=torch.Generator().manual_seed(step))).square().mean()
+        model.felt.settings["scale"] = None if other is None else torch.tensor(other)
+        return result
+
+    with pytest.raises(ApplyError, match=r"reads .*settings\['scale'\], which was replaced between the forward and"):
+        train(Gating, loss, [choice(NAME, "Gating.felt", num_tiles=4)])
+
+
+def test_a_tensor_with_a_graph_that_is_gone_and_that_no_tile_reads_is_not_missed():
+    kept = {"result": None}
+
+    def make() -> nn.Module:
+        model = nn.Sequential(nn.Linear(8, 8), Scaled())
+        model[1].register_forward_hook(lambda _, __, result: kept.update(result=result))
+        return model
+
+    def loss(model: nn.Module, step: int) -> torch.Tensor:
+        return model(torch.randn(3, 21, 8, generator=torch.Generator().manual_seed(step))).square().mean()
+
+    assert_same(train(make, loss), train(make, loss, [choice(NAME, "Sequential.1", num_tiles=4)]), **ORDER)
+    assert kept["result"].shape == (3, 21, 8)
+
+
+def test_a_tensor_with_a_graph_that_is_dropped_after_each_step_is_no_change_between_the_passes():
+    def loss(model: nn.Module, step: int) -> torch.Tensor:
+        model.felt.settings["scale"] = None
+        return model(torch.randn(3, 21, 8, generator=torch.Generator().manual_seed(step))).square().mean()
+
+    assert_same(train(Gating, loss), train(Gating, loss, [choice(NAME, "Gating.felt", num_tiles=4)]), **ORDER)
+
+
 @pytest.mark.parametrize("is_half", [False, True])
 def test_in_half_precision_weight_gradients_are_summed_in_float32(is_half):
     kind = torch.bfloat16 if is_half else torch.float32

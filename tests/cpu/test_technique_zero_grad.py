@@ -60,6 +60,47 @@ def test_a_parameter_without_gradient_is_updated_with_zeros_as_before(by_model, 
     torch.testing.assert_close(trained(technique=True), trained(technique=False), rtol=0, atol=0)
 
 
+class Plain(torch.optim.Optimizer):
+    """Written by hand: its step takes no closure."""
+
+    def __init__(self, params) -> None:
+        super().__init__(params, {"lr": 0.1, "decay": 0.1})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad + group["decay"] * p, alpha=-group["lr"])
+
+
+class TakesTwo(Plain):
+    """With a closure its step does something else."""
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        if closure is not None:
+            raise AssertionError("the program hands no closure")
+        super().step()
+
+
+@pytest.mark.parametrize("kind", [Plain, TakesTwo])
+def test_an_optimizer_of_the_programs_own_is_handed_no_closure(kind):
+    def trained(technique: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = Switching()
+        optimizer = kind(model.parameters())
+        if technique:
+            ZeroGrad().apply(Session(model=model, optimizers=[optimizer]), [choice("zero_grad", "gradients")])
+        for turn in range(4):
+            optimizer.zero_grad(set_to_none=False)
+            model(torch.randn(3, 4), turn).square().sum().backward()
+            optimizer.step()
+        return [p.detach() for p in model.parameters()]
+
+    torch.testing.assert_close(trained(technique=True), trained(technique=False), rtol=0, atol=0)
+
+
 def test_undone_it_zeroes_again_and_copies_are_their_own():
     model = Tied()
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)

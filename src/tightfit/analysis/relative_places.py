@@ -45,5 +45,5 @@ def following_of(where: str, settings: Mapping[str, Any]) -> str:
         ApplyError: it leads nowhere, or the choice has none.
     """
     if "following" not in settings:
-        raise ApplyError(f"the plan does not say which block follows {where}; make it anew", places=[where])
+        raise ApplyError(f"{where}: the plan does not say which block is following; make it anew", places=[where])
     return place_from(where, str(settings["following"]))

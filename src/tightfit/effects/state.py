@@ -58,6 +58,17 @@ class Snapshot:
             return [tensor for content in self.contents for tensor in in_graphs(content)]
         return [t for number in self.reach.others if self.contents[number] for t in in_graphs(self.contents[number])]
 
+    def gone(self) -> list[tuple[str, Any]]:
+        """What stands for tensors with a graph that nobody has kept alive since, each with its path: for `with_replaced`."""
+        found = []
+        # As in `in_graphs`: without a graph in any dict, only the others are looked through.
+        has_graphs = self.reach.has_graphs or self.contents is not self.reach.contents
+        for number in range(len(self.contents)) if has_graphs else self.reach.others:
+            holder, content = self.reach.holders[number], self.contents[number]
+            named = content.items() if isinstance(content, dict) else enumerate(content)
+            found += [(f"{holder.path}[{name!r}]", value) for name, value in named if is_gone(value)]
+        return found
+
 
 class RegionState:
     """Takes snapshots of the state that a module's forward can reach; the module is passed with each call, and not kept."""
@@ -120,7 +131,7 @@ def again(snapshot: Snapshot) -> Snapshot:
 
 
 def with_replaced(snapshot: Snapshot, others: Mapping[int, torch.Tensor]) -> Snapshot:
-    """The snapshot with tensors replaced by `others`, given by `id`."""
+    """The snapshot with tensors, or what stands for them, replaced by `others`, given by `id`."""
     holders = zip(snapshot.reach.holders, snapshot.contents, strict=True)
     return dataclasses.replace(snapshot, contents=[h.with_replaced(content, others) for h, content in holders])
 

@@ -177,6 +177,8 @@ class Plan:
                 **{name: value[name] for name in _AS_THEY_ARE},
             )
             # Dataclasses do not check types; a plan edited by hand must fail here and not in the middle of a run.
+            for choice in plan.choices:
+                _check_choice(choice)
             for part in (plan, *plan.choices, *plan.alternatives, *plan.frontier, plan.bound, plan.proof):
                 _check(part)
             if plan.margin not in MARGINS:
@@ -263,6 +265,16 @@ def _check(part: Any) -> None:
             (isinstance(value, int | float) and math.isfinite(value)) or (is_optional and value is None)
         ):
             raise _OtherForm(f"{field.name} is {value!r}, not a number of seconds")
+
+
+def _check_choice(choice: Choice) -> None:
+    for name in ("technique", "where"):
+        if not isinstance(value := getattr(choice, name), str):
+            raise _OtherForm(f"{name} of a choice is {value!r}, not text")
+    if not isinstance(choice.settings, Mapping):
+        raise _OtherForm(
+            f"settings of {choice.technique}@{choice.where} are {choice.settings!r}, not names with values"
+        )
 
 
 def _run(value: Mapping[str, Any]) -> Run:

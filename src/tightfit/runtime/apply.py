@@ -16,7 +16,8 @@ from tightfit.planner.plan import Choice, Plan
 from tightfit.runtime.input_shapes import InputCheck, Inputs, Tell
 from tightfit.techniques.registry import technique, techniques
 from tightfit.techniques.session import CHECK_STEPS, Session
-from tightfit.techniques.technique import AbstractTechnique
+from tightfit.techniques.setting_kinds import settings_of
+from tightfit.techniques.technique import AbstractTechnique, check_each
 from tightfit.techniques.wrappers.forwards import copied_wrappers, take_off_copied
 from tightfit.torch_hooks.optimizer_step_hooks import is_called_by_step_hook
 from tightfit.torch_hooks.weak_references import WeakTable
@@ -104,6 +105,12 @@ def apply_to(
         raise ApplyError(
             "the plan is put on by a step hook of its own optimizer, while torch goes through them; put it on before the step, or after it"
         )
+    for name, parameter in session.model.named_parameters():
+        # Gradients are taken, kept and given back by techniques of many kinds.
+        if type(parameter).grad is not torch.Tensor.grad:
+            raise ApplyError(
+                f"the gradient of {name} is a property of its class {type(parameter).__name__}, and no plan knows what it does"
+            )
     by_name: dict[str, list[Choice]] = {}
     for choice in choices:
         by_name.setdefault(technique(choice.technique).name, []).append(choice)
@@ -126,16 +133,10 @@ def apply_to(
         raise
 
 
-class _Settings(dict[str, Any]):
-    """The settings of a choice; a plan that was edited may lack one."""
-
-    def __missing__(self, name: str) -> Any:
-        raise ApplyError(f"the plan does not say what {name} is; make it anew")
-
-
 def _put_on(session: Session, name: str, known: AbstractTechnique, choices: Sequence[Choice]) -> None:
-    choices = [dataclasses.replace(choice, settings=_Settings(choice.settings)) for choice in choices]
     try:
+        settings = check_each(choices, lambda choice: settings_of(known, choice.where, choice.settings))
+        choices = [dataclasses.replace(c, settings=each) for c, each in zip(choices, settings, strict=True)]
         with answering(f"technique {name}", technique=name):
             known.apply(session, choices)
     except ApplyError as error:

@@ -111,6 +111,7 @@ def parse_bool(name: str, value: Any) -> bool:
     Raises:
         ApplyError: `value` is neither.
     """
-    if value not in _BOOLS:
+    # A list has no hash.
+    if not isinstance(value, bool | str) or value not in _BOOLS:
         raise ApplyError(f"{name}={value!r} is neither True nor False")
     return _BOOLS[value]

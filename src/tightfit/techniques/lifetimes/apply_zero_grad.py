@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.deferred_gradients import (
     defer_gradient,
     deferred_gradient,
@@ -38,7 +39,15 @@ _OWN_HANDLES = 2
 
 
 def apply_zero_grad(session: Session, chosen: Sequence[ChosenOption]) -> None:
-    """Replaces `zero_grad` of the model and of every optimizer."""
+    """Replaces `zero_grad` of the model and of every optimizer.
+
+    Raises:
+        ApplyError: one of them has a `zero_grad` of its own.
+    """
+    for owner, base in [(session.model, torch.nn.Module), *((o, torch.optim.Optimizer) for o in session.optimizers)]:
+        # What it does besides would be left out.
+        if type(owner).zero_grad is not base.zero_grad:
+            raise ApplyError(f"{type(owner).__name__} has a zero_grad of its own; leave zero_grad out of the plan")
     freed = _Freed()
     for optimizer in session.optimizers:
         # On the object and weakly, so that the optimizer does not become part of a reference cycle and is

@@ -47,7 +47,8 @@ def apply_chunked_loss(session: Session, chosen: Sequence[ChosenOption]) -> None
     origins: WeakTable[Origin, None] = WeakTable()
     question = ClassQuestion(session.model)
     for choice, head in zip(chosen, heads, strict=True):
-        chunks = Chunks(**choice.settings)
+        settings = choice.settings
+        chunks = Chunks(num_chunks=settings["num_chunks"], gradients_in=settings["gradients_in"])
         refuse = functools.partial(session.verdict.refuse, technique=_NAME, places=(choice.where,))
         deferral = _Deferral(
             chunks, origins, functools.partial(_count, session.statistics), refuse, session.check_steps, question

@@ -34,7 +34,10 @@ def apply_nested_checkpointing(session: Session, chosen: Sequence[ChosenOption])
 
 def _modules(session: Session, choice: ChosenOption) -> list[torch.nn.Module]:
     container = session.module(choice.where)
-    names = [str(number) for number in range(choice.settings["begin"], choice.settings["end"])]
+    begin, end = choice.settings["begin"], choice.settings["end"]
+    if not 0 <= begin < end <= len(container._modules):
+        raise ApplyError(f"{choice.where} has no children {begin} to {end - 1}; make a plan for this model")
+    names = [str(number) for number in range(begin, end)]
     modules = [container._modules.get(name) for name in names]
     found = [module for module in modules if module is not None]
     if len(found) < len(names):

@@ -168,7 +168,7 @@ class _Tiled(torch.autograd.Function):
             # Tiles that do not overlap cover the input, so nothing of the gradient stays unwritten.
             whole = torch.zeros_like(value) if tiling.overlap else torch.empty_like(value)
         sums: list[torch.Tensor | None] = [None] * len(trained)
-        with tiling.first_state.put_back():
+        with tiling.first_state.put_back(tiling.refuse):
             for number, tile in enumerate(tiling.tiles):
                 # A leaf for each tile, so that its gradient ends here.
                 part = tile.of(value.detach(), tiling.dim).requires_grad_(whole is not None)

@@ -29,9 +29,7 @@ def check_separable(optimizer: torch.optim.Optimizer, technique: str) -> None:
         ApplyError: it is not known to.
     """
     kind = type(optimizer)
-    # The class that defines `step`: a subclass with a step of its own may do anything.
-    owner = next(base for base in kind.__mro__ if "step" in vars(base))
-    if not owner.__module__.startswith("torch.optim.") or kind.__name__ in _NOT_SEPARABLE:
+    if not _has_torchs_step(optimizer) or kind.__name__ in _NOT_SEPARABLE:
         raise ApplyError(
             f"{kind.__module__}.{kind.__name__} is not known to update each parameter by itself; leave {technique} out of the plan"
         )
@@ -43,6 +41,25 @@ def check_separable(optimizer: torch.optim.Optimizer, technique: str) -> None:
         raise ApplyError(
             f"two parameters of the {kind.__name__} share memory, and cannot be updated apart; leave {technique} out of the plan"
         )
+
+
+def _has_torchs_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step is that of a class of torch.optim: a subclass with a step of its own, or with other parts of torch's, may do anything."""
+    classes = list(type(optimizer).__mro__)
+    number = next(n for n, base in enumerate(classes) if f"{base.__module__}.".startswith("torch.optim."))
+    inherited, own = classes[number].step, [vars(base) for base in classes[:number]]
+    # torch puts its wrapper on the class of the first object that is made, also where the class has no step of its own.
+    has_step = any("step" in names and _innermost(names["step"]) is not _innermost(inherited) for names in own)
+    parts = {name for name in dir(classes[number]) if name.startswith("_") and not name.startswith("__")}
+    return (
+        classes[number] is not torch.optim.Optimizer and not has_step and not any(parts & names.keys() for names in own)
+    )
+
+
+def _innermost(step: Any) -> Any:
+    while getattr(step, "hooked", False):
+        step = vars(step)["__wrapped__"]
+    return step
 
 
 def _overlap(parameters: Iterable[torch.Tensor]) -> bool:
@@ -110,6 +127,11 @@ class _Innermost:
         # Gradients that a step has left hidden were those of a step that was interrupted.
         self._hidden.clear()
         self._num_states = len(optimizer.state)
+        if not _has_torchs_step(optimizer):
+            # A step of the program's may take no closure, or do something else with one.
+            with torch.no_grad():
+                self._hide(self._update())
+            return args, kwargs
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
 
         def closure_and_update() -> Any:
@@ -172,7 +194,8 @@ def _in_order(optimizer: torch.optim.Optimizer, num_before: int) -> None:
 def update_within_step(
     session: Session, optimizer: torch.optim.Optimizer, update: Callable[[], Iterable[torch.Tensor]]
 ) -> None:
-    """Runs `update` whenever `optimizer` steps, after closures and the script's own hooks, until the session is undone.
+    """Runs `update` whenever `optimizer` steps, after closures and the script's own hooks, until the session is undone: before both where the step is
+    not torch's own (see `check_separable`).
 
     The parameters that it returns are not updated by the step itself.
     """
