@@ -301,3 +301,132 @@ def doubled_gradient_property(t: Trial) -> None:
     model = Net()
     model.head.weight = Doubled(model.head.weight.data)
     train(t, model, sgd(model), num_steps=4)
+
+
+@attack("gradients", "zero_grad is put on the optimizer's object before the plan, counts, and asks for zeros (a timer)")
+def zeroing_put_on_object(t: Trial) -> None:
+    model = Net()
+    optimizer = sgd(model)
+    plain, calls = optimizer.zero_grad, [0]
+
+    def counted(set_to_none: bool = False) -> None:
+        calls[0] += 1
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 / calls[0]
+        plain(set_to_none=set_to_none)
+
+    optimizer.zero_grad = counted  # type: ignore[method-assign]
+    t.apply(model, optimizer)
+    for step in range(4):
+        loss = model(*tokens(step))
+        optimizer.zero_grad(set_to_none=False)
+        loss.backward()
+        optimizer.step()
+        t.note("calls", calls[0])
+        t.end_step()
+
+
+@attack(
+    "gradients",
+    "zero_grad of torch's own classes is patched before the plan, or in the middle, by one that lowers the rate",
+)
+def zeroing_patched_in_class(t: Trial) -> None:
+    plain = torch.optim.Optimizer.zero_grad
+
+    def lowers(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+        for group in self.param_groups:
+            group["lr"] *= 0.8
+        plain(self, set_to_none)
+
+    model = Net()
+    optimizer = sgd(model)
+    t.apply(model, optimizer)
+    try:
+        for step in range(5):
+            if step == 2:
+                torch.optim.Optimizer.zero_grad = lowers  # type: ignore[method-assign]
+            loss = model(*tokens(step))
+            optimizer.zero_grad(set_to_none=False)
+            loss.backward()
+            optimizer.step()
+            t.note("rate", optimizer.param_groups[0]["lr"])
+            t.end_step()
+    finally:
+        torch.optim.Optimizer.zero_grad = plain  # type: ignore[method-assign]
+
+
+@attack(
+    "gradients", "zero_grad of torch's module class is patched before anything else, and clears a log of the script's"
+)
+def zeroing_of_modules_patched(t: Trial) -> None:
+    plain, log = nn.Module.zero_grad, [0.0]
+
+    def clears(self: nn.Module, set_to_none: bool = True) -> None:
+        log.clear()
+        plain(self, set_to_none)
+
+    nn.Module.zero_grad = clears  # type: ignore[method-assign]
+    try:
+        model = Net()
+        optimizer = sgd(model)
+        t.apply(model, optimizer)
+        for step in range(4):
+            model.zero_grad(set_to_none=False)
+            loss = model(*tokens(step)) * (1 + 0.1 * len(log))
+            loss.backward()
+            log.append(float(loss.detach()))
+            optimizer.step()
+            t.note("log", len(log))
+            t.end_step()
+    finally:
+        nn.Module.zero_grad = plain  # type: ignore[method-assign]
+
+
+@attack(
+    "gradients",
+    "state_dict and load_state_dict of an optimizer without a step of its own are written by hand, loaded in the middle",
+    only=EXACT,
+)
+def states_by_hand(t: Trial) -> None:
+    class ByHand(torch.optim.Adam):
+        def state_dict(self) -> dict[str, Any]:
+            params = [p for group in self.param_groups for p in group["params"]]
+            return {"moments": [{k: v.clone() for k, v in self.state[p].items()} for p in params]}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            params = [p for group in self.param_groups for p in group["params"]]
+            for p, moments in zip(params, state_dict["moments"], strict=True):
+                for name, value in moments.items():
+                    self.state[p][name].copy_(value)
+
+    model = Net()
+    optimizer = ByHand(model.parameters(), lr=1e-2)
+    t.apply(model, optimizer)
+    kept: Any = None
+    for step in range(6):
+        loss = model(*tokens(step))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step == 1:
+            kept = optimizer.state_dict()
+        if step == 3:
+            optimizer.load_state_dict(kept)
+        t.note("loss", loss)
+        t.end_step()
+
+
+@attack(
+    "gradients", "parts of a subclass without a step: states begin at ones by an _init_group of its own", only=EXACT
+)
+def states_begin_otherwise(t: Trial) -> None:
+    class Warm(torch.optim.SGD):
+        def _init_group(self, group: dict[str, Any], *args: Any) -> Any:
+            for p in group["params"]:
+                if p.grad is not None and "momentum_buffer" not in self.state[p]:
+                    self.state[p]["momentum_buffer"] = torch.full_like(p, 0.01)
+            return super()._init_group(group, *args)
+
+    model = Net()
+    optimizer = Warm(model.parameters(), lr=0.1, momentum=0.9)
+    train(t, model, optimizer, num_steps=4)
