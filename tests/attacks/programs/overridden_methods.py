@@ -430,3 +430,130 @@ def states_begin_otherwise(t: Trial) -> None:
     model = Net()
     optimizer = Warm(model.parameters(), lr=0.1, momentum=0.9)
     train(t, model, optimizer, num_steps=4)
+
+
+@attack(
+    "recomputation",
+    "the forward of torch's Sequential is patched, before the plan and once more in the middle, by one that scales by a count",
+)
+def sequential_patched(t: Trial) -> None:
+    plain, calls = nn.Sequential.forward, [0]
+
+    def counting(self: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        return plain(self, x) * (1 + 0.05 * calls[0])
+
+    model = Net()
+    optimizer = sgd(model)
+    t.apply(model, optimizer)
+    try:
+        for step in range(5):
+            nn.Sequential.forward = counting if step >= 2 else plain  # type: ignore[method-assign]
+            loss = model(*tokens(step))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            t.note("loss", loss)
+            t.end_step()
+    finally:
+        nn.Sequential.forward = plain  # type: ignore[method-assign]
+
+
+@attack(
+    "recomputation",
+    "children of torch's Sequential come in reverse in every second step, by a patched __iter__ of the class",
+)
+def sequential_order_patched(t: Trial) -> None:
+    plain, turned = nn.Sequential.__iter__, [False]
+
+    def turning(self: nn.Sequential) -> Any:
+        found = list(plain(self))
+        return iter(found[::-1] if turned[0] else found)
+
+    nn.Sequential.__iter__ = turning  # type: ignore[method-assign]
+    try:
+        model = Net()
+        train(t, model, sgd(model), num_steps=4, before=lambda step: turned.__setitem__(0, step % 2 == 1))
+    finally:
+        nn.Sequential.__iter__ = plain  # type: ignore[method-assign]
+
+
+@attack(
+    "parts",
+    "the forward of torch's convolutions is patched before the plan by one that centres its input (weight standardisation's way)",
+)
+def convolutions_patched(t: Trial) -> None:
+    plain = nn.Conv2d.forward
+
+    def centred(self: nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
+        return plain(self, x - x.mean((2, 3), keepdim=True))
+
+    nn.Conv2d.forward = centred  # type: ignore[method-assign]
+    try:
+        model = Images()
+        train(t, model, sgd(model), num_steps=4, batch=images)
+    finally:
+        nn.Conv2d.forward = plain  # type: ignore[method-assign]
+
+
+@attack(
+    "parts",
+    "torch's convolutions are patched in the middle by ones that pad by reflection and count, and its activations scale by that",
+)
+def convolutions_patched_later(t: Trial) -> None:
+    plain, tanh, calls = nn.Conv2d._conv_forward, nn.Tanh.forward, [0]
+
+    def padded(self: nn.Conv2d, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if self.padding != (1, 1):
+            return plain(self, x, weight, bias)
+        return nn.functional.conv2d(nn.functional.pad(x, (1, 1, 1, 1), mode="reflect"), weight, bias)
+
+    def scaled(self: nn.Tanh, x: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        return torch.tanh(x) * (1 + 0.05 * calls[0])
+
+    model = Images()
+    optimizer = sgd(model)
+    t.apply(model, optimizer)
+    try:
+        for step in range(5):
+            if step == 3:
+                nn.Conv2d._conv_forward, nn.Tanh.forward = padded, scaled  # type: ignore[method-assign]
+            loss = model(*images(step))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            t.note("loss", loss)
+            t.end_step()
+    finally:
+        nn.Conv2d._conv_forward, nn.Tanh.forward = plain, tanh  # type: ignore[method-assign]
+
+
+@attack(
+    "parts", "torch's function for convolutions is patched in the middle by one that pads by reflection, for all layers"
+)
+def convolution_function_patched_later(t: Trial) -> None:
+    plain = nn.functional.conv2d
+
+    def padded(
+        x: torch.Tensor, weight: torch.Tensor, bias: Any = None, stride: Any = 1, padding: Any = 0, *rest: Any
+    ) -> torch.Tensor:
+        if padding not in (1, (1, 1)):
+            return plain(x, weight, bias, stride, padding, *rest)
+        return plain(nn.functional.pad(x, (1, 1, 1, 1), mode="reflect"), weight, bias, stride, 0, *rest)
+
+    model = Images()
+    optimizer = sgd(model)
+    t.apply(model, optimizer)
+    try:
+        for step in range(5):
+            if step == 3:
+                nn.functional.conv2d = padded
+            loss = model(*images(step))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            t.note("loss", loss)
+            t.end_step()
+    finally:
+        nn.functional.conv2d = plain
