@@ -147,3 +147,49 @@ def a_ctc_loss_refuses_lengths_beyond_its_input():
 
     _refused_as_on_the_host(lambda device: loss(device, length=11), lambda device: loss(device, targets=3))
     _run_as_on_the_host(loss)
+
+
+def weights_that_were_left_on_the_host_are_refused():
+    image, kernel = torch.randn(1, 3, 8, 8, device="cuda"), torch.randn(4, 3, 3, 3)
+    with pytest.raises(RuntimeError, match=r"Input type \(torch.cuda.FloatTensor\) and weight type \(torch.FloatTen"):
+        F.conv2d(image, kernel)
+    with pytest.raises(RuntimeError, match=r"torch.FloatTensor\) and weight type \(torch.cuda.FloatTensor\) should"):
+        F.conv2d(image.cpu(), kernel.cuda())
+    net = torch.nn.LSTM(3, 4).cuda()
+    state = (torch.zeros(1, 2, 4), torch.zeros(1, 2, 4))
+    with pytest.raises(RuntimeError, match="hidden tensors are not at the same device, found input tensor at cuda:0"):
+        net(torch.randn(5, 2, 3, device="cuda"), state)
+    net(torch.randn(5, 2, 3, device="cuda"), tuple(each.cuda() for each in state))
+
+
+def indices_on_the_card_of_what_is_on_the_host_are_refused():
+    rows = torch.randn(4)
+    for index in (torch.zeros(2, dtype=LONG, device="cuda"), torch.randn(4, device="cuda") > 0):
+        with pytest.raises(RuntimeError, match="indices should be either on cpu or on the same device"):
+            _ = rows[index]
+        with pytest.raises(RuntimeError, match="indices should be either on cpu or on the same device"):
+            rows[index] = 0.0
+        assert rows[index.cpu()].device.type == "cpu"
+    # The other way round the kernel moves them, and one number is read back.
+    assert rows.cuda()[torch.zeros(2, dtype=LONG)].shape == (2,)
+    assert rows[torch.tensor(1, device="cuda")].shape == ()
+
+
+def generators_of_the_other_device_are_refused():
+    ours, theirs = torch.Generator("cuda").manual_seed(0), torch.Generator().manual_seed(0)
+    assert torch.randn(3, device="cuda", generator=ours).shape == torch.randn(3, generator=theirs).shape == (3,)
+    torch.empty(3, device="cuda").normal_(generator=ours)
+    torch.multinomial(torch.rand(3, device="cuda"), 1, generator=ours)
+    torch.randperm(3, generator=theirs)
+    with pytest.raises(RuntimeError, match="Expected a 'cuda' device type for generator but found 'cpu'"):
+        torch.randn(3, device="cuda", generator=theirs)
+    with pytest.raises(RuntimeError, match="Expected a 'cuda' device type for generator but found 'cpu'"):
+        torch.empty(3, device="cuda").normal_(generator=theirs)
+    with pytest.raises(RuntimeError, match="Expected a 'cpu' device type for generator but found 'cuda'"):
+        torch.randperm(3, generator=ours)
+
+
+def what_is_on_the_card_cannot_be_pinned():
+    with pytest.raises(RuntimeError, match=r"cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors"):
+        torch.randn(3, device="cuda").pin_memory()
+    assert torch.randn(3).pin_memory().is_pinned()

@@ -9,6 +9,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tightfit.capture.dispatch import sparse
+from tightfit.capture.dispatch.argument_checks import check_indices
 from tightfit.capture.dispatch.on_host import host_copies
 from tightfit.capture.dispatch.operators import facts, is_dense
 from tightfit.capture.dispatch.passed_checks import passing_answer
@@ -242,6 +243,7 @@ def _moved(gpu: VirtualGpu, index: torch.Tensor) -> torch.Tensor:
 def _index(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Masks among the indices become positions first, as the CUDA kernels do it."""
     indices = args[1]
+    check_indices(args[0], indices)
     if isinstance(args[0], FakeTensor):
         # The kernel takes indices on the host too, and moves them first (TensorAdvancedIndexingUtils.h, `make_info`).
         indices = [

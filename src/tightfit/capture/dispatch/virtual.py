@@ -16,9 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tightfit.capture.dispatch import fallback, one_card, program_operators
+from tightfit.capture.dispatch.argument_checks import check_arguments, check_generator
 from tightfit.capture.dispatch.call_cache import CallCache
 from tightfit.capture.dispatch.device_storages import DeviceStorages
-from tightfit.capture.dispatch.dtype_checks import check_dtypes
 from tightfit.capture.dispatch.on_host.hosts import HostMemory
 from tightfit.capture.dispatch.operator_log import OperatorLog
 from tightfit.capture.dispatch.operators import OperatorFacts, are_alike, facts, tensors
@@ -179,6 +179,8 @@ class VirtualGpu(TorchDispatchMode):
         is_of_host = FakeTensor not in types and (device is None or torch.device(device).type != "cuda")
         if not is_of_host and device is not None and func in _AS_ANOTHER and torch.device(device).type == "cpu":
             is_of_host, args = True, (_shape_of(args[0]), *args[1:])
+        if "generator" in kwargs and (device is None or torch.device(device).type != "meta"):
+            check_generator(kwargs["generator"], is_of_host=is_of_host)
         if is_of_host:
             if torch.is_inference_mode_enabled() and facts(func).is_composite and _names_the_card(args):
                 return self._take_apart(func, args, kwargs)
@@ -223,7 +225,7 @@ class VirtualGpu(TorchDispatchMode):
             if not known.is_view:
                 self.operators.record(func, known, args, kwargs, out, call)
             return out
-        check_dtypes(func, args, kwargs)
+        check_arguments(func, args, kwargs)
         has_run, out = self._run_by_torch(func, known, args, kwargs)
         if has_run:
             return out

@@ -13,6 +13,7 @@ from torch._ops import OpOverload
 
 from tightfit.capture.kernels.architecture import Card
 from tightfit.capture.kernels.rule import Arguments, Outputs, Rule, bind
+from tightfit.errors.faults import for_torch
 
 aten = torch.ops.aten
 
@@ -128,6 +129,12 @@ def _run(operator: OpOverload, mode: int, args: Sequence[Any], kwargs: dict[str,
     sizes = (mode, hidden_size, proj_size, call["num_layers"], call.get("batch_first", False), call["dropout"])
     packed = call["batch_sizes"].tolist() if "batch_sizes" in call else []
     tensor = call["data"] if "data" in call else call["input"]
+    # `check_attributes` (RNN.cpp).
+    for name, others in (("parameter", params), ("hidden", [hidden] if cell is None else [hidden, cell])):
+        for other in others:
+            if other.device != tensor.device:
+                words = f"Input and {name} tensors are not at the same device, found input tensor at {tensor.device} and {name} tensor at {other.device}"
+                raise for_torch(RuntimeError(words))
     # A card looks whether the weights lie in one flat buffer, as torch.nn.RNNBase lays them out
     # (`try_get_weight_buf`, RNN.cpp); then nothing is copied. `weight_buf=None` stands for that here.
     return aten._cudnn_rnn.default(

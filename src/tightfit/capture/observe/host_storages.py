@@ -5,6 +5,7 @@ import weakref
 import torch
 
 from tightfit.allocator.pinned_host import PinnedHostAllocator
+from tightfit.errors.faults import for_torch
 
 _Reference = weakref.ref[torch.UntypedStorage]
 
@@ -42,6 +43,9 @@ class HostStorages:
 
     def pinned_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """`Tensor.pin_memory`."""
+        if tensor.device.type == "cuda":
+            kind = tensor.type().replace("privateuseone", "cuda")
+            raise for_torch(RuntimeError(f"cannot pin '{kind}' only dense CPU tensors can be pinned"))
         return tensor if self.is_pinned(tensor) else self.pinned(tensor.clone())
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:

@@ -435,10 +435,12 @@ IN_CHILD: tuple[Name, ...] = (
         "capture/dispatch",
         "_amp_foreach_non_finite_check_and_unscale_ _ctc_loss _foreach_copy_ _fused_adagrad_ _fused_adam_ _fused_adamw_ _fused_sgd_ _grouped_mm _is_all_true _is_any_true _pack_padded_sequence _scaled_grouped_mm _sparse_compressed_tensor_unsafe _sparse_coo_tensor_with_dims_and_tensors _thnn_fused_gru_cell _thnn_fused_gru_cell_backward",
     ),
-    *operators("capture/dispatch capture/kernels", "_ctc_loss_backward _index_put_impl_ _unique2"),
+    *operators(
+        "capture/dispatch capture/kernels", "_ctc_loss_backward _index_put_impl_ _log_softmax _softmax _unique2"
+    ),
     *operators(
         "capture/kernels",
-        "_cudnn_rnn _cudnn_rnn_backward _embedding_bag_dense_backward _fft_c2c _fft_c2r _fft_r2c _fused_rms_norm _fused_rms_norm_backward _int_mm _log_softmax _log_softmax_backward_data _native_batch_norm_legit _safe_softmax _scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward _scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward _scaled_mm _softmax _softmax_backward_data _unsafe_index_put",
+        "_cudnn_rnn _cudnn_rnn_backward _embedding_bag_dense_backward _fft_c2c _fft_c2r _fft_r2c _fused_rms_norm _fused_rms_norm_backward _int_mm _log_softmax_backward_data _native_batch_norm_legit _safe_softmax _scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward _scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward _scaled_mm _softmax_backward_data _unsafe_index_put",
     ),
 )
 

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map
 
 from tightfit.capture.dispatch import one_card, program_operators, shapes
+from tightfit.capture.dispatch.argument_checks import GENERATORS
 from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.capture.kernels.attention import flex
 from tightfit.capture.observe.streams import VirtualStream
@@ -221,6 +222,7 @@ def _install_tensor_methods(gpu: VirtualGpu) -> None:
 
         def __init__(self, device: Any = "cpu") -> None:
             self._device = torch.device(device)
+            GENERATORS[self._cdata] = self  # pyrefly: ignore[missing-attribute]
 
         @property
         def device(self) -> torch.device:

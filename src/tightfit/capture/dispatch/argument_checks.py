@@ -1,4 +1,4 @@
-"""What operators on a card ask of the dtypes of their arguments, and torch's kernels for shapes alone do not look at.
+"""What operators on a card ask of the dtypes and devices of their arguments, and torch's kernels for shapes alone do not look at.
 
 Without these checks a program that ends in its first forward pass (a model in half precision that is given float32, images of bytes, targets of
 int32) would be traced to its end, and said to fit. The words are those of the CUDA kernels of torch 2.13. Left out is what is not known of them for certain:
@@ -6,11 +6,13 @@ normalisations with parameters of another dtype, and what only the kernels of th
 """
 
 import functools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 
 from tightfit.errors.faults import for_torch
 
@@ -36,7 +38,11 @@ _NAMES = {
 _OF_C = {"Half": "c10::Half", "BFloat16": "c10::BFloat16", "Long": "long int", "Int": "int", "Byte": "unsigned char"}
 
 
-def check_dtypes(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+GENERATORS: weakref.WeakValueDictionary[int, torch.Generator] = weakref.WeakValueDictionary()
+"""The generators that the program has made, which say what device they are for, by their address in C++: an operator may be given another object for one."""
+
+
+def check_arguments(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Checks the arguments of a call as the operator's CUDA kernel does.
 
     Raises:
@@ -45,6 +51,38 @@ def check_dtypes(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str,
     check = _CHECKS.get(operator)
     if check is not None:
         check(args, kwargs)
+
+
+def check_generator(generator: torch.Generator | None, *, is_of_host: bool) -> None:
+    """Checks that random numbers are drawn from a generator of the device where they go.
+
+    Raises:
+        RuntimeError: it is one of the other device, with torch's words.
+    """
+    made = None if generator is None else GENERATORS.get(generator._cdata)  # pyrefly: ignore[missing-attribute]
+    wanted = "cpu" if is_of_host else "cuda"
+    if made is not None and made.device.type != wanted:
+        raise for_torch(RuntimeError(f"Expected a '{wanted}' device type for generator but found '{made.device.type}'"))
+
+
+def check_indices(indexed: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> None:
+    """Checks that a tensor on the host is not indexed by one on the card.
+
+    Raises:
+        RuntimeError: it is, with torch's words.
+    """
+    if not is_on_card(indexed) and any(is_on_card(index) for index in indices if index is not None):
+        words = "indices should be either on cpu or on the same device as the indexed tensor (cpu)"
+        raise for_torch(RuntimeError(words))
+
+
+def is_on_card(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is on the virtual card, and not on the host."""
+    return isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda"
+
+
+def _type(tensor: torch.Tensor) -> str:
+    return f"torch.{'cuda.' if is_on_card(tensor) else ''}{_name(tensor)}Tensor"
 
 
 def _name(tensor: torch.Tensor) -> str:
@@ -79,7 +117,7 @@ def _added_product(args: Sequence[Any], _: Mapping[str, Any]) -> None:
 
 def _convolution(args: Sequence[Any], _: Mapping[str, Any]) -> None:
     given = {"input": args[0], "weight": args[1], "bias": args[2]}
-    types = {name: f"torch.cuda.{_name(t)}Tensor" for name, t in given.items() if t is not None}
+    types = {name: _type(tensor) for name, tensor in given.items() if tensor is not None}
     for name, found in types.items():
         _refuse_unless(
             found == types["input"], f"Input type ({types['input']}) and {name} type ({found}) should be the same"
@@ -155,7 +193,7 @@ def _bits(args: Sequence[Any], _: Mapping[str, Any], *, kernel: str) -> None:
 
 
 def _bits_of(name: str) -> dict[OpOverload, Check]:
-    check = functools.partial(_bits, kernel=f"bitwise_{name}_cuda")
+    check = functools.partial(_bits, kernel="_".join(("bitwise", name, "cuda")))
     packet = getattr(aten, f"bitwise_{name}")
     in_place = getattr(aten, f"bitwise_{name}_")
     return {each.Tensor: check for each in (packet, in_place)} | {each.Scalar: check for each in (packet, in_place)}
