@@ -1,8 +1,9 @@
 """What techniques do to real models: small ones of every type of breadth_models.toml, trained on the host with each technique on them.
 
-    python -m benchmarks.applied_models [--only NAME ...] [--techniques NAME ...] [--timm]
+    python -m benchmarks.applied_models [--only NAME ...] [--techniques NAME ...] [--timm | --autocast]
 
-`--timm` takes the models of applied_timm.toml instead; timm is not among the dependencies. A step of each is traced, and what a technique offers there is put on the same model on the host, twice: from the innermost modules outwards and from the
+`--timm` takes the models of applied_timm.toml instead; timm is not among the dependencies. `--autocast` trains in bfloat16, and what is no farther from the plain run than
+that is from one in float32 counts as close. A step of each is traced, and what a technique offers there is put on the same model on the host, twice: from the innermost modules outwards and from the
 outermost inwards, as many as go together. Three steps of stochastic gradient descent with momentum are compared with the plain ones: losses, weights, buffers and the
 random state, the largest difference of a tensor against what training changed of it. `forbidden` and `no place` is what a plan does not offer, `refused` what only the run
 says; a plan is then made without it. Exits with 1 if anything differs, or ends in an error that is no refusal.
@@ -56,7 +57,7 @@ class Trained:
     random_state: torch.Tensor
 
 
-def subjects(folder: Path, only: Sequence[str]) -> Iterator[tuple[str, Target]]:
+def subjects(folder: Path, only: Sequence[str], autocast: str | None) -> Iterator[tuple[str, Target]]:
     """Name and small config of the types of breadth_models.toml; configs are written into `folder`. All, if `only` names none."""
     for case in cases():
         if only and case.name not in only:
@@ -68,6 +69,7 @@ def subjects(folder: Path, only: Sequence[str]) -> Iterator[tuple[str, Target]]:
             "audio_seconds": 1.0,
             "optimizer": "sgd-momentum",
             "learning_rate": 1e-2,
+            "autocast": autocast,
         }
         yield case.name, HuggingFaceConfig(source=str(write_config(case, "small", folder)), options=settings)
 
@@ -149,6 +151,10 @@ def rows(label: str, target: Target, names: Sequence[str]) -> Iterator[tuple[str
     if difference(plain, train(target)):
         yield "plain", 0, "unlike itself", "two plain runs differ"
         return
+    close = _CLOSE
+    if isinstance(target, HuggingFaceConfig) and target.options["autocast"]:
+        in_float32 = dataclasses.replace(target, options={**target.options, "autocast": None})
+        close = max(close, difference(train(in_float32), plain))
     tape = trace(target, label=label, device=_CARD, num_steps=2, with_effects=True).tape
     profile = Profile(tape, find(_CARD))
     for name in names:
@@ -172,7 +178,7 @@ def rows(label: str, target: Target, names: Sequence[str]) -> Iterator[tuple[str
             except Exception as error:  # noqa: BLE001 - any error of any model is a row
                 yield name, len(taken), "crashed", f"{type(error).__name__}: {error}"
             else:
-                verdict = "same" if not off else "close" if off < _CLOSE else "differs"
+                verdict = "same" if not off else "close" if off <= close else "differs"
                 yield name, len(taken), verdict, f"{off:.1e}"
 
 
@@ -182,12 +188,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", metavar="NAME", default=[])
     parser.add_argument("--techniques", nargs="+", metavar="NAME", default=list(techniques()))
     parser.add_argument("--timm", action="store_true", help="the models of applied_timm.toml")
+    parser.add_argument("--autocast", action="store_const", const="bfloat16", help="train in bfloat16")
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     counts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
-        for label, target in timm_subjects(options.only) if options.timm else subjects(Path(folder), options.only):
+        found = timm_subjects(options.only) if options.timm else subjects(Path(folder), options.only, options.autocast)
+        for label, target in found:
             try:
                 for name, num_places, verdict, told in rows(label, target, options.techniques):
                     counts[verdict] += 1

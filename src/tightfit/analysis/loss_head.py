@@ -73,8 +73,9 @@ def _loss_head(module_calls: ModuleCalls, names: list[str], softmax: int, loss: 
     tape = module_calls.tape
     operators = tape.operators
     numbers = int(operators.bytes_written[softmax]) // _item_bytes(tape, softmax)
-    # nll_loss reads the log-probabilities and the targets, so what is left over is the targets.
-    num_counted = int(operators.bytes_read[loss] - operators.bytes_written[softmax]) // _BYTES_OF_TARGET
+    # nll_loss reads the log-probabilities, which autocast casts to float32 behind a softmax in half precision, and the targets, so what is left over is
+    # the targets.
+    num_counted = (int(operators.bytes_read[loss]) - numbers * _item_bytes(tape, loss)) // _BYTES_OF_TARGET
     if num_counted <= 0 or numbers % num_counted:
         return None
     num_classes = numbers // num_counted
@@ -114,7 +115,8 @@ def _loss_head(module_calls: ModuleCalls, names: list[str], softmax: int, loss: 
         back_begin=back_begin,
         back_end=back_end,
         head_item_bytes=item_bytes,
-        loss_item_bytes=_item_bytes(tape, softmax),
+        # Behind a softmax in half precision autocast casts, and chunks do before it.
+        loss_item_bytes=_item_bytes(tape, loss),
         logits=int(logits[0]),
         gone=(),
         weight_gradient=gradients[0],
