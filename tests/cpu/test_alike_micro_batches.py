@@ -386,3 +386,12 @@ def test_operators_of_a_backward_pass_have_the_places_of_their_forward_beside_re
     # The first of a step makes gradients, the others add to them.
     assert len(places) == 15
     assert len(set(places)) == 2
+
+
+def test_a_program_that_puts_a_plan_on_its_model_has_all_micro_batches_run(tmp_path: Path) -> None:
+    program = ALIKE["a loss that the program computes"].replace(
+        "for step in",
+        "from tightfit.runtime.apply import apply_choices\n"
+        "session = apply_choices([], model, [optimizer])\nfor step in",
+    )
+    assert not _is_repeated(_tapes(tmp_path, program, with_effects=False)[1])

@@ -178,7 +178,7 @@ def test_a_disk_that_fails_loses_nothing_and_ends_the_training_at_the_next_step(
 
 def test_a_tier_that_is_not_known_or_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
     model = small()
-    with pytest.raises(ApplyError, match="tier='tape' is neither host nor disk"):
+    with pytest.raises(ApplyError, match="tier is 'tape', and takes 'host' or 'disk'"):
         apply_choices([offload(0, tier="tape")], model, [])
     with pytest.raises(ApplyError, match=r"no file can be written in .*--disk-folder"):
         apply_choices([to_disk(0, MIB)], model, [], disk_folder=str(tmp_path / "gone"))

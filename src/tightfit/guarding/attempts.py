@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tightfit.capture.processes.process_role import begin_plan
 from tightfit.guarding.memory.ballast import Ballast
 from tightfit.guarding.memory.out_of_memory import drop_failed_backward, is_out_of_memory, release_memory
 from tightfit.guarding.memory.post_mortem import PostMortem
@@ -40,6 +41,7 @@ class Attempts:
         self.num_steps = 0
         self.rungs = rungs
         self.post_mortem = PostMortem(folder, models, optimizers)
+        begin_plan()
         self._session = Session(model=model or torch.nn.Module(), optimizers=optimizers)
         self._ballast = ballast
         self._restoration = Restoration(model, optimizers, self._session, ballast.release_all)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tightfit.capture.processes.process_role import is_simulated
+from tightfit.capture.processes.process_role import begin_plan, is_simulated
 from tightfit.errors import ApplyError
 from tightfit.errors.faults import answering, note
 from tightfit.planner.plan import Choice, Plan
@@ -77,6 +77,7 @@ def apply_choices(
     last: Callable[[Session], object] | None = None,
 ) -> Session:
     """The same for choices without a plan, in the order in which their techniques are applied; `last` is called after them, under the same guarantee."""
+    begin_plan()
     session = Session(model=model, optimizers=optimizers, check_steps=check_steps, disk_folder=disk_folder)
     # A deep copy of a model with a plan brings the wrappers along, without a session that could take them off.
     copied = copied_wrappers(model)

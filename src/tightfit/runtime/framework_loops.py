@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tightfit.capture.processes.process_role import begin_plan
 from tightfit.planner.plan import Choice
 from tightfit.runtime.apply import apply_to, innermost
 from tightfit.techniques.session import Session
@@ -84,6 +85,7 @@ class LoopWatch(StepOwner):
                     session.check()
 
     def _put_on(self, loop: Any, model: Any, choices: Sequence[Choice]) -> Session:
+        begin_plan()
         session = Session(model=model, optimizers=(), loop=loop, statistics=self.statistics, notes=self.notes)
         apply_to(session, choices)
         for choice in choices:

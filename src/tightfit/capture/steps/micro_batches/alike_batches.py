@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten
 from tightfit.capture.dispatch.values.known_values import ToldValues
 from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.capture.patches.manifest import TOP_SAVED_HOOKS
+from tightfit.capture.processes.process_role import has_plan
 from tightfit.capture.steps.micro_batches.answered_batches import AnsweredBatches
 from tightfit.capture.steps.micro_batches.answered_call import Layout, Returned, layout_of, returned_by
 from tightfit.capture.steps.micro_batches.batch_state import BatchState
@@ -152,6 +153,8 @@ class AlikeBatches:
 
     def _key(self, module: torch.nn.Module, leaves: Sequence[Any], structure: Any) -> Key | None:
         """All but the state that a call depends on; None for one that is always run."""
+        if has_plan():
+            return None
         in_transform = torch._C._functorch.peek_interpreter_stack() is not None
         if torch.jit.is_tracing() or in_transform or self._gpu.has_side_streams or _hooks_saved_tensors():
             return None
