@@ -144,3 +144,16 @@ def test_the_traced_saving_is_the_promised_one(plain):
     promised = promised_peak(plain, chosen)
     assert before - after > 0.25 * before
     assert before - promised == pytest.approx(before - after, rel=SequentialCheckpointing.tolerance)
+
+
+class Reversed(nn.Sequential):
+    """Runs its children from the last to the first."""
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(list(self._modules.values())[::-1])
+
+
+def test_a_sequential_with_another_order_is_refused():
+    model = nn.ModuleDict({"chain": Reversed(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))})
+    with pytest.raises(ApplyError, match="is a Reversed, and"):
+        apply_choices([choice("sequential_checkpointing", "ModuleDict.chain", begin=0, end=2)], model, [])

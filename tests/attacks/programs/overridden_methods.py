@@ -301,3 +301,259 @@ def doubled_gradient_property(t: Trial) -> None:
     model = Net()
     model.head.weight = Doubled(model.head.weight.data)
     train(t, model, sgd(model), num_steps=4)
+
+
+@attack("gradients", "zero_grad is put on the optimizer's object before the plan, counts, and asks for zeros (a timer)")
+def zeroing_put_on_object(t: Trial) -> None:
+    model = Net()
+    optimizer = sgd(model)
+    plain, calls = optimizer.zero_grad, [0]
+
+    def counted(set_to_none: bool = False) -> None:
+        calls[0] += 1
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 / calls[0]
+        plain(set_to_none=set_to_none)
+
+    optimizer.zero_grad = counted  # type: ignore[method-assign]
+    t.apply(model, optimizer)
+    for step in range(4):
+        loss = model(*tokens(step))
+        optimizer.zero_grad(set_to_none=False)
+        loss.backward()
+        optimizer.step()
+        t.note("calls", calls[0])
+        t.end_step()
+
+
+@attack(
+    "gradients",
+    "zero_grad of torch's own classes is patched before the plan, or in the middle, by one that lowers the rate",
+)
+def zeroing_patched_in_class(t: Trial) -> None:
+    plain = torch.optim.Optimizer.zero_grad
+
+    def lowers(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+        for group in self.param_groups:
+            group["lr"] *= 0.8
+        plain(self, set_to_none)
+
+    model = Net()
+    optimizer = sgd(model)
+    t.apply(model, optimizer)
+    try:
+        for step in range(5):
+            if step == 2:
+                torch.optim.Optimizer.zero_grad = lowers  # type: ignore[method-assign]
+            loss = model(*tokens(step))
+            optimizer.zero_grad(set_to_none=False)
+            loss.backward()
+            optimizer.step()
+            t.note("rate", optimizer.param_groups[0]["lr"])
+            t.end_step()
+    finally:
+        torch.optim.Optimizer.zero_grad = plain  # type: ignore[method-assign]
+
+
+@attack(
+    "gradients", "zero_grad of torch's module class is patched before anything else, and clears a log of the script's"
+)
+def zeroing_of_modules_patched(t: Trial) -> None:
+    plain, log = nn.Module.zero_grad, [0.0]
+
+    def clears(self: nn.Module, set_to_none: bool = True) -> None:
+        log.clear()
+        plain(self, set_to_none)
+
+    nn.Module.zero_grad = clears  # type: ignore[method-assign]
+    try:
+        model = Net()
+        optimizer = sgd(model)
+        t.apply(model, optimizer)
+        for step in range(4):
+            model.zero_grad(set_to_none=False)
+            loss = model(*tokens(step)) * (1 + 0.1 * len(log))
+            loss.backward()
+            log.append(float(loss.detach()))
+            optimizer.step()
+            t.note("log", len(log))
+            t.end_step()
+    finally:
+        nn.Module.zero_grad = plain  # type: ignore[method-assign]
+
+
+@attack(
+    "gradients",
+    "state_dict and load_state_dict of an optimizer without a step of its own are written by hand, loaded in the middle",
+    only=EXACT,
+)
+def states_by_hand(t: Trial) -> None:
+    class ByHand(torch.optim.Adam):
+        def state_dict(self) -> dict[str, Any]:
+            params = [p for group in self.param_groups for p in group["params"]]
+            return {"moments": [{k: v.clone() for k, v in self.state[p].items()} for p in params]}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            params = [p for group in self.param_groups for p in group["params"]]
+            for p, moments in zip(params, state_dict["moments"], strict=True):
+                for name, value in moments.items():
+                    self.state[p][name].copy_(value)
+
+    model = Net()
+    optimizer = ByHand(model.parameters(), lr=1e-2)
+    t.apply(model, optimizer)
+    kept: Any = None
+    for step in range(6):
+        loss = model(*tokens(step))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step == 1:
+            kept = optimizer.state_dict()
+        if step == 3:
+            optimizer.load_state_dict(kept)
+        t.note("loss", loss)
+        t.end_step()
+
+
+@attack(
+    "gradients", "parts of a subclass without a step: states begin at ones by an _init_group of its own", only=EXACT
+)
+def states_begin_otherwise(t: Trial) -> None:
+    class Warm(torch.optim.SGD):
+        def _init_group(self, group: dict[str, Any], *args: Any) -> Any:
+            for p in group["params"]:
+                if p.grad is not None and "momentum_buffer" not in self.state[p]:
+                    self.state[p]["momentum_buffer"] = torch.full_like(p, 0.01)
+            return super()._init_group(group, *args)
+
+    model = Net()
+    optimizer = Warm(model.parameters(), lr=0.1, momentum=0.9)
+    train(t, model, optimizer, num_steps=4)
+
+
+@attack(
+    "recomputation",
+    "the forward of torch's Sequential is patched, before the plan and once more in the middle, by one that scales by a count",
+)
+def sequential_patched(t: Trial) -> None:
+    plain, calls = nn.Sequential.forward, [0]
+
+    def counting(self: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        return plain(self, x) * (1 + 0.05 * calls[0])
+
+    model = Net()
+    optimizer = sgd(model)
+    t.apply(model, optimizer)
+    try:
+        for step in range(5):
+            nn.Sequential.forward = counting if step >= 2 else plain  # type: ignore[method-assign]
+            loss = model(*tokens(step))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            t.note("loss", loss)
+            t.end_step()
+    finally:
+        nn.Sequential.forward = plain  # type: ignore[method-assign]
+
+
+@attack(
+    "recomputation",
+    "children of torch's Sequential come in reverse in every second step, by a patched __iter__ of the class",
+)
+def sequential_order_patched(t: Trial) -> None:
+    plain, turned = nn.Sequential.__iter__, [False]
+
+    def turning(self: nn.Sequential) -> Any:
+        found = list(plain(self))
+        return iter(found[::-1] if turned[0] else found)
+
+    nn.Sequential.__iter__ = turning  # type: ignore[method-assign]
+    try:
+        model = Net()
+        train(t, model, sgd(model), num_steps=4, before=lambda step: turned.__setitem__(0, step % 2 == 1))
+    finally:
+        nn.Sequential.__iter__ = plain  # type: ignore[method-assign]
+
+
+@attack(
+    "parts",
+    "the forward of torch's convolutions is patched before the plan by one that centres its input (weight standardisation's way)",
+)
+def convolutions_patched(t: Trial) -> None:
+    plain = nn.Conv2d.forward
+
+    def centred(self: nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
+        return plain(self, x - x.mean((2, 3), keepdim=True))
+
+    nn.Conv2d.forward = centred  # type: ignore[method-assign]
+    try:
+        model = Images()
+        train(t, model, sgd(model), num_steps=4, batch=images)
+    finally:
+        nn.Conv2d.forward = plain  # type: ignore[method-assign]
+
+
+@attack(
+    "parts",
+    "torch's convolutions are patched in the middle by ones that pad by reflection and count, and its activations scale by that",
+)
+def convolutions_patched_later(t: Trial) -> None:
+    plain, tanh, calls = nn.Conv2d._conv_forward, nn.Tanh.forward, [0]
+
+    def padded(self: nn.Conv2d, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if self.padding != (1, 1):
+            return plain(self, x, weight, bias)
+        return nn.functional.conv2d(nn.functional.pad(x, (1, 1, 1, 1), mode="reflect"), weight, bias)
+
+    def scaled(self: nn.Tanh, x: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        return torch.tanh(x) * (1 + 0.05 * calls[0])
+
+    model = Images()
+    optimizer = sgd(model)
+    t.apply(model, optimizer)
+    try:
+        for step in range(5):
+            if step == 3:
+                nn.Conv2d._conv_forward, nn.Tanh.forward = padded, scaled  # type: ignore[method-assign]
+            loss = model(*images(step))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            t.note("loss", loss)
+            t.end_step()
+    finally:
+        nn.Conv2d._conv_forward, nn.Tanh.forward = plain, tanh  # type: ignore[method-assign]
+
+
+@attack(
+    "parts", "torch's function for convolutions is patched in the middle by one that pads by reflection, for all layers"
+)
+def convolution_function_patched_later(t: Trial) -> None:
+    plain = nn.functional.conv2d
+
+    def padded(
+        x: torch.Tensor, weight: torch.Tensor, bias: Any = None, stride: Any = 1, padding: Any = 0, *rest: Any
+    ) -> torch.Tensor:
+        if padding not in (1, (1, 1)):
+            return plain(x, weight, bias, stride, padding, *rest)
+        return plain(nn.functional.pad(x, (1, 1, 1, 1), mode="reflect"), weight, bias, stride, 0, *rest)
+
+    model = Images()
+    optimizer = sgd(model)
+    t.apply(model, optimizer)
+    try:
+        for step in range(5):
+            if step == 3:
+                nn.functional.conv2d = padded
+            loss = model(*images(step))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            t.note("loss", loss)
+            t.end_step()
+    finally:
+        nn.functional.conv2d = plain

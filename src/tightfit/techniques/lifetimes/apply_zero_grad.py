@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tightfit.effects.users_code import is_users_function
 from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.deferred_gradients import (
     defer_gradient,
@@ -46,7 +47,7 @@ def apply_zero_grad(session: Session, chosen: Sequence[ChosenOption]) -> None:
     """
     for owner, base in [(session.model, torch.nn.Module), *((o, torch.optim.Optimizer) for o in session.optimizers)]:
         # What it does besides would be left out.
-        if type(owner).zero_grad is not base.zero_grad:
+        if "zero_grad" in vars(owner) or type(owner).zero_grad is not base.zero_grad or not _is_torchs(owner):
             raise ApplyError(f"{type(owner).__name__} has a zero_grad of its own; leave zero_grad out of the plan")
     freed = _Freed()
     for optimizer in session.optimizers:
@@ -151,12 +152,19 @@ def _settle(known: "weakref.ref[torch.optim.Optimizer]") -> tuple[()]:
     return ()
 
 
+def _is_torchs(owner: Any) -> bool:
+    return not is_users_function(type(owner).zero_grad)
+
+
 def _zero_optimizer(known: "weakref.ref[torch.optim.Optimizer]", freed: _Freed, set_to_none: bool = True) -> None:
     """Replaces `Optimizer.zero_grad`."""
     optimizer = known()
     assert optimizer is not None
     if set_to_none:
         type(optimizer).zero_grad(optimizer)
+    elif not _is_torchs(optimizer):
+        # The program has put another one into its class since.
+        type(optimizer).zero_grad(optimizer, set_to_none=False)
     else:
         freed.zero(p for group in optimizer.param_groups for p in group["params"])
 
@@ -167,5 +175,7 @@ def _zero_module(known: "weakref.ref[torch.nn.Module]", freed: _Freed, set_to_no
     assert module is not None
     if set_to_none:
         type(module).zero_grad(module)
+    elif not _is_torchs(module):
+        type(module).zero_grad(module, set_to_none=False)
     else:
         freed.zero(module.parameters())

@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
+from tightfit.effects.code import Code
 from tightfit.effects.state import RegionState
+from tightfit.effects.users_code import is_users_function
 from tightfit.effects.values.fingerprints import paused
 from tightfit.effects.values.value_checks import bound_for, difference, has_values
 from tightfit.errors import ApplyError
@@ -63,6 +65,11 @@ def _check(where: str, modules: Sequence[torch.nn.Module], holders: Sequence[tor
             raise ApplyError(
                 f"a {type(module).__name__} of {where} has hooks or a forward of its own, which would see tiles; leave tiled_convolutions out"
             )
+        # A script may put its own into torch's class, also later.
+        if any(is_users_function(getattr(type(module), name, None)) for name in ("forward", "_conv_forward")):
+            raise ApplyError(
+                f"the forward of {type(module).__name__} was replaced by the script; leave tiled_convolutions out"
+            )
 
 
 class _Slabs:
@@ -78,8 +85,9 @@ class _Slabs:
         self._where = where
         self._num_tiles = num_tiles
         self._verdict = verdict
-        self._checks_left = check_steps
+        self._check_steps = self._checks_left = check_steps
         self._state = RegionState()
+        self._code: Code | None = None
 
     def __call__(self, value: Any) -> Any:
         if (
@@ -111,13 +119,16 @@ class _Slabs:
 
         chain = self._chain
         then = self._state.snapshot(chain, is_kept=True)
+        if self._code is None or not self._code.is_same():
+            # Another function is compared anew.
+            self._code, self._checks_left = then.reach.code, self._check_steps
         trained = [parameter for parameter in chain.parameters() if parameter.requires_grad]
         tiling = Tiling(
             run=run_tile,
             tiles=list(steps),
             dim=dim,
             parameters=list(chain.parameters()),
-            first_state=FirstState(lambda: chain, self._state, then, trained=trained),
+            first_state=FirstState(lambda: chain, self._state, then, code=self._code, trained=trained),
             overlap=True,
             refuse=self._refusal,
             is_checked=self._checks_left > 0 and has_values(value),

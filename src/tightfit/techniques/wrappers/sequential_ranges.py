@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tightfit.effects.users_code import is_users_function
 from tightfit.errors import ApplyError
 from tightfit.techniques.wrappers.forwards import WrappedForward, own_forward
 from tightfit.techniques.wrappers.unwrap_model import module_of
@@ -36,6 +37,9 @@ class Ranges:
 
     def __call__(self, forward: Callable[..., Any], input: Any) -> Any:  # noqa: A002 - the name that Sequential has
         sequential = module_of(forward)
+        if not _is_run_in_order(type(sequential)):
+            # The program has put another forward into the class since.
+            return forward(input)
         children = [child for child in sequential._modules.values() if child is not None]
         runners = self._runners.setdefault(sequential, {})
         position, value = 0, input
@@ -54,6 +58,14 @@ class Ranges:
             value = runner(value)
             position = place[1]
         return value
+
+
+def _is_run_in_order(kind: type[torch.nn.Module]) -> bool:
+    """Whether the forward of a class is that of torch's Sequential, which goes through its children by `__iter__`."""
+    # A subclass may leave children out, or have another order.
+    own = torch.nn.Sequential
+    is_torchs = kind.forward is own.forward and getattr(kind, "__iter__", None) is own.__iter__
+    return is_torchs and not any(map(is_users_function, (own.forward, own.__iter__)))
 
 
 def put_range(session: "Session", where: str, begin: int, end: int, make: MakeRunner) -> None:
@@ -89,8 +101,14 @@ def check_sequential(session: "Session", where: str, begin: int, end: int) -> to
         ApplyError: they cannot.
     """
     sequential = session.module(where)
-    if type(sequential).forward is not torch.nn.Sequential.forward:
-        raise ApplyError(f"{where} is a {type(sequential).__name__}, and a torch.nn.Sequential is needed; leave it out")
+    if not _is_run_in_order(type(sequential)):
+        kind = type(sequential).__name__
+        told = f"{where} is a {kind}, and a torch.nn.Sequential is needed"
+        if type(sequential) is torch.nn.Sequential:
+            told = (
+                f"the script has put a forward, or an order, of its own into the class of {where}, torch.nn.Sequential"
+            )
+        raise ApplyError(f"{told}; leave it out")
     current = own_forward(sequential)
     if current is not None and not (isinstance(current, WrappedForward) and isinstance(current.around, Ranges)):
         raise ApplyError(f"the forward of {where} has been replaced on the object itself; leave it out")
