@@ -14,6 +14,7 @@ from typing import Any
 
 from tightfit import errors
 from tightfit.capture.child_process import trace_server
+from tightfit.capture.child_process.child import BATCHES_DIFFER
 from tightfit.capture.collectives.rank_traces import RankTraces
 from tightfit.capture.collectives.world import World
 from tightfit.capture.processes.children import shared_folder
@@ -31,6 +32,8 @@ from tightfit.tape.verify import verify_tape
 _SECONDS_BETWEEN_LOOKS = 0.25
 _programs_with_threads: set[str] = set()
 """Targets that were seen to use the GPU in threads of their own; a plan traces the same one several times."""
+_programs_with_other_batches: set[str] = set()
+"""Targets with a micro-batch that was taken for one like those before, and was not."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +75,7 @@ def trace(
     policy: Policy = CLOSED,
     world: World | None = None,
     ranks: RankTraces | None = None,
+    runs_all_batches: bool = False,
 ) -> Traced:
     """The tape of `num_steps` steps of `target` on a virtual `device`, a name of the catalogue or the path of a card's TOML file.
 
@@ -80,6 +84,7 @@ def trace(
     `policy` says what the program may do to this machine; by default what it writes is dropped, and it reaches no network. `used_bytes` are held by
     other processes, and not free to a program that asks. `meanwhile` is called once while the child runs, `on_progress` a few times a second.
     `world`: the target is a distributed program, of which one process is traced; `ranks` keeps what others send it, for the trace of another one. `with_effects`: the tape also has the side effects of modules and accesses to gradients.
+    `runs_all_batches`: micro-batches that are alike are run too, for a tape that is the same.
 
     Raises:
         UsageError: `timeout_seconds` is not positive.
@@ -101,6 +106,8 @@ def trace(
         "follows": None if follows is None else follows.to_json(),
         "until": until,
         "largest_batch_from": largest_batch_from,
+        # A technique may do something else in the last micro-batch of a step, and another process what depends on the number of those before.
+        "runs_all_batches": runs_all_batches or preparation is not None or world is not None,
     }
 
     def once(world: World | None) -> Traced:
@@ -130,13 +137,35 @@ def _with_threads(
     program = repr(target)
     if program not in _programs_with_threads:
         try:
-            return _attempt(fields, words_of(target), policy, on_progress, meanwhile)
+            return _with_alike_batches(target, fields, policy, on_progress, meanwhile)
         except errors.ProgramError as error:
             if not says_of_a_thread(str(error)):
                 raise
         # Threads that take turns are not quite what the program has, so only one that needs it is traced so.
         _programs_with_threads.add(program)
-    return _attempt({**fields, "follows_threads": True}, words_of(target), policy, on_progress)
+    return _attempt(
+        {**fields, "follows_threads": True, "runs_all_batches": True}, words_of(target), policy, on_progress
+    )
+
+
+def _with_alike_batches(
+    target: Target,
+    fields: dict[str, Any],
+    policy: Policy,
+    on_progress: Callable[[TraceProgress], None] | None,
+    meanwhile: Callable[[], None] | None,
+) -> Traced:
+    """One trace, and another one that runs all micro-batches where some that looked alike turn out to differ."""
+    program = repr(target)
+    if not fields["runs_all_batches"] and program not in _programs_with_other_batches:
+        try:
+            return _attempt(fields, words_of(target), policy, on_progress, meanwhile)
+        except errors.CaptureError as error:
+            if str(error) != BATCHES_DIFFER:
+                raise
+        _programs_with_other_batches.add(program)
+        meanwhile = None
+    return _attempt({**fields, "runs_all_batches": True}, words_of(target), policy, on_progress, meanwhile)
 
 
 def _attempt(

@@ -14,6 +14,7 @@ from tightfit.capture.patches.manifest import (
     RUN_BACKWARD,
     SET_VERSIONS,
     STORAGE_USES,
+    TOP_SAVED_HOOKS,
 )
 from tightfit.errors.private_names import Name, known, operators, require
 
@@ -146,11 +147,6 @@ MADE_AGAIN = known(
     first="2.11",
     is_checked=False,
 )
-TOP_SAVED_HOOKS = known(
-    "torch._C._autograd:_top_saved_tensors_default_hooks",
-    "to leave alone what is saved where the program has hooks of its own",
-    "techniques torch_hooks",
-)
 
 _OF_SELECTION = "to run operators of our own outside of a selective checkpoint"
 DISPATCH_MODE = known("torch.utils._python_dispatch:_get_current_dispatch_mode", _OF_SELECTION, "torch_hooks")
@@ -219,9 +215,6 @@ IN_USERS_PROCESS: tuple[Name, ...] = (
         "to refuse backward passes for many gradients at once",
         "techniques",
     ),
-    known(
-        "torch._C._functorch:peek_interpreter_stack", "to compare nothing within torch.func transforms", "techniques"
-    ),
     known("torch._C:_are_functorch_transforms_active", "to refuse what torch.func transforms would see", "techniques"),
     known(
         "torch.autograd.forward_ad:_current_level", "to refuse what forward-mode derivatives would see", "techniques"
@@ -237,7 +230,6 @@ IN_USERS_PROCESS: tuple[Name, ...] = (
         "techniques",
     ),
     # Tensors and storages.
-    known("torch:Tensor._is_view", "to see whether a tensor is a view", "techniques"),
     known("torch:_disable_dynamo", "to keep the compiler out of code of ours, without importing it", "techniques"),
     known("torch:_foreach_mul_", "to scale gradients in few kernels", "techniques"),
     # Hooks and parts of modules, tensors and optimizers.

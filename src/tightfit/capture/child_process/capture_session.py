@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -27,6 +27,7 @@ from tightfit.capture.patches.cuda_api import CudaApi
 from tightfit.capture.patches.loading import largest_batch, loaders
 from tightfit.capture.patches.loading.loading_times import LoadingTimes
 from tightfit.capture.steps.detector import StepWatch
+from tightfit.capture.steps.micro_batches.alike_batches import AlikeBatches
 from tightfit.capture.targets.target_kinds import Script, Target, generator_on, run_script
 from tightfit.devices.catalogue import find
 from tightfit.effects.random_operators import draws
@@ -50,7 +51,8 @@ WHEN_TAKEN: "list[Callable[[CaptureSession], None]]" = []
 
 class CaptureSession:
     """Gives this process the virtual card `device`, for one run of a target. `with_effects`: side effects of modules and of the program are
-    watched too. `used_bytes` of the card are held by other processes. `world`: the process is one of a distributed program."""
+    watched too. `used_bytes` of the card are held by other processes. `world`: the process is one of a distributed program. `differs` ends the process where a micro-batch that
+    was taken for one like those before goes on otherwise; without it all of them are run."""
 
     def __init__(
         self,
@@ -63,6 +65,7 @@ class CaptureSession:
         follows: Coverage | None = None,
         until: tuple[str, int] | None = None,
         world: World | None = None,
+        differs: Callable[[], NoReturn] | None = None,
     ) -> None:
         self.device, self._until = find(device), until
         self.recorder = Recorder()
@@ -105,6 +108,7 @@ class CaptureSession:
             follows=follows,
             until=until,
             watches_effects=with_effects,
+            batches=None if differs is None else AlikeBatches(self.gpu, differs),
         )
         self._weights = WeightsOnCard(self.gpu)
         self.watch.on_prediction = self._weights.note

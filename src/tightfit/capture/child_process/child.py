@@ -39,13 +39,15 @@ if TYPE_CHECKING:
 
 _SECONDS_TO_TRY_AGAIN = 0.2
 _MOST_BYTES_SAID = 4096
+BATCHES_DIFFER = "micro-batches that looked alike turned out to differ"
+"""The message of an error that only whoever asked for the trace sees."""
 _REPORTED_PACKAGES = ("transformers", "accelerate", "peft", "diffusers", "lightning", "torchvision", "timm")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """The request to the child. `device` is a name of the catalogue or a path; `target` is a `Target` as a dict with its `kind`,
-    `world` a `tightfit.capture.collectives.world.World` as a dict, `preparation` a `tightfit.capture.trace.Preparation` as a dict.
+    `world` a `tightfit.capture.collectives.world.World` as a dict, `runs_all_batches`: micro-batches that are alike are run too, `preparation` a `tightfit.capture.trace.Preparation` as a dict.
     """
 
     target: dict[str, Any]
@@ -63,6 +65,7 @@ class Request:
     until: list[Any] | None = None
     largest_batch_from: int | None = None
     follows_threads: bool = False
+    runs_all_batches: bool = True
     world: dict[str, Any] | None = None
 
 
@@ -99,6 +102,12 @@ def leave(path: str, answer: dict[str, Any]) -> NoReturn:
     # Neither the program's threads and exit handlers nor the teardown of an interpreter whose torch was patched
     # may change the answer, or keep the process alive.
     os._exit(0)
+
+
+def _batches_differ(path: str, closed_in: ClosedIn) -> NoReturn:
+    """Ends the process: this trace is not that of the program, and another one that runs all batches is."""
+    answer = {"ok": False, "kind": CaptureError.__name__, "message": BATCHES_DIFFER, "details": {}, "trace": ""}
+    leave(path, {**answer, "notes": closed_in.end()})
 
 
 def _num_examples() -> dict[int, int]:
@@ -153,6 +162,7 @@ def _trace(request: Request, path: str, closed_in: ClosedIn) -> Any:
         follows=None if request.follows is None else Coverage.from_json(request.follows),
         until=None if request.until is None else (request.until[0], request.until[1]),
         world=None if request.world is None else World(**request.world),
+        differs=None if request.runs_all_batches else lambda: _batches_differ(path, closed_in),
     )
     if request.largest_batch_from is not None:
         session.give_largest_batches(request.largest_batch_from)

@@ -45,16 +45,18 @@ def _accept_plans(module: types.ModuleType) -> None:
 
 def _mark_buckets(gpu: VirtualGpu) -> None:
     """What the reducer of DistributedDataParallel allocates when it is made, and when it has seen the order of the gradients, are its buckets."""
-    storages, table = gpu.storages, gpu.recorder.storages["category"]
+    storages, categories = gpu.storages, gpu.recorder.storages["category"]
 
     def marking(method: Any) -> Any:
         @functools.wraps(method)
         def marked(*args: Any, **kwargs: Any) -> Any:
-            first = len(table)
+            first = len(categories)
             try:
                 return method(*args, **kwargs)
             finally:
-                storages.mark_since(first, Category.COMMUNICATION)
+                for index in storages.indices():
+                    if index >= first and categories[index] == Category.TEMPORARIES:
+                        categories[index] = Category.COMMUNICATION
 
         return marked
 

@@ -1,7 +1,7 @@
 """The storages of virtual tensors, recorded as allocated and freed as the caching allocator would see it."""
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -56,25 +56,35 @@ class DeviceStorages:
             reference.address, reference.index = address, self._recorder.allocate(num_bytes, category)
             self.references[address] = reference
 
-    def _freed(self, reference: StorageReference) -> None:
+    def follow(self, tensor: torch.Tensor, index: int) -> None:
+        """Takes the storage of `tensor` for the one with that index, which the tape has as allocated already."""
+        storage = tensor.untyped_storage()
+        reference = StorageReference(storage, self._freed)
+        reference.address, reference.index = storage._cdata, index
+        self._known_values.forget(reference.address)
+        self._conditions.forget(reference.address)
+        self.references[reference.address] = reference
+
+    def unfollow(self, indices: Collection[int]) -> set[int]:
+        """Leaves it to the caller to record these storages as freed; returns those of them that were alive."""
+        found = [reference for reference in self.references.values() if reference.index in indices]
+        for reference in found:
+            self._freed(reference, is_noted=False)
+        return {reference.index for reference in found}
+
+    def _freed(self, reference: StorageReference, *, is_noted: bool = True) -> None:
         # All that is known by the address goes with it: another storage may be made there at once.
         del self.references[reference.address]
         self._known_values.forget(reference.address)
         self._conditions.forget(reference.address)
-        self._recorder.free(reference.index)
+        if is_noted:
+            self._recorder.free(reference.index)
 
     def mark(self, tensors: Iterable[torch.Tensor], category: Category) -> None:
         """What was temporary, or saved for backward, of `tensors` counts as `category`."""
         categories = self._recorder.storages["category"]
         for index in map(self.index_of, tensors):
             if index is not None and categories[index] in (Category.TEMPORARIES, Category.ACTIVATIONS):
-                categories[index] = category
-
-    def mark_since(self, first: int, category: Category) -> None:
-        """What was allocated from the tape's index `first` on, and is alive, counts as `category` where it was temporary."""
-        categories = self._recorder.storages["category"]
-        for index in self.indices():
-            if index >= first and categories[index] == Category.TEMPORARIES:
                 categories[index] = category
 
     def resize_storage(self, storage: torch.UntypedStorage, num_bytes: int) -> None:

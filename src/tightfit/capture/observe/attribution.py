@@ -5,6 +5,7 @@ either; there the place of the forward operator that made the node is taken, fou
 just before the forward operator is dispatched.
 """
 
+import contextlib
 import os
 import re
 import sys
@@ -43,7 +44,10 @@ class Attribution:
         self.recorder = recorder
         self.modules: list[torch.nn.Module] = []
         self._paths: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
-        self._forward_places: dict[int, tuple[int, int]] = {}
+        # By the sequence numbers of nodes. Each thread has its own, so that those of a recomputation, on autograd's, are numbers of a forward pass too: they
+        # are kept apart by how many backward passes are around the one that runs them.
+        self._places: list[dict[int, tuple[int, int]]] = [{}]
+        self._depth = 0
         self._is_user_code: dict[CodeType, bool] = {}
         self._lines: dict[tuple[CodeType, int], int] = {}
         self.call_code: CodeType | None = None
@@ -59,22 +63,35 @@ class Attribution:
         if in_backward and not self.modules:
             node = torch._C._current_autograd_node()
             if node is not None:
-                return self._forward_places.get(node._sequence_nr(), (0, 0))
+                return self._places[self._depth].get(node._sequence_nr(), (0, 0))
         place = (self.path_of(self.modules[-1]) if self.modules else 0, self.line())
         if in_backward:
-            line = place[1] or self._forward_places.get(_sequence_number_of_running_node(), (0, 0))[1]
+            line = place[1] or self._places[self._depth].get(_sequence_number_of_running_node(), (0, 0))[1]
             place = (place[0], line)
-            # With create_graph=True, or in a recomputation, operators of a backward pass make nodes as well.
-            self._forward_places[torch.autograd._get_sequence_nr() - 1] = place
+            # In a recomputation operators make nodes as well, which a reentrant checkpoint runs in a backward pass of its own.
+            if len(self._places) == self._depth + 1:
+                self._places.append({})
+            self._places[self._depth + 1][torch.autograd._get_sequence_nr() - 1] = place
         elif torch.is_grad_enabled():
             # The first operator that finds a number as the latest is the one that it was assigned for;
             # operators without gradients after it find the same number.
-            self._forward_places.setdefault(torch.autograd._get_sequence_nr() - 1, place)
+            self._places[0].setdefault(torch.autograd._get_sequence_nr() - 1, place)
         return place
 
     def forget_graph(self) -> None:
         """The backward pass is over: the sequence numbers of its graph are no longer needed."""
-        self._forward_places.clear()
+        self._places = [{}]
+
+    @contextlib.contextmanager
+    def inner_backward(self) -> Iterator[None]:
+        """Around a backward pass within another one, of a recomputation's own graph."""
+        self._depth += 1
+        if len(self._places) == self._depth:
+            self._places.append({})
+        try:
+            yield
+        finally:
+            self._depth -= 1
 
     def line(self) -> int:
         """The innermost line of the user's own code, as an index of strings; 0 where there is none on this thread.

@@ -65,6 +65,11 @@ SLOTS = (
 LOADER_ITERATOR = known(
     "torch.utils.data.dataloader:_BaseDataLoaderIter", "to see which batches are taken", "capture/patches torch_hooks"
 )
+TOP_SAVED_HOOKS = known(
+    "torch._C._autograd:_top_saved_tensors_default_hooks",
+    "to leave alone what is saved where the program has hooks of its own",
+    "capture/steps techniques torch_hooks",
+)
 FETCHER, MAP_FETCHER, ITERABLE_FETCHER = (
     known(path, "to tell how long loading a batch takes", "capture/patches")
     for path in (
@@ -109,6 +114,13 @@ IN_BOTH: tuple[Name, ...] = (
         is_checked=False,
     ),
     LOADER_ITERATOR,
+    TOP_SAVED_HOOKS,
+    known(
+        "torch._C._functorch:peek_interpreter_stack",
+        "to compare and repeat nothing within torch.func transforms",
+        "capture/steps techniques",
+    ),
+    known("torch:Tensor._is_view", "to see whether a tensor is a view", "capture/steps techniques"),
     RUN_BACKWARD,
     SET_VERSIONS,
     GRAPH_TASK_ID,
@@ -338,7 +350,7 @@ IN_CHILD: tuple[Name, ...] = (
     known(
         "torch._C:_DisableTorchDispatch",
         "to make tensors without data that no mode takes for the program's",
-        "capture/dispatch",
+        "capture/dispatch capture/steps",
     ),
     known("torch:Tensor._make_subclass", "to make tensors without data as torch does", "capture/dispatch"),
     known("torch._C:_swap_tensor_impl", "to keep a parameter the same object when it moves", "capture/patches"),

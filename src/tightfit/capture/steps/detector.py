@@ -15,6 +15,7 @@ from tightfit.capture.after_steps.fast_forward import FastForward
 from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.capture.steps.category_marks import CategoryMarks
 from tightfit.capture.steps.effects.effect_watch import EffectWatch
+from tightfit.capture.steps.micro_batches.alike_batches import AlikeBatches
 from tightfit.capture.steps.step_hooks import StepHooks
 from tightfit.capture.steps.wrapping_optimizers import holds_another
 from tightfit.tape import Coverage, Phase, SpanKind
@@ -55,7 +56,8 @@ class StepWatch:
     """Follows phases through torch's own entry points. `on_end` is called once, when the trace ends: after `num_steps` steps of a generator, or
     when `after`, which follows a script's steps, has come to its end.
 
-    `on_step` is called whenever a step is over. With `watches_effects` modules and gradients are watched for side effects.
+    `on_step` is called whenever a step is over. With `watches_effects` modules and gradients are watched for side effects. `batches` answers micro-batches
+    that are alike.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class StepWatch:
         follows: Coverage | None = None,
         until: tuple[str, int] | None = None,
         watches_effects: bool = False,
+        batches: AlikeBatches | None = None,
     ) -> None:
         self.gpu = gpu
         self.num_steps = num_steps
@@ -78,6 +81,7 @@ class StepWatch:
         self.predicts_only = False
         self.has_ended = False
         self._marks = CategoryMarks(gpu)
+        self._batches = batches
         self.after = (
             None
             if by_yield
@@ -101,7 +105,7 @@ class StepWatch:
         self.gpu.recorder.span("set-up", SpanKind.SETUP)
         if self.after is not None:
             self.after.install()
-        StepHooks(self.gpu, self, self._marks, self.effects).install()
+        StepHooks(self.gpu, self, self._marks, self.effects, self._batches).install()
 
     def begin_step(self, *, is_call: bool = False) -> bool:
         """A forward pass with gradients (`is_call`), a backward pass or an optimizer's step is about to run; whether a step begins with it."""

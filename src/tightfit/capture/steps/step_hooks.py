@@ -14,6 +14,7 @@ from tightfit.capture.steps.category_marks import CategoryMarks
 from tightfit.capture.steps.effects.effect_watch import EffectWatch
 from tightfit.capture.steps.growing_calls import GrowingCalls
 from tightfit.capture.steps.loops import loop_around
+from tightfit.capture.steps.micro_batches.alike_batches import AlikeBatches
 from tightfit.capture.steps.repetition import Repetition
 from tightfit.errors import CaptureError
 from tightfit.tape import Phase, SpanKind
@@ -24,6 +25,7 @@ class Steps(Protocol):
 
     after: FastForward | None
     by_yield: bool
+    num_ended: int
 
     def begin_step(self, *, is_call: bool = False) -> bool:
         """Something of a step is about to run; whether a step begins with it."""
@@ -45,8 +47,16 @@ class Steps(Protocol):
 class StepHooks:
     """Follows phases through torch's own entry points, and tells `watch` of backward passes and optimizers' steps."""
 
-    def __init__(self, gpu: VirtualGpu, watch: Steps, marks: CategoryMarks, effects: EffectWatch | None) -> None:
+    def __init__(
+        self,
+        gpu: VirtualGpu,
+        watch: Steps,
+        marks: CategoryMarks,
+        effects: EffectWatch | None,
+        batches: AlikeBatches | None,
+    ) -> None:
         self._gpu = gpu
+        self._batches = batches
         self._watch = watch
         self._marks = marks
         self._effects = effects
@@ -68,12 +78,14 @@ class StepHooks:
             self._refuse_in_a_thread("runs a backward pass")
             # A reentrant checkpoint runs a pass inside of a pass: it is part of the outer one.
             if outer == Phase.BACKWARD:
-                return run_backward(*args, **kwargs)
+                with self._gpu.attribution.inner_backward():
+                    return run_backward(*args, **kwargs)
             self._watch.begin_step()
             recorder.loops.add(loop_around(sys._getframe()))
             self._marks.watch_leaves(args[0])
             self._marks.mark_activations()
-            if self._effects is not None:
+            batches = self._batches
+            if self._effects is not None and not (batches is not None and batches.answers.is_waiting):
                 self._effects.backward(args[0], args[1:], kwargs)
             recorder.phase = Phase.BACKWARD
             # A module may run parts of its forward backwards before it returns; what runs then is not its own but that of the parts.
@@ -81,7 +93,9 @@ class StepHooks:
             around = modules[:]
             modules.clear()
             try:
-                return run_backward(*args, **kwargs)
+                if batches is None:
+                    return run_backward(*args, **kwargs)
+                return batches.backward(args[0], args[1:], kwargs, lambda: run_backward(*args, **kwargs))
             finally:
                 modules[:] = around
                 if self._gpu.on_backward_end is not None:
@@ -107,6 +121,8 @@ class StepHooks:
 
         def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
             self._refuse_in_a_thread("steps an optimizer")
+            if self._batches is not None:
+                self._batches.answers.settle()
             self._watch.begin_step()
             self._marks.mark_gradients()
             if self._effects is not None:
@@ -163,7 +179,9 @@ class StepHooks:
         repetition = Repetition(self._gpu)
         repetition.install()
         growing = GrowingCalls(self._gpu)
-        effects = self._effects
+        if self._batches is not None:
+            self._batches.answers.install()
+        effects, after = self._effects, self._watch.after
 
         def inside(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             modules.append(module)
@@ -199,6 +217,9 @@ class StepHooks:
                         returned = repetition.call(module, args, kwargs, lambda: inside(module, *args, **kwargs))
                     self._watch.after_prediction()
                     return returned
+                if self._batches is not None and torch.is_grad_enabled() and not (after is not None and after.is_on):
+                    step = self._watch.num_ended
+                    return self._batches.call(module, args, kwargs, step, lambda: inside(module, *args, **kwargs))
             return inside(module, *args, **kwargs)
 
         replace(torch.nn.Module, __call__=watched)

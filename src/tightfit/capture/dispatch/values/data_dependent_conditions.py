@@ -74,6 +74,10 @@ class DataDependentConditions:
     def _is_of_infinite(self, value: Any) -> bool:
         return not self._not_finite.isdisjoint(_addresses(value))
 
+    def is_about(self, tensor: torch.Tensor) -> bool:
+        """Whether something of its values is known: that they are true, or say where there is no number."""
+        return self.holds(tensor) or self._is_of_infinite(tensor)
+
     def written(self, targets: Iterable[torch.Tensor]) -> None:
         """Tensors were written to: what they say is not known any more."""
         if self._not_finite:

@@ -32,12 +32,38 @@ class Unknown(Exception):
     """The value is not known."""
 
 
+class ToldValues:
+    """Which of some tensors told the program something, of their known values or of what was computed of them. Each has a bit; those that were drawn have one too."""
+
+    DRAWN = 1
+
+    def __init__(self, watched: Iterable[torch.Tensor]) -> None:
+        self.told = 0
+        self._of = {tensor.untyped_storage()._cdata: 2 << number for number, tensor in enumerate(watched)}
+
+    def bits(self, values: Iterable[torch.Tensor]) -> int:
+        """Of what the values of these tensors were computed."""
+        bits = 0
+        for tensor in values:
+            if isinstance(tensor, FakeTensor) and tensor.layout == torch.strided:
+                bits |= self._of.get(tensor.untyped_storage()._cdata, 0)
+        return bits
+
+    def note(self, operator: OpOverload, arguments: Sequence[Any], results: Iterable[torch.Tensor]) -> None:
+        """An operator has computed these results."""
+        bits = self.bits(tensors(arguments)) | (self.DRAWN if torch.Tag.nondeterministic_seeded in operator.tags else 0)
+        for tensor in results:
+            if isinstance(tensor, FakeTensor) and tensor.layout == torch.strided:
+                self._of[tensor.untyped_storage()._cdata] = bits
+
+
 class KnownValues:
-    """Known values by the address of the virtual storage."""
+    """Known values by the address of the virtual storage. `told`, while it is given, learns of those that the host reads."""
 
     def __init__(self) -> None:
+        self.told: ToldValues | None = None
         self._storages: dict[int, torch.UntypedStorage] = {}
-        self._random_state = torch.Generator().manual_seed(0).get_state()
+        self.random_state = torch.Generator().manual_seed(0).get_state()
 
     def adopt(self, virtual: torch.Tensor, values: torch.Tensor) -> None:
         """Keeps `values` for the new storage of `virtual`, if it is small."""
@@ -59,6 +85,8 @@ class KnownValues:
         """
         if not self.known(virtual):
             raise Unknown
+        if self.told is not None:
+            self.told.told |= self.told.bits((virtual,))
         storage = self._storages[virtual.untyped_storage()._cdata]
         return torch.empty(0, dtype=virtual.dtype).set_(
             storage, virtual.storage_offset(), virtual.size(), virtual.stride()
@@ -89,27 +117,37 @@ class KnownValues:
         outputs: Sequence[torch.Tensor],
     ) -> None:
         """Computes the values of the outputs of an operator, and of what it writes to, where those of its arguments are known."""
-        first = next(tensors(args), None)
-        targets = list(written(operator, args, kwargs)) if known.is_mutable else []
-        small = all(map(is_small, outputs))
-        # A factory has no tensor among its arguments; its values are known by its arguments alone (`arange`,
-        # `zeros`).
-        if small and (first is None or not isinstance(first, FakeTensor) or self.known(first)):
-            try:
-                values = self.run(operator, args, kwargs)
-            except Unknown:
-                pass
-            else:
-                if not targets:
-                    for tensor, value in zip(
-                        outputs, tensors(values if isinstance(values, list | tuple) else (values,)), strict=True
-                    ):
-                        self.adopt(tensor, value)
-                return
-        if small and operator in LOGICAL:
-            with contextlib.suppress(Unknown):
-                self.adopt(outputs[0], self.decided(operator, args))
-        self.forget_written(targets)
+        told, self.told = self.told, None
+        try:
+            first = next(tensors(args), None)
+            targets = list(written(operator, args, kwargs)) if known.is_mutable else []
+            small = all(map(is_small, outputs))
+            # A factory has no tensor among its arguments; its values are known by its arguments alone (`arange`,
+            # `zeros`).
+            if small and (first is None or not isinstance(first, FakeTensor) or self.known(first)):
+                try:
+                    values = self.run(operator, args, kwargs)
+                except Unknown:
+                    pass
+                else:
+                    if not targets:
+                        for tensor, value in zip(
+                            outputs, tensors(values if isinstance(values, list | tuple) else (values,)), strict=True
+                        ):
+                            self.adopt(tensor, value)
+                    return
+            if small and operator in LOGICAL:
+                with contextlib.suppress(Unknown):
+                    self.adopt(outputs[0], self.decided(operator, args))
+            self.forget_written(targets)
+        finally:
+            self.told = told
+            if told is not None:
+                told.note(
+                    operator,
+                    (*args, *kwargs.values()),
+                    (*outputs, *(written(operator, args, kwargs) if known.is_mutable else ())),
+                )
 
     def run(self, operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The result of `operator` on the known values of its arguments.
@@ -127,7 +165,7 @@ class KnownValues:
             raise Unknown from error
         finally:
             if outer is not None:
-                self._random_state = torch.get_rng_state()
+                self.random_state = torch.get_rng_state()
                 torch.set_rng_state(outer)
 
     def decided(self, operator: OpOverload, args: Sequence[Any]) -> torch.Tensor:
@@ -151,7 +189,7 @@ class KnownValues:
     def _exchange_random_state(self) -> torch.Tensor:
         """The card has a random state of its own: what it draws leaves the host's random state as it is."""
         outer = torch.get_rng_state()
-        torch.set_rng_state(self._random_state)
+        torch.set_rng_state(self.random_state)
         return outer
 
     def _value_of(self, value: Any) -> Any:

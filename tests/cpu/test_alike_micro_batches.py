@@ -1,0 +1,388 @@
+"""A trace that repeats the rows of micro-batches that are alike has the tape of one that runs them all, and runs those that are not."""
+
+import dataclasses
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tightfit.capture.targets.target_kinds import Script
+from tightfit.capture.trace import trace
+from tightfit.tape import EventKind, Phase, Tape
+
+_REPEATED = "the micro-batches of a step are alike"
+
+_HEAD = """
+import random
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+random.seed(0)
+torch.manual_seed(0)
+
+class Block(nn.Module):
+    def __init__(self, width=32):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 64), nn.Linear(64, width)
+        self.calls = 0
+    def forward(self, x):
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), 0.1)
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(64, 32)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(32, 64)
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+def batch(length=16):
+    return torch.randint(0, 64, (2, length)).cuda()
+
+def loss_of(model, ids):
+    return F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+"""
+
+_LOOP = """
+model = Model().cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(4):
+    for number in range(5):
+        {body}
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def _loop(*body: str, before: str = "") -> str:
+    return _HEAD + before + _LOOP.format(body="\n        ".join(body))
+
+
+_PLAIN = ("ids = batch()", "loss = loss_of(model, ids)", "loss.backward()")
+
+ALIKE = {
+    "a loss that the program computes": _loop(*_PLAIN),
+    "nothing held": _loop("(loss_of(model, batch()) / 5).backward()"),
+    "losses that are logged": _loop(*_PLAIN, "total = loss.item()"),
+    "a result that is kept for a while": _loop(
+        "ids = batch()", "logits = model(ids)", "F.cross_entropy(logits.flatten(0, 1), ids.flatten()).backward()"
+    ),
+    "results that are kept": _loop(
+        "ids = batch()",
+        "logits = model(ids)",
+        "seen.append(logits.detach())",
+        "F.cross_entropy(logits.flatten(0, 1), ids.flatten()).backward()",
+        before="seen = []\n",
+    ),
+    "autocast with a scaler": _loop(
+        "ids = batch()",
+        "with torch.autocast('cuda', torch.float16):",
+        "    loss = loss_of(model, ids)",
+        "scaler.scale(loss).backward()",
+        before="scaler = torch.amp.GradScaler('cuda')\n",
+    ),
+    "checkpointed blocks": _loop(
+        *_PLAIN,
+        before="""
+from torch.utils.checkpoint import checkpoint
+class Model(Model):
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+""",
+    ),
+    "reentrant checkpoints behind a leaf": _loop(
+        *_PLAIN,
+        before="""
+from torch.utils.checkpoint import checkpoint
+class Model(Model):
+    def forward(self, ids):
+        x = self.embedding(ids).detach().requires_grad_()
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return self.head(x)
+""",
+    ),
+    "a mask of ones that is read": _loop(
+        "ids, mask = batch(), torch.ones(2, 16).cuda().bool()",
+        "loss = F.cross_entropy(model(ids, mask).flatten(0, 1), ids.flatten())",
+        "loss.backward()",
+        before="""
+class Model(Model):
+    def forward(self, ids, mask):
+        x = super().forward(ids)
+        return x if mask.all() else x * mask[..., None]
+""",
+    ),
+    "a dictionary with a loss in it": _loop(
+        "ids = batch()",
+        "out = model(ids)",
+        "out['loss'].backward()",
+        before="""
+class Model(Model):
+    def forward(self, ids):
+        logits = super().forward(ids)
+        return {'loss': F.cross_entropy(logits.flatten(0, 1), ids.flatten()), 'logits': logits, 'note': 'text'}
+""",
+    ),
+    "an object with keys and values": _loop(
+        "ids = batch()",
+        "logits, cache = model(ids)",
+        "F.cross_entropy(logits.flatten(0, 1), ids.flatten()).backward()",
+        before="""
+class Cache:
+    def __init__(self):
+        self.layers, self.kind = [], Cache
+class Model(Model):
+    def forward(self, ids):
+        cache, x = Cache(), self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+            cache.layers.append({'keys': x * 2, 'length': 16})
+        return self.head(x), cache
+""",
+    ),
+    "zeros for gradients": _loop(*_PLAIN).replace("zero_grad()", "zero_grad(set_to_none=False)"),
+    "a teacher beside": _loop(
+        "ids = batch()",
+        "with torch.no_grad():",
+        "    wanted = teacher(ids)",
+        "F.mse_loss(model(ids), wanted).backward()",
+        before="teacher = Model().cuda()\n",
+    ),
+    "a layer that is frozen": _loop(*_PLAIN, before="").replace(
+        "optimizer = ", "model.embedding.requires_grad_(False)\noptimizer = "
+    ),
+    "clipping and a scheduler": _loop(*_PLAIN).replace(
+        "    optimizer.step()", "    nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n    optimizer.step()"
+    ),
+}
+
+OTHERS = {
+    "lengths that differ": _loop("ids = batch(16 + number)", *_PLAIN[1:]),
+    "masks that differ": ALIKE["a mask of ones that is read"].replace(
+        "torch.ones(2, 16).cuda().bool()", "(torch.arange(32).reshape(2, 16) < 32 - number).cuda()"
+    ),
+    "a counter that decides": _loop(
+        *_PLAIN,
+        before="""
+class Model(Model):
+    calls = 0
+    def forward(self, ids):
+        self.calls += 1
+        x = super().forward(ids)
+        return x * 2 if self.calls % 4 == 0 else x
+""",
+    ),
+    "a global that decides": _loop(
+        "phase = number",
+        *_PLAIN,
+        before="""
+class Model(Model):
+    def forward(self, ids):
+        x = super().forward(ids)
+        return x * 2 if phase == 4 else x
+""",
+    ),
+    "layers that are dropped by torch's generator": _loop(
+        *_PLAIN,
+        before="""
+class Block(Block):
+    def forward(self, x):
+        return x if torch.rand([]) < 0.1 else super().forward(x)
+""",
+    ),
+    "layers that are dropped by Python's": _loop(
+        *_PLAIN,
+        before="""
+class Block(Block):
+    def forward(self, x):
+        return x if random.random() < 0.1 else super().forward(x)
+""",
+    ),
+    "a model that keeps something of each call": _loop(
+        *_PLAIN,
+        before="""
+class Model(Model):
+    def forward(self, ids):
+        x = super().forward(ids)
+        self.last = x.detach().mean()
+        return x
+""",
+    ),
+    "a hook that collects": _loop(*_PLAIN).replace(
+        "for step in",
+        "seen = []\nmodel.blocks[0].register_forward_hook(lambda m, i, o: seen.append(o.detach()))\nfor step in",
+    ),
+    "a backward pass under autocast": _loop(
+        "with torch.autocast('cuda', torch.bfloat16):",
+        "    loss = loss_of(model, batch())",
+        "    loss.backward()",
+    ),
+    "saved tensors that are packed": _loop(
+        "with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x):",
+        "    loss = loss_of(model, batch())",
+        "loss.backward()",
+    ),
+    "a hook of a weight": _loop(*_PLAIN).replace(
+        "for step in",
+        "seen = []\nmodel.head.weight.register_hook(lambda g: seen.append(g) if number == 4 else None)\nfor step in",
+    ),
+    "two calls for one backward pass": _loop(
+        "(loss_of(model, batch()) + loss_of(model, batch())).backward()",
+    ),
+    "a penalty on the weights": _loop(
+        *_PLAIN[:2],
+        "(loss + 0.1 * model.head.weight.square().sum()).backward()",
+    ),
+    "a graph that is kept": _loop(*_PLAIN[:2], "loss.backward(retain_graph=True)"),
+    "statistics of batch norms": _loop(
+        *_PLAIN,
+        before="""
+class Block(Block):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16)
+""",
+    ),
+    "data at the host": _loop(
+        "ids = torch.randint(0, 64, (2, 16))",
+        "loss = loss_of(model, ids)",
+        "loss.backward()",
+        before="""
+def loss_of(model, ids):
+    return F.cross_entropy(model(ids).flatten(0, 1), ids.cuda().flatten())
+class Model(Model):
+    def forward(self, ids):
+        return super().forward(ids.cuda())
+""",
+    ),
+}
+
+CHANGED_LATER = {
+    "a result that is changed in place": _loop(
+        "ids = batch()",
+        "logits = model(ids)",
+        "(F.relu(logits, inplace=True) if number == 4 else logits).square().mean().backward()",
+    ),
+    "a result that has a gradient with other strides": _loop(
+        "ids = batch()",
+        "logits = model(ids)",
+        "(F.relu(logits, inplace=True) if number == 4 else logits).sum().backward()",
+    ),
+    "a call that is not run backwards": _loop(*_PLAIN[:2], "if step < 2 or number < 4: loss.backward()"),
+    "a result with another part in the loss": _loop(
+        "ids = batch()",
+        "one, other = model(ids)",
+        "(one if number < 4 else one + other).sum().backward()",
+        before="""
+class Model(Model):
+    def forward(self, ids):
+        x = super().forward(ids)
+        return x, x * 2
+""",
+    ),
+    "a penalty in the last one": _loop(
+        *_PLAIN[:2],
+        "if number == 4: loss = loss + 0.1 * model.head.weight.square().sum()",
+        "loss.backward()",
+    ),
+    "a graph that is kept once": _loop(*_PLAIN[:2], "loss.backward(retain_graph=number == 4)"),
+}
+
+
+def _differences(one: Tape, other: Tape) -> list[str]:
+    found = []
+    for field in dataclasses.fields(Tape):
+        name = field.name
+        a, b = getattr(one, name), getattr(other, name)
+        if name == "assumptions":
+            b = tuple(each for each in b if _REPEATED not in each.what)
+        if not dataclasses.is_dataclass(a):
+            found += [name] if a != b and name != "strings" else []
+            continue
+        for column in (each.name for each in dataclasses.fields(a)):
+            x, y = getattr(a, column), getattr(b, column)
+            if (name, column) in _NAMES:
+                x, y = np.array(one.strings)[x], np.array(other.strings)[y]
+            if (name, column) == ("events", "storage"):
+                x, y = _frees_in_order(one), _frees_in_order(other)
+            if not np.array_equal(x, y):
+                found.append(f"{name}.{column}")
+    return found
+
+
+def _frees_in_order(tape: Tape) -> list[int]:
+    """The storages of the events. Autocast's copies of weights are freed in the order of their addresses, which is another one in each run."""
+    rows = list(
+        zip(tape.events.operator.tolist(), tape.events.kind.tolist(), tape.events.storage.tolist(), strict=True)
+    )
+    groups = itertools.groupby(rows, key=lambda row: (row[:2], None if row[1] == EventKind.FREE else row[2]))
+    return [storage for _, group in groups for storage in sorted(row[2] for row in group)]
+
+
+# Indices of strings, which are found in another order.
+_NAMES = {
+    *(("operators", name) for name in ("name", "module", "line", "dtype")),
+    *(("weights", "module"), ("spans", "name"), ("spans", "kind")),
+}
+
+
+def _tapes(folder: Path, program: str, *, with_effects: bool) -> tuple[Tape, Tape]:
+    path = folder / "train.py"
+    path.write_text(program)
+    script = Script(path=str(path), arguments=())
+    return tuple(
+        trace(script, label="train.py", device="RTX 4090", with_effects=with_effects, runs_all_batches=runs_all).tape
+        for runs_all in (True, False)
+    )
+
+
+def _is_repeated(tape: Tape) -> bool:
+    return any(_REPEATED in each.what for each in tape.assumptions)
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_the_tape_of_alike_micro_batches_is_that_of_a_trace_that_runs_them_all(name: str, tmp_path: Path) -> None:
+    every, alike = _tapes(tmp_path, ALIKE[name], with_effects=len(name) % 2 == 0)
+    assert _is_repeated(alike)
+    assert not _is_repeated(every)
+    assert not _differences(every, alike)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_micro_batches_that_may_differ_are_run(name: str, tmp_path: Path) -> None:
+    every, alike = _tapes(tmp_path, OTHERS[name], with_effects=False)
+    assert not _is_repeated(alike)
+    assert not _differences(every, alike)
+
+
+@pytest.mark.parametrize("name", CHANGED_LATER)
+def test_a_trace_is_begun_again_where_a_micro_batch_that_was_answered_goes_on_otherwise(
+    name: str, tmp_path: Path
+) -> None:
+    every, alike = _tapes(tmp_path, CHANGED_LATER[name], with_effects=False)
+    assert not _is_repeated(alike)
+    assert not _differences(every, alike)
+
+
+def test_operators_of_a_backward_pass_have_the_places_of_their_forward_beside_recomputed_ones(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(ALIKE["checkpointed blocks"].replace("range(2)", "range(6)"))
+    script = Script(path=str(path), arguments=())
+    operators = trace(script, label="train.py", device="RTX 4090", runs_all_batches=True).tape.operators
+
+    at = np.flatnonzero(operators.phase == Phase.BACKWARD)
+    passes = np.split(at, np.flatnonzero(np.diff(at) > 1) + 1)
+    places = [tuple(zip(operators.name[p], operators.module[p], operators.line[p], strict=True)) for p in passes]
+    # The first of a step makes gradients, the others add to them.
+    assert len(places) == 15
+    assert len(set(places)) == 2
