@@ -20,6 +20,7 @@ aten = torch.ops.aten
 
 Check = Callable[[Sequence[Any], Mapping[str, Any]], None]
 
+_KINDS = (FakeTensor, torch.Tensor, torch.nn.Parameter)
 _NAMES = {
     torch.float16: "Half",
     torch.bfloat16: "BFloat16",
@@ -49,8 +50,13 @@ def check_arguments(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[s
         RuntimeError: the kernel would refuse them, with its words.
     """
     check = _CHECKS.get(operator)
-    if check is not None:
+    if check is not None and not any(map(_stands_in, args)):
         check(args, kwargs)
+
+
+def _stands_in(value: Any) -> bool:
+    """Whether a value stands in for a tensor, which it computes when it is asked for its dtype. Its class may be equal to that of a tensor."""
+    return isinstance(value, torch.Tensor) and not any(type(value) is kind for kind in _KINDS)
 
 
 def check_generator(generator: torch.Generator | None, *, is_of_host: bool) -> None:
