@@ -217,7 +217,10 @@ class _Run:
 
     def next_tokens(self, hidden: torch.Tensor, *, sorts: bool) -> None:
         """The next token behind each row of `hidden` (rows, width)."""
-        sample(self.head(hidden), restricts=sorts)
+        # Models that keep their residuals in float32 cast the states for their head.
+        weight = getattr(self.head, "weight", None)
+        is_cast = weight is not None and weight.is_floating_point() and weight.dtype.itemsize > 1
+        sample(self.head(hidden.to(weight.dtype) if is_cast else hidden), restricts=sorts)
 
     def cache_of(self, batch: int, num_tokens: int) -> Any:
         """The cache of `batch` requests of `num_tokens`; None where the model returns none."""
