@@ -14,9 +14,9 @@ from tightfit.errors import ApplyError
 from tightfit.errors.faults import answering, note
 from tightfit.planner.plan import Choice, Plan
 from tightfit.runtime.input_shapes import InputCheck, Inputs, Tell
+from tightfit.runtime.setting_kinds import settings_of
 from tightfit.techniques.registry import technique, techniques
 from tightfit.techniques.session import CHECK_STEPS, Session
-from tightfit.techniques.setting_kinds import settings_of
 from tightfit.techniques.technique import AbstractTechnique, check_each
 from tightfit.techniques.wrappers.forwards import copied_wrappers, take_off_copied
 from tightfit.torch_hooks.optimizer_step_hooks import is_called_by_step_hook

@@ -235,6 +235,7 @@ IN_USERS_PROCESS: tuple[Name, ...] = (
     # Hooks and parts of modules, tensors and optimizers.
     known("torch.nn.modules.batchnorm:_BatchNorm", "to tell batch norms", "techniques"),
     known("torch.nn.modules.conv:_ConvNd", "to tell convolutions", "techniques"),
+    known("torch.nn:Conv2d._conv_forward", "to see whether a script has put its own there", "techniques"),
     known("torch.nn.modules.dropout:_DropoutNd", "to tell dropouts", "techniques"),
     known("torch.nn:Module._compiled_call_impl", "to see whether a module was compiled in place", "techniques"),
     # The card: context, allocator, compiler.

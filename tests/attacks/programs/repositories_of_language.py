@@ -344,7 +344,7 @@ def exits_by_exception(t: Trial) -> None:
                 if i < len(self.exits):
                     answer = self.exits[i](x.mean(1))
                     answers.append(answer)
-                    entropy = torch.distributions.Categorical(logits=answer).entropy().mean()
+                    entropy = torch.distributions.Categorical(logits=answer, validate_args=True).entropy().mean()
                     if not self.training and float(entropy) < 1.9:
                         raise Exit(answer, i)
             return x, answers

@@ -26,6 +26,7 @@ from tightfit.capture.patches import eager, native, spawned, threads, torch_api
 from tightfit.capture.patches.cuda_api import CudaApi
 from tightfit.capture.patches.loading import largest_batch, loaders
 from tightfit.capture.patches.loading.loading_times import LoadingTimes
+from tightfit.capture.processes import process_role
 from tightfit.capture.steps.detector import StepWatch
 from tightfit.capture.steps.micro_batches.alike_batches import AlikeBatches
 from tightfit.capture.targets.target_kinds import Script, Target, generator_on, run_script
@@ -108,7 +109,7 @@ class CaptureSession:
             follows=follows,
             until=until,
             watches_effects=with_effects,
-            batches=None if differs is None else AlikeBatches(self.gpu, differs),
+            batches=None if differs is None else AlikeBatches(self.gpu, differs, process_role.has_plan),
         )
         self._weights = WeightsOnCard(self.gpu)
         self.watch.on_prediction = self._weights.note

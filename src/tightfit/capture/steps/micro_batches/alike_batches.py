@@ -19,15 +19,13 @@ from torch.utils._pytree import tree_flatten
 
 from tightfit.capture.dispatch.values.known_values import ToldValues
 from tightfit.capture.dispatch.virtual import VirtualGpu
-from tightfit.capture.patches.manifest import TOP_SAVED_HOOKS
-from tightfit.capture.processes.process_role import has_plan
 from tightfit.capture.steps.micro_batches.answered_batches import AnsweredBatches
 from tightfit.capture.steps.micro_batches.answered_call import Layout, Returned, layout_of, returned_by
 from tightfit.capture.steps.micro_batches.batch_state import BatchState
 from tightfit.capture.steps.micro_batches.graph_entries import Edge, entries
-from tightfit.capture.steps.micro_batches.micro_batch import Kept, MicroBatch, Places, observed, order_of_frees
+from tightfit.capture.steps.micro_batches.micro_batch import BatchPlaces, Kept, MicroBatch, observed, order_of_frees
 from tightfit.capture.steps.micro_batches.object_trees import PLAIN
-from tightfit.capture.steps.micro_batches.repeated_rows import Place, place_on
+from tightfit.capture.steps.micro_batches.repeated_rows import TapePlace, place_on
 from tightfit.effects.state import Snapshot
 
 NUM_ALIKE = 2
@@ -44,7 +42,7 @@ class _History:
 
     module: weakref.ref[torch.nn.Module]
     last: MicroBatch | None = None
-    places: Places | None = None
+    places: BatchPlaces | None = None
     state: Snapshot | None = None
     order: tuple[Kept, ...] = ()
     num_alike: int = 0
@@ -64,8 +62,8 @@ class _Open:
     told: ToldValues
     values: tuple[bytes | None, ...]
     given: tuple[int, ...]
-    begin: Place
-    end: Place
+    begin: TapePlace
+    end: TapePlace
     first_node: int
     end_of_nodes: int
     returned: Returned
@@ -73,9 +71,12 @@ class _Open:
 
 
 class AlikeBatches:
-    """Runs or answers the calls of root modules with gradients. `differs` ends the trace, which is begun again without this."""
+    """Runs or answers the calls of root modules with gradients. `differs` ends the trace, which is begun again without this. `has_plan` says whether the program has
+    put techniques on a model, which may do something else in the last micro-batch of a step: then all are run.
+    """
 
-    def __init__(self, gpu: VirtualGpu, differs: Callable[[], NoReturn]) -> None:
+    def __init__(self, gpu: VirtualGpu, differs: Callable[[], NoReturn], has_plan: Callable[[], bool]) -> None:
+        self._has_plan = has_plan
         self.answers = AnsweredBatches(gpu, differs)
         self._gpu = gpu
         self._histories: dict[Key, _History] = {}
@@ -131,7 +132,7 @@ class AlikeBatches:
         found = entries(roots, opened.first_node, opened.end_of_nodes) if is_plain else None
         if not found or not found.keys() <= set(opened.edges):
             return run()
-        begins: list[Place] = []
+        begins: list[TapePlace] = []
         layouts: dict[Edge, Layout | None] = {}
 
         def note(number: int, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -153,7 +154,7 @@ class AlikeBatches:
 
     def _key(self, module: torch.nn.Module, leaves: Sequence[Any], structure: Any) -> Key | None:
         """All but the state that a call depends on; None for one that is always run."""
-        if has_plan():
+        if self._has_plan():
             return None
         in_transform = torch._C._functorch.peek_interpreter_stack() is not None
         if torch.jit.is_tracing() or in_transform or self._gpu.has_side_streams or _hooks_saved_tensors():
@@ -225,7 +226,7 @@ class AlikeBatches:
         )
         return result
 
-    def _compare(self, opened: _Open, begin: Place, gradients: tuple[Layout | None, ...]) -> None:
+    def _compare(self, opened: _Open, begin: TapePlace, gradients: tuple[Layout | None, ...]) -> None:
         """The backward pass of a call is over, whose part of it has begun at a place, with these gradients: what the micro-batch has done is compared with the one
         before."""
         recorder, history, told = self._gpu.recorder, opened.history, opened.told.told
@@ -233,7 +234,7 @@ class AlikeBatches:
         state = None if module is None else self._states.get(module)
         if module is None or state is None or told & ToldValues.DRAWN:
             return
-        places = Places(begin=opened.begin, end=opened.end, backward=begin, end_of_backward=place_on(recorder))
+        places = BatchPlaces(begin=opened.begin, end=opened.end, backward=begin, end_of_backward=place_on(recorder))
         read = tuple((n, value) for n, value in enumerate(opened.values) if value is not None and told & 2 << n)
         batch = observed(recorder, places, opened.returned, opened.given, read, gradients)
         if batch is None or state.randomness() != opened.randomness or state.has_changed(module, opened.state):
@@ -265,4 +266,4 @@ def _has_hooks(parameter: torch.Tensor) -> bool:
 
 
 def _hooks_saved_tensors() -> bool:
-    return TOP_SAVED_HOOKS.call(False) is not None
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None

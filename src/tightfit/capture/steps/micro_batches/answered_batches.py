@@ -14,7 +14,7 @@ from tightfit.capture.replace import replace
 from tightfit.capture.steps.micro_batches.answered_call import Layout, answer
 from tightfit.capture.steps.micro_batches.graph_entries import entries
 from tightfit.capture.steps.micro_batches.micro_batch import Kept, MicroBatch
-from tightfit.capture.steps.micro_batches.repeated_rows import Rows, Whose, write_again
+from tightfit.capture.steps.micro_batches.repeated_rows import RepeatedRows, Whose, write_again
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -118,7 +118,7 @@ class AnsweredBatches:
             if not is_forward:
                 answered.kept[at] = self._storage(micro_batch.backward, number, first)
 
-    def _storage(self, rows: Rows, number: int, first: int) -> torch.UntypedStorage:
+    def _storage(self, rows: RepeatedRows, number: int, first: int) -> torch.UntypedStorage:
         """A storage that the tape has as allocated, among `rows` whose first one has the index `first`; it goes when the caller drops it."""
         tensor = self._gpu.empty((rows.num_bytes(number),), (1,), torch.uint8)
         self._gpu.storages.follow(tensor, first + number)

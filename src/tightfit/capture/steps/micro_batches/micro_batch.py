@@ -4,7 +4,7 @@ import dataclasses
 
 from tightfit.capture.observe.recorder import Recorder
 from tightfit.capture.steps.micro_batches.answered_call import Layout, Returned
-from tightfit.capture.steps.micro_batches.repeated_rows import Place, Rows, Whose, rows_between
+from tightfit.capture.steps.micro_batches.repeated_rows import RepeatedRows, TapePlace, Whose, rows_between
 from tightfit.tape import EventKind
 
 Kept = tuple[bool, int]
@@ -17,8 +17,8 @@ class MicroBatch:
     node, by their layouts. `values` are those of its arguments, by their numbers, that the host has read something of; `casts` the storages of weights that autocast has kept until its context ended.
     """
 
-    forward: Rows
-    backward: Rows
+    forward: RepeatedRows
+    backward: RepeatedRows
     returned: Returned
     gradients: tuple[Layout | None, ...]
     values: tuple[tuple[int, bytes], ...]
@@ -43,18 +43,18 @@ class MicroBatch:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Places:
+class BatchPlaces:
     """Where a call begins and ends on the tape, and where its part of the backward pass does."""
 
-    begin: Place
-    end: Place
-    backward: Place
-    end_of_backward: Place
+    begin: TapePlace
+    end: TapePlace
+    backward: TapePlace
+    end_of_backward: TapePlace
 
 
 def observed(
     recorder: Recorder,
-    at: Places,
+    at: BatchPlaces,
     returned: Returned,
     given: tuple[int, ...],
     values: tuple[tuple[int, bytes], ...],
@@ -82,7 +82,7 @@ def observed(
     )
 
 
-def order_of_frees(recorder: Recorder, of: MicroBatch, at: Places) -> tuple[Kept, ...] | None:
+def order_of_frees(recorder: Recorder, of: MicroBatch, at: BatchPlaces) -> tuple[Kept, ...] | None:
     """In which order the storages went that a micro-batch has kept; None if some are there."""
     waiting = {
         number + (at.begin.storages if is_forward else at.backward.storages): (is_forward, number)

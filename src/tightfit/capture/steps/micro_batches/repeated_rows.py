@@ -25,7 +25,7 @@ class Whose(enum.IntEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class TapePlace:
     """A place on the tape, as the numbers of rows before it; `others` counts what is not repeated."""
 
     operators: int
@@ -37,7 +37,7 @@ class Place:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
+class RepeatedRows:
     """What was recorded between two places. Columns are in the recorder's order. An event is its kind, whose its storage is, the numbers of this and of
     the operator. `products` are rows of `Recorder.geometry`, `waits` those of `WaitLog`.
     """
@@ -66,10 +66,10 @@ class Rows:
         return {number for kind, each, number, _ in self.events if kind == EventKind.FREE and each is whose}
 
 
-def place_on(recorder: Recorder) -> Place:
+def place_on(recorder: Recorder) -> TapePlace:
     """The end of the tape so far."""
     communication = recorder.communication
-    return Place(
+    return TapePlace(
         operators=recorder.num_operators,
         storages=len(recorder.storages["num_bytes"]),
         events=len(recorder.events["kind"]),
@@ -84,11 +84,11 @@ def place_on(recorder: Recorder) -> Place:
 
 def rows_between(
     recorder: Recorder,
-    begin: Place,
-    end: Place,
+    begin: TapePlace,
+    end: TapePlace,
     forward: tuple[int, int] | None = None,
     given: Mapping[int, int] | None = None,
-) -> Rows | None:
+) -> RepeatedRows | None:
     """The rows from `begin` to `end`, or None if they are not to be repeated. `forward`: the first storage of the forward pass, and the first behind it. `given` are
     the numbers of its arguments by their storages.
     """
@@ -111,7 +111,7 @@ def rows_between(
             return None
         events.append((int(kind), whose, number, columns["operator"][at] - begin.operators))
     rows = slice(begin.storages, end.storages)
-    return Rows(
+    return RepeatedRows(
         operators=tuple(tuple(c[begin.operators : end.operators]) for c in recorder.operators.values()),
         storages=tuple(
             tuple(number - begin.operators for number in column[rows]) if name == "operator" else tuple(column[rows])
@@ -125,7 +125,7 @@ def rows_between(
     )
 
 
-def write_again(recorder: Recorder, rows: Rows, first_of_forward: int = 0, given: Sequence[int] = ()) -> int:
+def write_again(recorder: Recorder, rows: RepeatedRows, first_of_forward: int = 0, given: Sequence[int] = ()) -> int:
     """Appends the rows to the tape; returns the number of their first storage. `first_of_forward` is that of the forward pass, `given` are the storages of its
     arguments."""
     first, operators = len(recorder.storages["num_bytes"]), recorder.num_operators
