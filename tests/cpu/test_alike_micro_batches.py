@@ -161,6 +161,15 @@ class Model(Model):
     "a layer that is frozen": _loop(*_PLAIN, before="").replace(
         "optimizer = ", "model.embedding.requires_grad_(False)\noptimizer = "
     ),
+    "a setting in the last one": _loop(
+        "torch.backends.cuda.enable_flash_sdp(number < 4)",
+        *_PLAIN,
+        before="""
+class Block(Block):
+    def forward(self, x):
+        return super().forward(F.scaled_dot_product_attention(x[None], x[None], x[None])[0])
+""",
+    ),
     "clipping and a scheduler": _loop(*_PLAIN).replace(
         "    optimizer.step()", "    nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n    optimizer.step()"
     ),
@@ -231,6 +240,17 @@ class Model(Model):
         "with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x):",
         "    loss = loss_of(model, batch())",
         "loss.backward()",
+    ),
+    "arguments that the model takes out of a list": _loop(
+        "ids = batch()",
+        "loss = F.cross_entropy(model([ids.float()]).flatten(0, 1), ids.flatten())",
+        "loss.backward()",
+        before="""
+class Model(Model):
+    def forward(self, given):
+        x = given.pop().long()
+        return super().forward(x)
+""",
     ),
     "a hook of a weight": _loop(*_PLAIN).replace(
         "for step in",

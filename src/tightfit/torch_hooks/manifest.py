@@ -11,6 +11,7 @@ from tightfit.capture.patches.manifest import (
     GRAPH_TASK_ID,
     IN_BOTH,
     MODULE_APPLY,
+    NUM_DISPATCH_MODES,
     RUN_BACKWARD,
     SET_VERSIONS,
     STORAGE_USES,
@@ -86,9 +87,6 @@ SKIP_CODE = known(
     "to keep the compiler from what stand-ins for tensors run in code that it has left to Python",
     "techniques",
     is_checked=False,
-)
-NUM_DISPATCH_MODES = known(
-    "torch._C:_len_torch_dispatch_stack", "to leave a dispatch mode only where it is the innermost", "guarding"
 )
 KEEPS_GRAPH = known(
     "torch._C._autograd:_get_current_graph_task_keep_graph",

@@ -65,6 +65,11 @@ SLOTS = (
 LOADER_ITERATOR = known(
     "torch.utils.data.dataloader:_BaseDataLoaderIter", "to see which batches are taken", "capture/patches torch_hooks"
 )
+NUM_DISPATCH_MODES = known(
+    "torch._C:_len_torch_dispatch_stack",
+    "to leave a dispatch mode only where it is the innermost, and to see those of the program",
+    "capture/steps guarding",
+)
 TOP_SAVED_HOOKS = known(
     "torch._C._autograd:_top_saved_tensors_default_hooks",
     "to leave alone what is saved where the program has hooks of its own",
@@ -114,6 +119,7 @@ IN_BOTH: tuple[Name, ...] = (
         is_checked=False,
     ),
     LOADER_ITERATOR,
+    NUM_DISPATCH_MODES,
     TOP_SAVED_HOOKS,
     known(
         "torch._C._functorch:peek_interpreter_stack",
@@ -405,6 +411,7 @@ IN_CHILD: tuple[Name, ...] = (
     known("torch.cuda:_lazy_init", "to answer for the virtual card", "capture/patches", is_checked=False),
     known("torch.cuda:_maybe_exchange_device", "to answer for the virtual card", "capture/patches", is_checked=False),
     known("torch.cuda:_sleep", "to answer for the virtual card", "capture/patches", is_checked=False),
+    known("torch._C:_len_torch_function_stack", "to see the modes that the program has entered", "capture/steps"),
     # Process groups of a distributed program.
     known("torch._C:_get_dispatch_mode", "to tell operators that only ask for shapes", "capture/dispatch"),
     known("torch._C:_TorchDispatchModeKey.FAKE", "to tell operators that only ask for shapes", "capture/dispatch"),

@@ -51,17 +51,24 @@ class _History:
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
+class _Arguments:
+    """The tensors that a call is given: their storages on the tape, and the known values, of which `told` knows what was read."""
+
+    told: ToldValues
+    values: tuple[bytes | None, ...]
+    storages: tuple[int, ...]
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
 class _Open:
     """A call whose backward pass has not begun. Its nodes have the sequence numbers from `first_node` up to but not including `end_of_nodes`; `edges` are those of
-    the tensors that it has returned with a node. `values` are the known ones of its arguments, of which `told` knows what was read.
+    the tensors that it has returned with a node.
     """
 
     history: _History
     state: Snapshot
     randomness: bytes
-    told: ToldValues
-    values: tuple[bytes | None, ...]
-    given: tuple[int, ...]
+    arguments: _Arguments
     begin: TapePlace
     end: TapePlace
     first_node: int
@@ -89,7 +96,11 @@ class AlikeBatches:
         self._open = None
         leaves, structure = tree_flatten((args, kwargs))
         key = self._key(module, leaves, structure)
+        given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        # Whatever runs the call holds none of its arguments: the model may take them out of a list, and free them.
+        del leaves
         if key is None:
+            del given
             return run()
         history = self._histories.get(key)
         # Another module may have got the address of one that is gone.
@@ -102,9 +113,8 @@ class AlikeBatches:
         # In a program with one batch for a step nothing is ever repeated, and nothing looked at.
         if history.num_calls < NUM_ALIKE:
             state.begin_step(module)
+            del given
             return run()
-        given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        del leaves
         values = tuple(self._value(tensor) for tensor in given)
         last, then = history.last, history.state
         if (
@@ -119,7 +129,9 @@ class AlikeBatches:
                 f"the micro-batches of a step are alike here: {NUM_ALIKE} of each step were traced, and repeated for the others",
             )
             return self.answers.call(last, history.order, given)
-        return self._trace(history, state, given, values, run)
+        arguments = _Arguments(told=ToldValues(given), values=values, storages=self.answers.storages_of(given))
+        del given
+        return self._trace(history, state, arguments, run)
 
     def backward(self, roots: Sequence[Any], args: Sequence[Any], kwargs: Any, run: Callable[[], Any]) -> Any:
         """Runs a backward pass; with the arguments of `torch.autograd.graph._engine_run_backward` after its roots."""
@@ -146,7 +158,7 @@ class AlikeBatches:
         reached = [edge if edge in found else None for edge in opened.edges]
         # The graph is the program's alone.
         del node, found
-        with self._listening(opened.told):
+        with self._listening(opened.arguments.told):
             out = run()
         if begins:
             self._compare(opened, begins[0], tuple(None if edge is None else layouts.get(edge) for edge in reached))
@@ -165,7 +177,7 @@ class AlikeBatches:
             return None
         storages = {leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, torch.Tensor)}
         autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
-        modes = (*(autocast, torch.is_autocast_cache_enabled(), torch.get_default_dtype(), self._gpu.recorder.stream),)
+        modes = (autocast, torch.is_autocast_cache_enabled(), self._gpu.recorder.stream, *_settings())
         trained = tuple((parameter.requires_grad, parameter.grad is None) for parameter in parameters)
         line = self._gpu.attribution.line()
         return (id(module), line, len(storages), modes, trained, str(structure), *described)
@@ -189,21 +201,17 @@ class AlikeBatches:
         self,
         history: _History,
         state: BatchState,
-        given: Sequence[torch.Tensor],
-        values: tuple[bytes | None, ...],
+        arguments: _Arguments,
         run: Callable[[], Any],
     ) -> Any:
         module = history.module()
         assert module is not None
         before = state.snapshot(module)
         if before is None:
-            del given
             return run()
-        recorder, told, storages = self._gpu.recorder, ToldValues(given), self.answers.storages_of(given)
-        del given
-        randomness = state.randomness()
+        recorder, randomness = self._gpu.recorder, state.randomness()
         begin, first_node = place_on(recorder), torch.autograd._get_sequence_nr()
-        with self._listening(told):
+        with self._listening(arguments.told):
             result = run()
         end, end_of_nodes = place_on(recorder), torch.autograd._get_sequence_nr()
         found = returned_by(self._gpu, result, begin.storages)
@@ -214,9 +222,7 @@ class AlikeBatches:
             history=history,
             state=before,
             randomness=randomness,
-            told=told,
-            values=values,
-            given=storages,
+            arguments=arguments,
             begin=begin,
             end=end,
             first_node=first_node,
@@ -229,14 +235,16 @@ class AlikeBatches:
     def _compare(self, opened: _Open, begin: TapePlace, gradients: tuple[Layout | None, ...]) -> None:
         """The backward pass of a call is over, whose part of it has begun at a place, with these gradients: what the micro-batch has done is compared with the one
         before."""
-        recorder, history, told = self._gpu.recorder, opened.history, opened.told.told
+        recorder, history, told = self._gpu.recorder, opened.history, opened.arguments.told.told
         module = history.module()
         state = None if module is None else self._states.get(module)
         if module is None or state is None or told & ToldValues.DRAWN:
             return
         places = BatchPlaces(begin=opened.begin, end=opened.end, backward=begin, end_of_backward=place_on(recorder))
-        read = tuple((n, value) for n, value in enumerate(opened.values) if value is not None and told & 2 << n)
-        batch = observed(recorder, places, opened.returned, opened.given, read, gradients)
+        read = tuple(
+            (n, value) for n, value in enumerate(opened.arguments.values) if value is not None and told & 2 << n
+        )
+        batch = observed(recorder, places, opened.returned, opened.arguments.storages, read, gradients)
         if batch is None or state.randomness() != opened.randomness or state.has_changed(module, opened.state):
             return
         # What autocast keeps beyond the backward pass goes when its context ends, and not with the graph.
@@ -258,6 +266,22 @@ def _described(leaf: Any) -> Any:
             return None
         return ("tensor", leaf.dtype, tuple(leaf.size()), leaf.stride(), int(leaf.storage_offset()))
     return ("plain", type(leaf), leaf) if isinstance(leaf, PLAIN) else None
+
+
+def _settings() -> tuple[Any, ...]:
+    """The settings of torch, and the modes that the program has entered, by which a call runs other operators."""
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    return (
+        *(torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()),
+        *(cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
+        *(
+            cuda.flash_sdp_enabled(),
+            cuda.mem_efficient_sdp_enabled(),
+            cuda.math_sdp_enabled(),
+            cuda.cudnn_sdp_enabled(),
+        ),
+        *(torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()),
+    )
 
 
 def _has_hooks(parameter: torch.Tensor) -> bool:
