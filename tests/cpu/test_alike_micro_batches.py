@@ -170,6 +170,25 @@ class Block(Block):
         return super().forward(F.scaled_dot_product_attention(x[None], x[None], x[None])[0])
 """,
     ),
+    "a part that is replaced between steps": _loop(*_PLAIN)
+    .replace("optimizer = ", "model.blocks[0].requires_grad_(False)\noptimizer = ")
+    .replace("AdamW(model.parameters())", "AdamW([p for p in model.parameters() if p.requires_grad])")
+    .replace(
+        "    for number", "    if step == 2: model.blocks[0] = Block().cuda().requires_grad_(False)\n    for number"
+    ),
+    "two models in turns": _loop(
+        "for each in (model, other):",
+        "    ids = batch()",
+        "    loss = loss_of(each, ids)",
+        "    loss.backward()",
+        before="other = Model().cuda()\n",
+    ),
+    "a hook of a result in the last one": _loop(
+        "ids = batch()",
+        "logits = model(ids)",
+        "logits.register_hook(lambda g: g * 2 if number == 4 else None)",
+        "F.cross_entropy(logits.flatten(0, 1), ids.flatten()).backward()",
+    ),
     "clipping and a scheduler": _loop(*_PLAIN).replace(
         "    optimizer.step()", "    nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n    optimizer.step()"
     ),

@@ -122,7 +122,7 @@ class StepHooks:
         def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
             self._refuse_in_a_thread("steps an optimizer")
             if self._batches is not None:
-                self._batches.answers.settle()
+                self._batches.begin_update()
             self._watch.begin_step()
             self._marks.mark_gradients()
             if self._effects is not None:

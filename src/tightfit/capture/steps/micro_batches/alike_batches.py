@@ -133,6 +133,14 @@ class AlikeBatches:
         del given
         return self._trace(history, state, arguments, run)
 
+    def begin_update(self) -> None:
+        """An optimizer is about to step. What the program puts in the place of a part of its model behind it, the tape must have freed: no state is kept."""
+        self.answers.settle()
+        for state in self._states.values():
+            state.forget()
+        for history in self._histories.values():
+            history.state = None
+
     def backward(self, roots: Sequence[Any], args: Sequence[Any], kwargs: Any, run: Callable[[], Any]) -> Any:
         """Runs a backward pass; with the arguments of `torch.autograd.graph._engine_run_backward` after its roots."""
         opened, self._open = self._open, None

@@ -32,9 +32,13 @@ class BatchState:
         found = self._region.snapshot(module, is_kept=True)
         self._is_left_alone = any(isinstance(t, FakeTensor) and id(t) not in self._tensors for t in found.reach.tensors)
         if self._is_left_alone:
-            self._region = RegionState()
+            self.forget()
             return None
         return found
+
+    def forget(self) -> None:
+        """Keeps nothing of the model alive."""
+        self._region = RegionState()
 
     def has_changed(self, module: torch.nn.Module, before: Snapshot) -> bool:
         """Whether anything has since a snapshot."""
@@ -43,7 +47,7 @@ class BatchState:
         has_changed = bool(differences(before, self._region.snapshot(module, is_kept=True)))
         if has_changed:
             # Nothing that the model keeps is to live longer than without a look at it.
-            self._region = RegionState()
+            self.forget()
         return has_changed
 
     def is_same(self, module: torch.nn.Module, then: Snapshot) -> bool:
