@@ -30,7 +30,9 @@ def _to_copy(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Map
     to_device = device is None or torch.device(device).type == "cuda"
     if isinstance(source, FakeTensor) and source.device.type == "cuda":
         if to_device:
-            return gpu.run(func, args, kwargs)
+            copy = gpu.run(func, args, kwargs)
+            gpu.casts.note(source, copy)
+            return copy
         if torch.device(device).type == "meta":
             gpu.operators.note(func, facts(func), args, {}, (), None)
             strides = _stride_of_copy(source, kwargs.get("memory_format"))
