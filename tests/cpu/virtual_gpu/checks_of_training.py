@@ -145,7 +145,6 @@ def autocast_keeps_its_copies_until_the_context_ends():
             assert model(inputs).dtype == torch.float32
 
 
-
 def weights_leave_the_card_while_autocast_keeps_their_copies():
     inputs = torch.randn(8, 256, device="cuda")
     functional.linear(inputs, inputs)

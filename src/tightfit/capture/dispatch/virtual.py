@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tightfit.capture.dispatch import fallback, one_card, program_operators
-from tightfit.capture.dispatch.argument_checks import check_arguments, check_generator
+from tightfit.capture.dispatch.arguments.argument_checks import check_arguments, check_generator
 from tightfit.capture.dispatch.cached_casts import CachedCasts
 from tightfit.capture.dispatch.call_cache import CallCache
 from tightfit.capture.dispatch.device_storages import DeviceStorages
@@ -190,7 +190,11 @@ class VirtualGpu(TorchDispatchMode):
         handler = self._handlers.get(func)
         if self._is_whole(func, args, has_handler=handler is not None):
             return self._take_apart(func, args, kwargs)
-        return handler(self, func, args, kwargs) if handler else self.run(func, args, kwargs)
+        return self._handle(handler, func, args, kwargs) if handler else self.run(func, args, kwargs)
+
+    def _handle(self, handler: Handler, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        check_arguments(func, args, kwargs)
+        return handler(self, func, args, kwargs)
 
     def _is_whole(self, func: OpOverload, args: Sequence[Any], *, has_handler: bool) -> bool:
         """Whether `func` is made of others, and has arrived whole: under inference mode, or with tensors that were made under it."""

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map
 
 from tightfit.capture.dispatch import one_card, program_operators, shapes
-from tightfit.capture.dispatch.argument_checks import GENERATORS
+from tightfit.capture.dispatch.arguments.argument_checks import GENERATORS
 from tightfit.capture.dispatch.cached_casts import CachedCasts
 from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.capture.kernels.attention import flex
