@@ -77,9 +77,7 @@ def combined(name: str, combination: Combination, kind: str) -> Variant:
     )
 
 
-def names_of(
-    kind: str, only: Sequence[str], refused: Sequence[str] = (), *, freezes: bool
-) -> tuple[str, ...]:
+def names_of(kind: str, only: Sequence[str], refused: Sequence[str] = (), *, freezes: bool) -> tuple[str, ...]:
     """The variants that may take part in a combination of a class, of those that the program is tried with; without some that it `refused` alone."""
     allowed = {
         "bitwise": lambda variant: variant.is_bitwise,
@@ -89,10 +87,7 @@ def names_of(
     return tuple(
         name
         for name, variant in VARIANTS.items()
-        if allowed(variant)
-        and (not only or name in only)
-        and name not in refused
-        and (freezes or not variant.freezes)
+        if allowed(variant) and (not only or name in only) and name not in refused and (freezes or not variant.freezes)
     )
 
 
@@ -190,7 +185,9 @@ class _Places:
                 end = self._chance.randint(begin + 1, len(keys))
                 if self._chance.random() < 0.3:
                     begin, end = 0, len(keys)
-                slots = frozenset[str]().union(*(self._slots("activations", f"{path}.{key}") for key in keys[begin:end]))
+                slots = frozenset[str]().union(
+                    *(self._slots("activations", f"{path}.{key}") for key in keys[begin:end])
+                )
                 settings = {"begin": begin, "end": end}
                 yield self._candidate("nested_checkpointing", path, "nested checkpointing", slots, settings)
                 if type(module) is nn.Sequential:
@@ -252,9 +249,7 @@ class _Places:
         )
         keep = {"keep": [self._chance.randrange(4)]} if self._chance.random() < 0.5 else {}
         name = "offloaded checkpointing, selective" if keep else "offloaded checkpointing"
-        yield self._candidate(
-            "offloaded_checkpointing", path, name, slots, {**settings, **keep, "host_bytes": 1 << 14}
-        )
+        yield self._candidate("offloaded_checkpointing", path, name, slots, {**settings, **keep, "host_bytes": 1 << 14})
 
     def _tiles(self, path: str, *, recomputed: bool = False, weight: float = 1.0) -> Candidate:
         settings = {"num_tiles": self._chance.choice([2, 2, 3, 4]), **({"recomputed": True} if recomputed else {})}

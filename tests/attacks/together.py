@@ -41,16 +41,12 @@ def run_drawn(
     # What refuses a technique alone mostly refuses it beside others, and then nothing is learnt of these.
     refused = refused_alone(attack.what) if chance.random() < _WITHOUT_REFUSED else ()
     names = names_of(kind, attack.only, refused, freezes=freezes)
-    combination = Combination(
-        seed=f"{attack.name} {seed}", names=names, ignores_slots=ignores_slots, left_out=left_out
-    )
+    combination = Combination(seed=f"{attack.name} {seed}", names=names, ignores_slots=ignores_slots, left_out=left_out)
     verdict = tried(attack, combined(f"{kind} {seed}", combination, kind))
     return verdict, combination.taken
 
 
-def smallest_bad(
-    attack: Attack, seed: str, taken: Sequence[str], *, ignores_slots: bool
-) -> tuple[Verdict, list[str]]:
+def smallest_bad(attack: Attack, seed: str, taken: Sequence[str], *, ignores_slots: bool) -> tuple[Verdict, list[str]]:
     """What is left of a combination that is wrong or crashes, when all that it is as bad without is left out."""
     left_out: frozenset[str] = frozenset()
     verdict, kept = run_drawn(attack, seed, ignores_slots=ignores_slots)
@@ -63,7 +59,9 @@ def smallest_bad(
     return verdict, kept
 
 
-def drawn_of(names: Sequence[str], seeds: Sequence[str], *, ignores_slots: bool = False) -> Iterator[tuple[str, str, Verdict, list[str]]]:
+def drawn_of(
+    names: Sequence[str], seeds: Sequence[str], *, ignores_slots: bool = False
+) -> Iterator[tuple[str, str, Verdict, list[str]]]:
     """The verdict on each program with each of its combinations."""
     for name in names:
         for seed in seeds:
@@ -82,14 +80,20 @@ def main(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     part, _, num_parts = given.part.partition("/")
-    names = [n for n in attacks() if (not given.names or n in given.names) and zlib.crc32(n.encode()) % int(num_parts) == int(part)]
+    names = [
+        n
+        for n in attacks()
+        if (not given.names or n in given.names) and zlib.crc32(n.encode()) % int(num_parts) == int(part)
+    ]
     seeds = [str(number) for number in range(given.first, given.first + given.draws)]
     counts: Counter[str] = Counter()
     together: Counter[int] = Counter()
     begin = time.process_time()
     for name, seed, verdict, taken in drawn_of(names, seeds, ignores_slots=given.beyond):
         counts[verdict.outcome] += 1
-        together[len({key.partition(":")[2].partition("@")[0] for key in taken})] += verdict.outcome is not Outcome.NO_PLACE
+        together[len({key.partition(":")[2].partition("@")[0] for key in taken})] += (
+            verdict.outcome is not Outcome.NO_PLACE
+        )
         if verdict.outcome in BAD:
             attack = attacks()[name]
             told, kept = smallest_bad(attack, seed, taken, ignores_slots=given.beyond)
@@ -97,7 +101,10 @@ def main(arguments: list[str]) -> int:
         elif given.all:
             print(f"{name} {seed}: {verdict.outcome}: {verdict.reason}\n    {' + '.join(taken)}", flush=True)
     mixed = ", ".join(f"{count} of {kinds}" for kinds, count in sorted(together.items()))
-    print(f"{len(names)} programs: {dict(counts)}; techniques together: {mixed}; {time.process_time() - begin:.0f} s", flush=True)
+    print(
+        f"{len(names)} programs: {dict(counts)}; techniques together: {mixed}; {time.process_time() - begin:.0f} s",
+        flush=True,
+    )
     return int(any(counts[outcome] for outcome in BAD))
 
 
