@@ -232,12 +232,18 @@ def _steps_in_time(watch: "StepWatch", timeout_seconds: float, path: str, status
             # After the steps a program that takes too long is no error: the tape has what came before.
             watch.on_step = lambda: None
             faulthandler.dump_traceback_later(2 * timeout_seconds, file=file, exit=True)
-            signal.signal(signal.SIGALRM, lambda _, frame: _stop(watch, frame, timeout_seconds))
+            take_alarms()
             signal.setitimer(signal.ITIMER_REAL, timeout_seconds)
+
+        def take_alarms() -> None:
+            # Where optimizers step in hooks of a backward pass, the last step may end in a thread of torch's, in which no handler can be set.
+            if sys.platform != "win32" and threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGALRM, lambda _, frame: _stop(watch, frame, timeout_seconds))
 
         watch.on_step = expect_a_step
         if watch.after is not None:
             watch.after.on_begin = expect_the_end
+            take_alarms()
         expect_a_step()
         traced = os.getpid()
         try:
