@@ -190,11 +190,9 @@ class VirtualGpu(TorchDispatchMode):
         handler = self._handlers.get(func)
         if self._is_whole(func, args, has_handler=handler is not None):
             return self._take_apart(func, args, kwargs)
-        return self._handle(handler, func, args, kwargs) if handler else self.run(func, args, kwargs)
-
-    def _handle(self, handler: Handler, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        check_arguments(func, args, kwargs)
-        return handler(self, func, args, kwargs)
+        if handler is not None:
+            check_arguments(func, args, kwargs)
+        return handler(self, func, args, kwargs) if handler else self.run(func, args, kwargs)
 
     def _is_whole(self, func: OpOverload, args: Sequence[Any], *, has_handler: bool) -> bool:
         """Whether `func` is made of others, and has arrived whole: under inference mode, or with tensors that were made under it."""
