@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from tests.attacks.drawn import CLASSES, Combination, combined, names_of
 from tests.attacks.harness import Outcome, Verdict, tried
+from tests.attacks.places import VARIANTS
 from tests.attacks.registry import Attack, attacks
 from tests.attacks.table import MARKS, marks_on_page
 
@@ -32,12 +33,20 @@ def refused_alone(what: str) -> tuple[str, ...]:
     return tuple(name for name, mark in _marks().get(what, {}).items() if mark == MARKS[Outcome.REFUSED])
 
 
+def _class_for(attack: Attack, drawn: str) -> str:
+    """The class that was drawn, or the next one that has techniques which the program is tried with: others may not run in the precision of theirs."""
+    only = [VARIANTS[name] for name in attack.only]
+    if only and all(variant.is_bitwise for variant in only):
+        return "bitwise"
+    return "exact" if only and drawn == "lossy" and not any(variant.is_lossy for variant in only) else drawn
+
+
 def run_drawn(
     attack: Attack, seed: str, *, ignores_slots: bool = False, left_out: frozenset[str] = frozenset()
 ) -> tuple[Verdict, list[str]]:
     """The verdict on a program with the combination of a seed, and what was taken."""
     chance = random.Random(f"{attack.name} {seed}")
-    kind, freezes = chance.choice(CLASSES), chance.random() < _WITH_STREAMING
+    kind, freezes = _class_for(attack, chance.choice(CLASSES)), chance.random() < _WITH_STREAMING
     # What refuses a technique alone mostly refuses it beside others, and then nothing is learnt of these.
     refused = refused_alone(attack.what) if chance.random() < _WITHOUT_REFUSED else ()
     names = names_of(kind, attack.only, refused, freezes=freezes)
