@@ -64,9 +64,13 @@ class _Run:
 
 def run(attack: Attack, variant_name: str) -> Verdict:
     """The verdict on `attack` with the technique `variant_name`, a key of `VARIANTS`, on it."""
-    variant = VARIANTS[variant_name]
     if variant_name in EXCLUDED.get(attack.kind, ()) or (attack.only and variant_name not in attack.only):
         return Verdict(outcome=Outcome.NO_PLACE)
+    return tried(attack, VARIANTS[variant_name])
+
+
+def tried(attack: Attack, variant: Variant) -> Verdict:
+    """The verdict on `attack` with a technique, or with several, whatever its kind."""
     plain = _plain(attack, torch.float32 if variant.is_lossy else torch.float64, variant.freezes)
     # A program that needs the gradients of what is frozen.
     if plain is None:

@@ -94,3 +94,17 @@ def test_tiles_of_a_block_whose_weights_come_and_go(program: str, streaming: str
     monkeypatch.setitem(VARIANTS, "both", variant)
     verdict = run(attacks()[program], "both")
     assert (verdict.outcome, verdict.reason) == (Outcome.RIGHT, "")
+
+
+@pytest.mark.parametrize("program", ["adamw_with_scheduler", "image_chain"])
+def test_parts_of_a_batch_in_bfloat16(program: str, monkeypatch) -> None:
+    # The loss is cast back to float32, with an error of bfloat16; and a convolution does not run without the casts around it.
+    parts = ("micro-batches", "pure bf16")
+
+    def find(model, optimizers):
+        return [choice for part in parts for choice in VARIANTS[part].find(model, optimizers)]
+
+    variant = Variant(name="both", technique="", find=find, is_bitwise=False, is_lossy=True)
+    monkeypatch.setitem(VARIANTS, "both", variant)
+    verdict = run(attacks()[program], "both")
+    assert (verdict.outcome, verdict.reason) == (Outcome.RIGHT, "")

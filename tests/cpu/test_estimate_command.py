@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 import tightfit
 from tightfit.cli.main import run
@@ -48,6 +49,18 @@ SCRIPTS = {
     "imports.py": "import torch\nimport no_such_package\n",
     "reads.py": 'import torch\nbest = torch.randn(999, 9, device="cuda").sum(0).argmax()\n{7: "seven"}[best.item()]\n',
     "no_step.py": "import torch\nlayer = torch.nn.Linear(4, 4).cuda()\nlayer(torch.ones(2, 4).cuda())\n",
+    "resumes.py": 'import torch\nfor epoch in range(torch.load("last.pt")["epoch"], 3):\n    pass\n',
+    "leaves.py": "import os\nos._exit(3)\n",
+    "leaves_at_its_end.py": """\
+import os, torch
+weight = torch.ones(64, device="cuda", requires_grad=True)
+for _ in range(5):
+    weight.sum().backward()
+if not os.fork():
+    os._exit(0)
+os.wait()
+os._exit(0)
+""",
     "on_the_host.py": "import torch\nweight = torch.ones(4, requires_grad=True)\nfor _ in range(9):\n    weight.sum().backward()\n",
     "aborts.py": "import os\nos.abort()\n",
     "killed.py": "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n",
@@ -62,6 +75,7 @@ Refused = Callable[..., str]
 def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Refused:
     """Runs a command line that must end with `code`; gives the one line that it says, without its `tightfit: `."""
     (tmp_path / "model.py").write_text(MODEL)
+    torch.save({"epoch": 3}, tmp_path / "last.pt")
     for name, text in SCRIPTS.items():
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
@@ -194,6 +208,15 @@ def test_a_card_file_is_told_apart_from_no_file_and_from_another_file(refused: R
             "for inference, give a generator function that yields once per step",
         ),
         (
+            "resumes.py",
+            "the workload ended without a step: no optimizer stepped and no backward pass was run; it loaded last.pt: if that is of a run that is over, "
+            "let it train for longer, or start anew; for inference, give a generator function that yields once per step",
+        ),
+        (
+            "leaves.py",
+            "leaves.py ended itself before its steps were over: exit code 3 (--show-output shows what it printed)",
+        ),
+        (
             "on_the_host.py",
             'the workload took its steps without a tensor on the GPU; does it move its model to "cuda"?',
         ),
@@ -201,6 +224,13 @@ def test_a_card_file_is_told_apart_from_no_file_and_from_another_file(refused: R
 )
 def test_a_workload_that_fails_is_answered_with_its_reason_and_place(refused: Refused, target: str, line: str) -> None:
     assert refused("estimate", target, "--device", "4090", code=3) == line
+
+
+def test_a_program_that_leaves_by_the_system_at_its_end_fits(
+    refused: Refused, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["estimate", "leaves_at_its_end.py", "--device", "4090"]) == 0
+    assert capfd.readouterr().out.startswith("fits: ")
 
 
 CHAINED = """\

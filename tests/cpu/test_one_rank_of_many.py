@@ -10,7 +10,9 @@ from tightfit.capture.collectives.world import World
 from tightfit.capture.targets.target_kinds import Script
 from tightfit.capture.trace import trace
 from tightfit.cli.main import run
+from tightfit.devices.catalogue import find
 from tightfit.errors import UsageError
+from tightfit.simulate.peak import estimate_peak
 from tightfit.tape import Category, CollectiveKind, EventKind, Tape
 
 PROGRAM = Path(__file__).with_name("distributed_program.py")
@@ -75,6 +77,17 @@ def test_a_rank_holds_the_bytes_of_the_real_one(
     assert {CollectiveKind(k) for k in tape.collectives.kind.tolist()} >= EXPECTED[kind]
     assert tape.communicators == ((0, 1),)
     assert (real[0] == real[1]) is (kind == "ddp")
+
+
+def test_a_process_that_makes_a_group_by_itself_is_the_only_rank() -> None:
+    """As where a script spawns a process for each GPU, and there is one. DistributedDataParallel's own code would read the data of weights."""
+    script = Script(path=str(PROGRAM), arguments=("ddp", "none"))
+    tape = trace(script, label="ddp", device="H100", num_steps=1).tape
+    reduced = tape.collectives.num_bytes[tape.collectives.kind == CollectiveKind.ALL_REDUCE]
+    assert (reduced.tolist(), tape.num_ranks) == ([4 * 33_217], 1)
+    estimate = estimate_peak(tape, find("H100"))
+    assert estimate.at_peak["communication"] > 0
+    assert sum(estimate.at_peak.values()) == estimate.peak.device_bytes
 
 
 @pytest.mark.parametrize(("num_ranks", "num_nodes", "rank"), [(0, 1, 0), (8, 3, 0), (8, 0, 0), (8, 2, 8), (8, 2, -1)])

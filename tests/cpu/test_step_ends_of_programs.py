@@ -1,4 +1,4 @@
-"""Where the steps of programs end whose optimizers hold others, which step in their place."""
+"""Where the steps of programs end whose optimizers hold others, which step in their place, or step in hooks of the backward pass."""
 
 import itertools
 from pathlib import Path
@@ -40,6 +40,17 @@ for turn in range(20):
     backward()
     for inner in optimizer.inner:
         inner.step()
+""",
+    # The last step ends in a thread of torch's, in which no handler of a signal can be set.
+    "one for each weight, in hooks": """
+optimizers = {weight: torch.optim.SGD([weight], 0.1) for weight in model.parameters()}
+def update(weight):
+    optimizers[weight].step()
+    optimizers[weight].zero_grad()
+for weight in model.parameters():
+    weight.register_post_accumulate_grad_hook(update)
+for turn in range(20):
+    backward()
 """,
 }
 

@@ -71,10 +71,11 @@ def estimate_peak(
     at = int(timeline.allocated.argmax()) if len(timeline.allocated) else 0
     alive = _alive(tape, at)
     at_peak = {c.name.lower(): int(timeline.block_bytes[alive & (storages.category == c)].sum()) for c in Category}
-    if tape.num_ranks == 1:
-        del at_peak["communication"]
-    else:
+    if tape.num_ranks > 1:
         at_peak["nccl"] = communicators
+    elif not at_peak["communication"]:
+        # One process alone has it too where it makes a group, as with DistributedDataParallel.
+        del at_peak["communication"]
     # The allocated and the reserved peak need not coincide; their difference is stated as cache so that the categories add up to
     # the device peak.
     at_peak |= {"cache": peak_reserved - peak_allocated, "context": device.context_bytes}

@@ -172,8 +172,8 @@ class Session:
             self.when_undone(lambda: _put_back(holder, name, value, had=had, before=before))
         setattr(holder, name, value)
 
-    def wrap_forward(self, module: torch.nn.Module, around: Around) -> None:
-        """Replaces the module's `forward` by `around(forward, *args, **kwargs)`.
+    def wrap_forward(self, module: torch.nn.Module, around: Around, *, is_of_model: bool = False) -> None:
+        """Replaces the module's `forward` by `around(forward, *args, **kwargs)`; what `is_of_model` is looked at with the model (`WrappedForward`).
 
         A copy of the module is wrapped too, by the same function or by a copy of an object with `__deepcopy__`, but not by an `OnlyHere`.
 
@@ -187,7 +187,7 @@ class Session:
                 f"{where} is scripted or traced (torch.jit), and nothing can be put around its forward; "
                 f"leave out what is put there (tightfit plan --without TECHNIQUE@{where})"
             )
-        wrapped = wrap_forward(module, around)
+        wrapped = wrap_forward(module, around, is_of_model=is_of_model)
         self.when_undone(wrapped.take_off)
         wrapped.put_on()
 

@@ -107,12 +107,79 @@ def what_is_written_to_a_tensor_of_another_dtype_is_refused():
     _run_as_on_the_host(
         lambda device: torch.zeros(4, 4, device=device).__setitem__(rows(device), 1),
         lambda device: torch.zeros(4, 4, device=device).__setitem__(
-            torch.ones(4, 4, device=device, dtype=torch.bool), torch.tensor(1.0, device=device, dtype=HALF)
+            torch.ones(4, 4, device=device, dtype=torch.bool), torch.tensor(1.0, dtype=HALF)
         ),
         lambda device: torch.zeros(4, device=device, dtype=HALF).add_(torch.randn(4, device=device)),
         lambda device: torch.zeros(4, device=device).mul_(torch.ones(4, device=device, dtype=LONG)),
         lambda device: torch.zeros(4, device=device, dtype=LONG).add_(1),
     )
+
+
+def a_value_of_the_card_is_not_cast_behind_a_mask():
+    mask, half = torch.ones(4, 4, device="cuda", dtype=torch.bool), torch.tensor(1.0, device="cuda", dtype=HALF)
+    with pytest.raises(RuntimeError, match="got Float for the destination and Half for the source"):
+        torch.zeros(4, 4, device="cuda")[mask] = half
+
+
+def parameters_of_a_normalisation_in_another_dtype_are_refused():
+    half, single = _randn(2, 4, 3, dtype=HALF), _randn(2, 4, 3)
+    weights = {dtype: torch.ones(4, device="cuda", dtype=dtype) for dtype in (HALF, torch.float32, torch.bfloat16)}
+    for given, weight, bias in (
+        (half, torch.float32, torch.float32),
+        (single, HALF, HALF),
+        (single, torch.float32, HALF),
+    ):
+        with pytest.raises(RuntimeError, match="expected scalar type"):
+            F.layer_norm(given("cuda").mT, (4,), weights[weight], weights[bias])
+        with pytest.raises(RuntimeError, match="expected scalar type"):
+            F.group_norm(given("cuda"), 2, weights[weight], weights[bias])
+    # A batch in half precision is normalised with parameters in float32 too.
+    for weight in (HALF, torch.float32):
+        assert F.batch_norm(half("cuda"), None, None, weights[weight], weights[weight], True).dtype == HALF
+    for given, weight, bias in (
+        (half, torch.float32, HALF),
+        (half, torch.bfloat16, torch.bfloat16),
+        (single, HALF, HALF),
+    ):
+        with pytest.raises(RuntimeError, match="Expected"):
+            F.batch_norm(given("cuda"), None, None, weights[weight], weights[bias], True)
+
+
+def masks_are_not_subtracted():
+    mask, numbers = torch.ones(4, device="cuda", dtype=torch.bool), torch.ones(4, device="cuda")
+    for call in (lambda: 1 - mask, lambda: 1.0 - mask, lambda: numbers - mask, lambda: F.l1_loss(numbers, mask)):
+        with pytest.raises(RuntimeError, match="with a bool tensor is not supported"):
+            call()
+    with pytest.raises(RuntimeError, match="with two bool tensors is not supported"):
+        mask - mask
+    assert (~mask).dtype == torch.bool
+
+
+def attention_takes_one_dtype():
+    query, value = _randn(1, 2, 4, 8)("cuda"), _randn(1, 2, 4, 8, dtype=HALF)("cuda")
+    with pytest.raises(RuntimeError, match=r"query.dtype: float key.dtype: float and value.dtype: c10::Half"):
+        F.scaled_dot_product_attention(query, query, value)
+
+
+def conditions_of_bytes_are_cast_and_small_constants_pass_every_kernel():
+    ones, bytes_ = torch.ones(2, 4, 3, device="cuda"), torch.ones(2, 4, 3, device="cuda", dtype=torch.uint8)
+    assert torch.where(bytes_, ones, ones).dtype == torch.float32
+    four = torch.ones(4, device="cuda")
+    assert F.batch_norm(ones, four, four).shape == F.logsigmoid(ones).shape == ones.shape
+    assert F.embedding_bag(torch.ones(2, 3, device="cuda", dtype=LONG), torch.ones(5, 4, device="cuda")).shape == (2, 4)
+
+
+def numbers_put_behind_a_mask_fill_it():
+    numbers = torch.randn(512, 1000, device="cuda")
+    mask = numbers > 0
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    for where in (mask, mask[:, 0], (slice(None), mask[0])):
+        numbers[where] = 0.0
+        numbers[where] = torch.tensor(1.0, dtype=HALF)
+    # Places of all that are true would take 16 bytes for each.
+    assert torch.cuda.max_memory_allocated() == before
+    assert torch.index_put(numbers, (mask,), torch.tensor(1.0)).shape == numbers.shape
 
 
 def functions_of_floating_numbers_refuse_whole_ones():
@@ -167,8 +234,9 @@ def indices_on_the_card_of_what_is_on_the_host_are_refused():
     for index in (torch.zeros(2, dtype=LONG, device="cuda"), torch.randn(4, device="cuda") > 0):
         with pytest.raises(RuntimeError, match="indices should be either on cpu or on the same device"):
             _ = rows[index]
-        with pytest.raises(RuntimeError, match="indices should be either on cpu or on the same device"):
-            rows[index] = 0.0
+        # Where something is written the kernel of the host reads them.
+        rows[index] = 0.0
+        rows[index] = torch.ones((), device="cuda")
         assert rows[index.cpu()].device.type == "cpu"
     # The other way round the kernel moves them, and one number is read back.
     assert rows.cuda()[torch.zeros(2, dtype=LONG)].shape == (2,)

@@ -145,6 +145,26 @@ def autocast_keeps_its_copies_until_the_context_ends():
             assert model(inputs).dtype == torch.float32
 
 
+def weights_leave_the_card_while_autocast_keeps_their_copies():
+    inputs = torch.randn(8, 256, device="cuda")
+    functional.linear(inputs, inputs)
+    before = torch.cuda.memory_allocated()
+    weight = nn.Parameter(torch.randn(256, 256, device="cuda"))
+    copy_bytes = 2 * 256 * 256
+    with torch.autocast("cuda", torch.bfloat16):
+        # What the graph saves goes with it; what the cache holds does not.
+        assert functional.linear(inputs, weight).is_cuda
+        weight.data = torch.empty(256, 256)
+        assert weight.device.type == "cpu"
+        assert torch.cuda.memory_allocated() == before + copy_bytes
+        weight.data = torch.empty(256, 256, device="cuda")
+        assert functional.linear(inputs, weight).is_cuda
+        assert torch.cuda.memory_allocated() == before + 2 * copy_bytes + copy_bytes
+        weight.data = torch.empty(256, 256)
+        assert torch.cuda.memory_allocated() == before + copy_bytes
+    assert torch.cuda.memory_allocated() == before
+
+
 def a_gradient_scaler_skips_no_step():
     for scaler in (_old_scaler(), torch.amp.GradScaler("cuda")):
         model = nn.Linear(WIDTH, WIDTH).cuda()

@@ -22,7 +22,7 @@ from tightfit.capture.kernels.architecture import Card
 from tightfit.capture.observe.attribution import short
 from tightfit.capture.observe.kernel_memory import KernelMemory
 from tightfit.capture.observe.recorder import LiveMemory, Recorder, tape_of
-from tightfit.capture.patches import eager, native, spawned, threads, torch_api
+from tightfit.capture.patches import eager, native, saving, spawned, threads, torch_api
 from tightfit.capture.patches.cuda_api import CudaApi
 from tightfit.capture.patches.loading import largest_batch, loaders
 from tightfit.capture.patches.loading.loading_times import LoadingTimes
@@ -36,7 +36,7 @@ from tightfit.errors import ApplyError, CaptureError, InternalError, faults
 from tightfit.errors.program_errors import one_line
 from tightfit.tape import Coverage, NotReached, Tape
 
-_OF_INFERENCE = "; for inference, give a generator function that yields once per step"
+_OF_INFERENCE = "for inference, give a generator function that yields once per step"
 # What Python's multiprocessing has loaded where a program has started processes that are no forks of its own.
 _SPAWNING = {
     "multiprocessing.popen_spawn_posix",
@@ -48,6 +48,14 @@ _REACHED = "--until"
 
 WHEN_TAKEN: "list[Callable[[CaptureSession], None]]" = []
 """Called when the tape has been taken, while the program's frames and objects are still there."""
+
+
+def _why_no_step() -> str:
+    if _SPAWNING & sys.modules.keys():
+        return "the processes that it started are not traced: call what they run, in this one"
+    if saving.loaded_files:
+        return f"it loaded {saving.loaded_files[-1]}: if that is of a run that is over, let it train for longer, or start anew; {_OF_INFERENCE}"
+    return _OF_INFERENCE
 
 
 class CaptureSession:
@@ -93,14 +101,11 @@ class CaptureSession:
         torch_api.install(self.gpu)
         self._routes = install.install(card)
         if world is None:
-            one_card.one_process()
+            one_card.one_process(lambda: self._communicate(World(num_ranks=1)))
             spawned.install(1, 0)
         else:
             one_card.also_named(world.local_rank)
-            # Here, as torch takes long to load what only a distributed program needs.
-            from tightfit.capture.collectives.communication import Communication
-
-            Communication(self.gpu, world).install()
+            self._communicate(world)
         self.watch = StepWatch(
             self.gpu,
             num_steps,
@@ -118,6 +123,12 @@ class CaptureSession:
         self._loading = LoadingTimes(self.recorder)
         self._loading.install()
         self._tape: Tape | None = None
+
+    def _communicate(self, world: World) -> None:
+        # Here, as torch takes long to load what only a distributed program needs.
+        from tightfit.capture.collectives.communication import Communication
+
+        Communication(self.gpu, world).install()
 
     def _take(self) -> None:
         tape = tape_of(self.recorder, target="", versions={}, traced_for=self.device.name)
@@ -176,13 +187,8 @@ class CaptureSession:
         if not self.watch.num_ended and not isinstance(target, Script):
             raise CaptureError("the function did not yield: set up, then `yield` once per step")
         if not self.watch.num_ended and not self.watch.has_ended:
-            others = (
-                "; the processes that it started are not traced: call what they run, in this one"
-                if _SPAWNING & sys.modules.keys()
-                else ""
-            )
             raise CaptureError(
-                f"the workload ended without a step: no optimizer stepped and no backward pass was run{others or _OF_INFERENCE}"
+                f"the workload ended without a step: no optimizer stepped and no backward pass was run; {_why_no_step()}"
             )
         self.watch.settle()
         if not self.recorder.storages["num_bytes"]:

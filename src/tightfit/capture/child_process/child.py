@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from tightfit.capture.steps.detector import StepWatch
 
 _SECONDS_TO_TRY_AGAIN = 0.2
+_end_process = os._exit
 _MOST_BYTES_SAID = 4096
 BATCHES_DIFFER = "micro-batches that looked alike turned out to differ"
 """The message of an error that only whoever asked for the trace sees."""
@@ -101,7 +102,7 @@ def leave(path: str, answer: dict[str, Any]) -> NoReturn:
     Path(f"{path}.answer").write_text(json.dumps(answer))
     # Neither the program's threads and exit handlers nor the teardown of an interpreter whose torch was patched
     # may change the answer, or keep the process alive.
-    os._exit(0)
+    _end_process(0)
 
 
 def _batches_differ(path: str, closed_in: ClosedIn) -> NoReturn:
@@ -173,7 +174,7 @@ def _trace(request: Request, path: str, closed_in: ClosedIn) -> Any:
     _answer_as_nvidia_smi(session, f"{path}.bin")
     closed_in.begin()
     _refuse_in_forks(session, request.label, path)
-    with _steps_in_time(session.watch, request.timeout_seconds, f"{path}.stack", status):
+    with _steps_in_time(session.watch, request.timeout_seconds, f"{path}.stack", status), _exits_seen():
         session.run(target_of(request.target))
     raise_what_was_swallowed()
     if session.gpu.fake.used_in_a_thread is not None:
@@ -232,12 +233,18 @@ def _steps_in_time(watch: "StepWatch", timeout_seconds: float, path: str, status
             # After the steps a program that takes too long is no error: the tape has what came before.
             watch.on_step = lambda: None
             faulthandler.dump_traceback_later(2 * timeout_seconds, file=file, exit=True)
-            signal.signal(signal.SIGALRM, lambda _, frame: _stop(watch, frame, timeout_seconds))
+            take_alarms()
             signal.setitimer(signal.ITIMER_REAL, timeout_seconds)
+
+        def take_alarms() -> None:
+            # Where optimizers step in hooks of a backward pass, the last step may end in a thread of torch's, in which no handler can be set.
+            if sys.platform != "win32" and threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGALRM, lambda _, frame: _stop(watch, frame, timeout_seconds))
 
         watch.on_step = expect_a_step
         if watch.after is not None:
             watch.after.on_begin = expect_the_end
+            take_alarms()
         expect_a_step()
         traced = os.getpid()
         try:
@@ -251,6 +258,23 @@ def _steps_in_time(watch: "StepWatch", timeout_seconds: float, path: str, status
             faulthandler.cancel_dump_traceback_later()
             if sys.platform != "win32":
                 signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+@contextmanager
+def _exits_seen() -> Iterator[None]:
+    """A program that ends its process by `os._exit` has ended, like one that ends otherwise; processes that it has forked end by it."""
+    traced, main_thread = os.getpid(), threading.main_thread()
+
+    def end(status: int = 0) -> NoReturn:
+        if os.getpid() == traced and threading.current_thread() is main_thread:
+            raise SystemExit(status)
+        _end_process(status)
+
+    os._exit = end
+    try:
+        yield
+    finally:
+        os._exit = _end_process
 
 
 def _stop(watch: "StepWatch", frame: FrameType | None, timeout_seconds: float) -> None:

@@ -9,7 +9,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tightfit.capture.dispatch import sparse
-from tightfit.capture.dispatch.argument_checks import check_indices
+from tightfit.capture.dispatch.arguments.argument_checks import check_indices
 from tightfit.capture.dispatch.on_host import host_copies
 from tightfit.capture.dispatch.operators import facts, is_dense
 from tightfit.capture.dispatch.passed_checks import passing_answer
@@ -30,7 +30,9 @@ def _to_copy(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Map
     to_device = device is None or torch.device(device).type == "cuda"
     if isinstance(source, FakeTensor) and source.device.type == "cuda":
         if to_device:
-            return gpu.run(func, args, kwargs)
+            copy = gpu.run(func, args, kwargs)
+            gpu.casts.note(source, copy)
+            return copy
         if torch.device(device).type == "meta":
             gpu.operators.note(func, facts(func), args, {}, (), None)
             strides = _stride_of_copy(source, kwargs.get("memory_format"))
@@ -240,10 +242,57 @@ def _moved(gpu: VirtualGpu, index: torch.Tensor) -> torch.Tensor:
     return _to_copy(gpu, aten._to_copy.default, (index,), {"device": torch.device("cuda", 0)})
 
 
+def _where(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A condition of bytes is cast first (TensorCompare.cpp, `where`, which calls it deprecated)."""
+    condition = args[0]
+    if condition.dtype == torch.uint8 and isinstance(condition, FakeTensor):
+        condition = gpu.run(aten._to_copy.default, (condition,), {"dtype": torch.bool})
+    return gpu.run(func, (condition, *args[1:]), kwargs)
+
+
+def _put_on_host(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Places on the card where something is put into a tensor on the host are read there, which reads of it do not take (TensorAdvancedIndexing.cpp, `make_info`)."""
+
+    def on_host(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        if not isinstance(tensor, FakeTensor):
+            return tensor
+        return _to_copy(gpu, aten._to_copy.default, (tensor,), {"device": torch.device("cpu")})
+
+    values = on_host(args[2]) if args[2].dim() == 0 else args[2]
+    return gpu.host.run(func, (args[0], [on_host(index) for index in args[1]], values, *args[3:]), kwargs)
+
+
+def _mask_to_fill(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """The mask behind which one number of the host is put: such a call fills, and reads no places (TensorAdvancedIndexing.cpp, `canDispatchToMaskedFill`)."""
+    _, indices, values = args[:3]
+    accumulates = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
+    given = [index for index in indices if index is not None]
+    if accumulates or values.numel() != 1 or isinstance(values, FakeTensor) or len(given) != 1:
+        return None
+    mask = given[0]
+    return mask if mask.dtype in (torch.bool, torch.uint8) and isinstance(mask, FakeTensor) else None
+
+
+def _fill(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], mask: torch.Tensor) -> Any:
+    target, indices, value = args[:3]
+    if func is aten.index_put.default:
+        target = gpu.run(aten.clone.default, (target,), {})
+    num_indexed = mask.dim() + len(indices) - 1
+    for _ in range(num_indexed, target.dim()):
+        mask = gpu.run(aten.unsqueeze.default, (mask, -1), {})
+    return gpu.run(aten.masked_fill_.Scalar, (target, mask, value.item()), {})
+
+
 def _index(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Masks among the indices become positions first, as the CUDA kernels do it."""
     indices = args[1]
-    check_indices(args[0], indices)
+    if func is aten.index.Tensor:
+        check_indices(args[0], indices)
+    elif not isinstance(args[0], FakeTensor) and not (isinstance(args[2], FakeTensor) and args[2].dim()):
+        return _put_on_host(gpu, func, args, kwargs)
+    mask = None if func is aten.index.Tensor else _mask_to_fill(args, kwargs)
+    if mask is not None:
+        return _fill(gpu, func, args, mask)
     if isinstance(args[0], FakeTensor):
         # The kernel takes indices on the host too, and moves them first (TensorAdvancedIndexingUtils.h, `make_info`).
         indices = [
@@ -369,6 +418,7 @@ HANDLERS: dict[OpOverload, Handler] = {
     aten._ctc_loss_backward.default: _ctc_loss_backward,
     aten._sparse_compressed_tensor_unsafe.default: _refuse_compressed,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+    aten.where.self: _where,
     **dict.fromkeys(
         (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default), _index
     ),

@@ -4,6 +4,7 @@ On the virtual GPU the card is always cuda:0; the process of local rank 3 may ca
 """
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -62,11 +63,16 @@ def install() -> None:
     setattr(torch._C, "_scatter", lambda tensor, *_args: (tensor.to("cuda"),))  # noqa: B010 - a CPU build has no such name
 
 
-def one_process() -> None:
-    """Patches `init_process_group` of a program that is no distributed one."""
+def one_process(communicate: Callable[[], None]) -> None:
+    """Patches `init_process_group` of a program that is no distributed one: `communicate` puts a group of one process in the place of real ones, which
+    read the data of tensors, when the program makes the first. Torch takes long to load what that needs."""
     if not torch.distributed.is_available():
         return
     begin = torch.distributed.init_process_group
+
+    def give(function: Callable[..., None]) -> None:
+        replace(torch.distributed, init_process_group=function)
+        replace(torch.distributed.distributed_c10d, init_process_group=function)
 
     def init_process_group(
         backend: Any = None, init_method: Any = None, timeout: Any = None, world_size: int = -1, **kwargs: Any
@@ -76,12 +82,9 @@ def one_process() -> None:
             raise CaptureError(
                 f"{user_line()} joins {size} processes, but one GPU is simulated; estimate one rank of them with --gpus {size}"
             )
-        if kwargs.get("store") is None and init_method is None:
-            # The default, `env://`, reads MASTER_ADDR and opens a port; one process alone needs neither.
-            kwargs |= {"store": torch.distributed.HashStore(), "rank": 0}
-            world_size = 1
-        # NCCL is not part of a CPU build, and would ask the driver for a card.
-        begin("gloo", init_method, timeout, world_size, **kwargs)
+        if torch.distributed.init_process_group is init_process_group:
+            give(begin)
+            communicate()
+        torch.distributed.init_process_group(backend, init_method, timeout, world_size, **kwargs)
 
-    replace(torch.distributed, init_process_group=init_process_group)
-    replace(torch.distributed.distributed_c10d, init_process_group=init_process_group)
+    give(init_process_group)

@@ -16,7 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tightfit.capture.dispatch import fallback, one_card, program_operators
-from tightfit.capture.dispatch.argument_checks import check_arguments, check_generator
+from tightfit.capture.dispatch.arguments.argument_checks import check_arguments, check_generator
+from tightfit.capture.dispatch.cached_casts import CachedCasts
 from tightfit.capture.dispatch.call_cache import CallCache
 from tightfit.capture.dispatch.device_storages import DeviceStorages
 from tightfit.capture.dispatch.on_host.hosts import HostMemory
@@ -123,6 +124,7 @@ class VirtualGpu(TorchDispatchMode):
         self.attribution = Attribution(recorder)
         self.reads = ReadPolicy(self.attribution.where, recorder.assume, self.attribution.modules)
         self.known_values = KnownValues()
+        self.casts = CachedCasts()
         self.host = HostMemory(recorder)
         self.fake = _SharedFakeMode()
         self.calls = CallCache(self.fake)
@@ -188,6 +190,8 @@ class VirtualGpu(TorchDispatchMode):
         handler = self._handlers.get(func)
         if self._is_whole(func, args, has_handler=handler is not None):
             return self._take_apart(func, args, kwargs)
+        if handler is not None:
+            check_arguments(func, args, kwargs)
         return handler(self, func, args, kwargs) if handler else self.run(func, args, kwargs)
 
     def _is_whole(self, func: OpOverload, args: Sequence[Any], *, has_handler: bool) -> bool:

@@ -26,6 +26,9 @@ from tightfit.errors.faults import hands_over
 
 _TOKEN = b"tightfit: a save of virtual tensors, number "
 
+loaded_files: list[str] = []
+"""The files that the program has loaded tensors from, other than those that it has saved itself."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Unsaved:
@@ -54,6 +57,11 @@ def install(gpu: VirtualGpu) -> None:
     install_addresses()
     if importlib.util.find_spec("safetensors") is not None:
         saves.install_safetensors()
+
+
+def _note_loaded(f: Any) -> None:
+    if isinstance(f, str | os.PathLike):
+        loaded_files.append(os.fspath(f))
 
 
 def _reduce(tensor: torch.Tensor, protocol: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -153,6 +161,7 @@ class _Saves:
         saved = self._saved.get(self._key(f)) if self._saved else None
         is_to_card = isinstance(map_location, str | torch.device) and torch.device(map_location).type == "cuda"
         if saved is None:
+            _note_loaded(f)
             loaded = self._torch_load(f, "cpu" if is_to_card or map_location is None else map_location, *args, **kwargs)
             return tree_map(_to_card, loaded) if is_to_card else loaded
         is_place = isinstance(map_location, str | torch.device)
@@ -185,6 +194,7 @@ class _Saves:
             saved = self._saved.get(str(self._name(filename)))
             if saved is not None:
                 return _Unpickler(saved, torch.device(device)).load()[0]
+            _note_loaded(filename)
             return tree_map(lambda t: t.to(device), load_file(filename, "cpu", **kwargs))
 
         def save_(tensors: dict[str, torch.Tensor], metadata: Any = None) -> bytes:

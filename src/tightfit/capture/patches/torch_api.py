@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map
 
 from tightfit.capture.dispatch import one_card, program_operators, shapes
-from tightfit.capture.dispatch.argument_checks import GENERATORS
+from tightfit.capture.dispatch.arguments.argument_checks import GENERATORS
+from tightfit.capture.dispatch.cached_casts import CachedCasts
 from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.capture.kernels.attention import flex
 from tightfit.capture.observe.streams import VirtualStream
@@ -30,7 +31,8 @@ from tightfit.errors.faults import for_torch, hands_over
 
 def install(gpu: VirtualGpu) -> None:
     """Applies all patches; a process that has done this is not used for anything else."""
-    _keep_identity_on_moves()
+    gpu.casts.install()
+    _keep_identity_on_moves(gpu.casts)
     _skip_initialisers(gpu)
     _treat_as_plain_tensors()
     _install_tensor_methods(gpu)
@@ -103,7 +105,7 @@ def _are_on_one(tensor: FakeTensor, other: FakeTensor) -> bool:
     return tensor.fake_device == other.fake_device and torch._has_compatible_shallow_copy_type(tensor, other)
 
 
-def _keep_identity_on_moves() -> None:
+def _keep_identity_on_moves(casts: CachedCasts) -> None:
     data: Any = torch._C.TensorBase.data
 
     @hands_over
@@ -118,6 +120,7 @@ def _keep_identity_on_moves() -> None:
             # Torch's own keeps hooks on the gradient, and gradients of other shapes, as `DistributedDataParallel` and FSDP rely on.
             data.__set__(self, value)
         elif isinstance(value, torch.Tensor) and (is_virtual or isinstance(value, FakeTensor)):
+            casts.release(self)
             become(self, value)
         else:
             data.__set__(self, value)

@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from tightfit.capture.dispatch.virtual import VirtualGpu
-from tightfit.capture.replace import replace
 from tightfit.tape import EventKind
 
 # The first call differs often (caches, autocast's casts); two equal ones after it show that the call has
@@ -79,14 +78,7 @@ class Repetition:
 
     def install(self) -> None:
         """Follows the end of autocast contexts, where the cached half-precision copies of weights are freed."""
-        clear = torch.clear_autocast_cache
-
-        def clear_autocast_cache() -> None:
-            clear()
-            self._called_in_context.clear()
-            self._kept.clear()
-
-        replace(torch, clear_autocast_cache=clear_autocast_cache)
+        self._gpu.casts.when_cleared += [self._called_in_context.clear, self._kept.clear]
 
     def call(self, module: torch.nn.Module, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
         """The result of calling `module` without gradients; `run` runs it."""

@@ -13,6 +13,7 @@ from typing import Any, Self
 import torch
 from torch.autograd import backward  # torch's own, whatever the program puts in its place later
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
 
 from tightfit.capture.observe.host_python import spends
 from tightfit.cost.host_python import HostWork
@@ -271,12 +272,12 @@ class SplitForward:
         # Two runs with dropout differ by their masks: they are compared in evaluation mode.
         if self._allows_randomness:
             self.model.eval()
-        results, comparable = [], True
+        results, comparable, numbers = [], True, _Numbers()
         for ranges in (((0, 2),), ((0, 1), (1, 2))):
             sums = Sums()
             for begin, end in ranges:
                 args, kwargs = batch.part(begin, end)
-                with LossWatch(end - begin, allows_randomness=self._allows_randomness) as watch:
+                with LossWatch(end - begin, allows_randomness=self._allows_randomness) as watch, numbers:
                     output = forward(*args, **kwargs)
                 _, loss = find_loss(output)
                 sums.add(loss, sums.weight_of(means, watch.terms, end - begin, loss))
@@ -287,14 +288,26 @@ class SplitForward:
         # What this has cast stays in autocast's cache: a part that finds it there casts less than a block of it that is run again would.
         torch.clear_autocast_cache()
         together, apart = results
-        tolerance = _TOLERANCE.get(together.dtype, _TOLERANCE_OF_HALVES)
-        if torch.is_autocast_enabled(batch.device.type):
-            tolerance = _TOLERANCE_OF_HALVES
+        tolerance = _TOLERANCE_OF_HALVES if numbers.are_halves else _TOLERANCE.get(together.dtype, _TOLERANCE_OF_HALVES)
         if comparable and bool((together - apart).abs() > tolerance * together.abs()):
             raise self._refuse(
                 f"two examples together have the loss {together.item():.6g} and one by one {apart.item():.6g}: it depends on what else is in "
                 "the batch; leave micro_batches out"
             )
+
+
+class _Numbers(TorchFunctionMode):
+    """Notes whether a forward computes in half precision, whatever the type of its loss: under autocast, or cast at its ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.are_halves = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.is_floating_point() and result.dtype not in _TOLERANCE:
+            self.are_halves = True
+        return result
 
 
 @contextlib.contextmanager

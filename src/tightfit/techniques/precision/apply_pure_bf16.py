@@ -154,8 +154,8 @@ def lower_model(
     for module in session.model.modules():
         # Scripts call parts of a model as well.
         if module is not session.model and any(p in lowered for p in module.parameters(recurse=False)):
-            session.wrap_forward(module, functools.partial(_part_in_bfloat16, refuse))
-    session.wrap_forward(session.model, functools.partial(_whole_in_bfloat16, refuse))
+            session.wrap_forward(module, functools.partial(_part_in_bfloat16, refuse), is_of_model=True)
+    session.wrap_forward(session.model, functools.partial(_whole_in_bfloat16, refuse), is_of_model=True)
     watch_inputs_of_backward(session)
     for optimizer in session.optimizers:
         session.set(optimizer, "__deepcopy__", functools.partial(_refuse_copy, remedy))

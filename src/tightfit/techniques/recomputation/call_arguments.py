@@ -119,8 +119,9 @@ def _saved(tensors: list[torch.Tensor]) -> Callable[[], Sequence[torch.Tensor]]:
         return lambda: [each.unpack() for each in saved]
     if not tensors:
         return list
-    node: Any = _Saving.apply(_leaf(), *tensors).grad_fn
-    return lambda: node.saved_tensors
+    # Kept whole: up to torch 2.12 a node gives up what it saved with the last result of its own, whoever holds the node.
+    result: Any = _Saving.apply(_leaf(), *tensors)
+    return lambda: result.grad_fn.saved_tensors
 
 
 class _Saving(torch.autograd.Function):

@@ -71,7 +71,8 @@ def run_for(_: torch.nn.Module, function: Callable[..., Any], /, *args: Any, **k
 class WrappedForward:
     """Replaces the `forward` of `module` by `around(forward, *args, **kwargs)`; `previous` is the former entry of the module's `__dict__`.
 
-    `is_copied` in a copy of a module, whose wrappers belong to no session.
+    `is_copied` in a copy of a module, whose wrappers belong to no session. What `is_of_model` runs among plain forwards too: without it the module
+    does not run at all, as its weights are of another type.
     """
 
     def __init__(
@@ -81,12 +82,14 @@ class WrappedForward:
         previous: Callable[..., Any] | None,
         *,
         is_copied: bool = False,
+        is_of_model: bool = False,
     ) -> None:
         # The module owns the wrapper: a reference back would keep both alive until the next collection of cycles.
         self._module = weakref.ref(module)
         self.around = around
         self.previous = previous
         self.is_copied = is_copied
+        self._is_of_model = is_of_model
         # A static method, say, is called without the module.
         self._is_method = isinstance(inspect.getattr_static(type(module), "forward", None), types.FunctionType)
 
@@ -108,7 +111,8 @@ class WrappedForward:
         if not torch.compiler.is_compiling() and (other := self._shallow_copy(sys._getframe(1))) is not None:
             take_off_all(other)
             return other.forward(*args, **kwargs)
-        return self.inner(*args, **kwargs) if are_forwards_plain() else self.around(self.inner, *args, **kwargs)
+        is_plain = are_forwards_plain() and not self._is_of_model
+        return self.inner(*args, **kwargs) if is_plain else self.around(self.inner, *args, **kwargs)
 
     def _shallow_copy(self, caller: types.FrameType) -> torch.nn.Module | None:
         """The module that was called, where that is not this one's but took its attributes along (`copy.copy`, a replica); None as a rule.
@@ -197,7 +201,7 @@ class WrappedForward:
             return types.MethodType(type(module).forward, module) if previous is None else previous
         # Code that is an object of its own may belong to the module; a function is shared, as functions are.
         around = copy.deepcopy(self.around, memo) if hasattr(self.around, "__deepcopy__") else self.around
-        return WrappedForward(module, around, previous, is_copied=True)
+        return WrappedForward(module, around, previous, is_copied=True, is_of_model=self._is_of_model)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # By name: the type of bound methods has no name that pickle finds.
@@ -229,9 +233,9 @@ def own_forward(module: torch.nn.Module) -> Callable[..., Any] | None:
     return current
 
 
-def wrap_forward(module: torch.nn.Module, around: Around) -> WrappedForward:
+def wrap_forward(module: torch.nn.Module, around: Around, *, is_of_model: bool = False) -> WrappedForward:
     """A wrapper around the `forward` of `module`; it is not installed yet."""
-    return WrappedForward(module, around, own_forward(module))
+    return WrappedForward(module, around, own_forward(module), is_of_model=is_of_model)
 
 
 def copied_wrappers(model: torch.nn.Module) -> dict[torch.nn.Module, WrappedForward]:

@@ -15,6 +15,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from tightfit.capture.kernels.architecture import Card
+from tightfit.capture.kernels.refusals import name_in_c, refuse_unless
 from tightfit.errors.faults import for_torch
 
 Backend = Literal["flash", "cudnn", "efficient", "math"]
@@ -247,14 +248,18 @@ def choose_backend(
     return _choose(call, card)
 
 
-def _check_mask(call: _Call) -> None:
-    """`validate_sdpa_input`: a mask of whole numbers, as tokenizers return it, is refused."""
-    mask, dtype = call.mask, call.query.dtype
-    if mask is not None and mask.dtype not in (torch.bool, torch.float32, dtype):
-        raise for_torch(
-            RuntimeError(
-                f"Expected attn_mask dtype to be bool or float or to match query dtype, but got attn_mask.dtype: {mask.dtype} and  query.dtype: {dtype} instead."
-            )
+def _check_dtypes(call: _Call) -> None:
+    """`validate_sdpa_input`: queries, keys and values of several dtypes are refused, and a mask of whole numbers, as tokenizers return it."""
+    query, key, value = (name_in_c(tensor.dtype) for tensor in (call.query, call.key, call.value))
+    refuse_unless(
+        query == key == value,
+        f"Expected query, key, and value to have the same dtype, but got query.dtype: {query} key.dtype: {key} and value.dtype: {value} instead.",
+    )
+    mask = call.mask
+    if mask is not None:
+        refuse_unless(
+            mask.dtype in (torch.bool, torch.float32, call.query.dtype),
+            f"Expected attn_mask dtype to be bool or float or to match query dtype, but got attn_mask.dtype: {name_in_c(mask.dtype)} and  query.dtype: {query} instead.",
         )
 
 
@@ -366,7 +371,7 @@ def attention_on(card: Card) -> Callable[..., torch.Tensor]:
             scale=scale,
             enable_gqa=enable_gqa,
         )
-        _check_mask(call)
+        _check_dtypes(call)
         return _run(call, card)
 
     return scaled_dot_product_attention

@@ -3,7 +3,7 @@
 import errno
 from typing import Any
 
-from tightfit.capture.processes.containment import namespaces, redirection
+from tightfit.capture.processes.containment import namespaces, others_files, redirection
 from tightfit.capture.processes.containment.network_watch import NetworkWatch, rename_folders_by_copying
 from tightfit.capture.processes.containment.policy import containment_of, note_drops
 from tightfit.errors.faults import chain
@@ -31,6 +31,8 @@ class ClosedIn:
         if not policy.allow_writes:
             if namespaces.is_inside():
                 rename_folders_by_copying()
+                if namespaces.needs_users():
+                    others_files.begin(self._containment, namespaces.covered_folders())
             else:
                 redirection.begin(self._containment)
         self._watch.begin()

@@ -1,6 +1,7 @@
 """The system calls of Linux that Python has no functions for; each raises OSError where the kernel refuses."""
 
 import ctypes
+import errno
 import os
 import socket
 import struct
@@ -68,6 +69,11 @@ def start_loopback() -> None:
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", _IFF_UP | _IFF_RUNNING))
+
+
+def may_write(path: str) -> bool:
+    """Whether this process's user may write to it, be it in a file system that is mounted to be read only."""
+    return _libc.access(os.fsencode(path), os.W_OK) == 0 or ctypes.get_errno() == errno.EROFS
 
 
 def check(result: int, what: str) -> None:

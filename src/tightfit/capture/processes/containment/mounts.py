@@ -136,8 +136,9 @@ def _may_write(folder: str) -> bool:
         return False
 
 
-def cover(shared: Path, paths: Iterable[str], *, as_owner: bool) -> None:
-    """Puts the overlays over this process's mounts; what is written goes to a folder in `shared`, which itself stays as it is.
+def cover(shared: Path, paths: Iterable[str], *, as_owner: bool) -> list[str]:
+    """Puts the overlays over this process's mounts; what is written goes to a folder in `shared`, which itself stays as it is. Returns the folders
+    that have one.
 
     `as_owner`: the process has rights over its own files alone (a namespace of users).
 
@@ -167,6 +168,7 @@ def cover(shared: Path, paths: Iterable[str], *, as_owner: bool) -> None:
         for mount in known:
             if mount.point not in (*covered, _SHARED_MEMORY):
                 _forbid_writes(mount)
+        return covered
     finally:
         for descriptor in opened.values():
             os.close(descriptor)

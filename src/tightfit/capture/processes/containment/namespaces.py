@@ -18,12 +18,17 @@ from tightfit.capture.processes.containment import linux
 from tightfit.capture.processes.containment.mounts import cover
 from tightfit.capture.processes.containment.policy import DROPPED, Policy, containment_of
 
-_entered: list[bool] = []
+_entered: list[tuple[str, ...]] = []
 
 
 def is_inside() -> bool:
     """Whether this process has entered namespaces of its own."""
     return bool(_entered)
+
+
+def covered_folders() -> tuple[str, ...]:
+    """The folders of this process, which is inside, that have an overlay."""
+    return _entered[-1]
 
 
 def needs_users() -> bool:
@@ -44,9 +49,21 @@ def found_space() -> bool:
 
 def are_possible() -> bool:
     """Whether the kernel allows all that `enter` needs: it is tried in a child."""
+    if needs_users() and os.geteuid() == _owner_of_others():
+        # Within a namespace of users nothing would tell the files of others from this user's.
+        return False
     with tempfile.TemporaryDirectory(prefix="tightfit-try-") as folder:
         (Path(folder) / DROPPED).mkdir()
         return _works_in_child(lambda: _try_out(Path(folder)))
+
+
+def _owner_of_others() -> int:
+    """Whom files of users that are not in a namespace of users seem to belong to; it is mostly the user "nobody"."""
+    try:
+        return int(Path("/proc/sys/kernel/overflowuid").read_text())
+    except (OSError, ValueError):
+        # /proc is hidden.
+        return 65534
 
 
 def _unshare_space() -> None:
@@ -125,12 +142,13 @@ def enter(policy: Policy, shared: Path, paths: Iterable[str]) -> None:
         flags |= linux.NEW_NAMESPACE_OF_NETWORK
     linux.unshare(flags)
     if policy.allow_writes:
+        covered = []
         linux.mount("none", "/", flags=linux.RECURSIVE | linux.PRIVATE)
     else:
-        cover(shared, paths, as_owner=needs_users())
+        covered = cover(shared, paths, as_owner=needs_users())
     linux.mount("proc", "/proc", "proc", linux.NO_SETUID | linux.NO_DEVICES | linux.NO_EXECUTION)
     if not policy.allow_network:
         linux.start_loopback()
     if needs_users():
         linux.give_up_capabilities()
-    _entered.append(True)
+    _entered.append(tuple(covered))

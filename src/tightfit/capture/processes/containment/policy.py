@@ -18,6 +18,8 @@ _FORCED = "TIGHTFIT_CONTAINMENT"
 NAMESPACES, LANDLOCK, PYTHON = "namespaces", "landlock", "python"
 DROPPED, UPPER = "dropped", "written"
 """The folder, in the one that is shared with the child, of what the program wrote; in it, a folder with a folder UPPER for each that was covered."""
+COPIED = "copied"
+"""The folder, beside it, of the copies of other users' files."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

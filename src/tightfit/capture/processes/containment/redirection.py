@@ -60,7 +60,7 @@ def begin(containment: Containment) -> None:
     copies = FileCopies(
         place / UPPER, (os.path.realpath(containment.shared), containment.shared, "/dev", "/proc", "/sys")
     )
-    _replace_functions(copies)
+    replace_functions(copies)
     mechanism = forced_mechanism()
     is_by_kernel = mechanism != PYTHON and landlock.restrict(os.path.realpath(containment.shared))
     assert is_by_kernel or mechanism != LANDLOCK, "no Landlock here"
@@ -127,7 +127,8 @@ def _spawning(real: Callable[..., int]) -> Callable[..., int]:
     return spawn
 
 
-def _replace_functions(copies: FileCopies) -> None:
+def replace_functions(copies: FileCopies) -> None:
+    """Python's functions for files are led to the copies."""
     for name in _READ & vars(os).keys():
         _lead(copies, os, name, copies.seen)
     for name in _CHANGED & vars(os).keys():

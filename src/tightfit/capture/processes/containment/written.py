@@ -4,7 +4,7 @@ import os
 import stat
 from pathlib import Path
 
-from tightfit.capture.processes.containment.policy import DROPPED, UPPER
+from tightfit.capture.processes.containment.policy import COPIED, DROPPED, UPPER
 
 _FOLDER = "folder"
 _MAX_NAMED = 3
@@ -18,7 +18,8 @@ def remember(place: Path, folder: str) -> None:
 def written_files(shared: Path) -> list[str]:
     """The paths of the files that the program wrote, as it saw them; compiled Python is not counted."""
     found = []
-    for place in sorted((shared / DROPPED).iterdir() if (shared / DROPPED).is_dir() else ()):
+    covered = sorted((shared / DROPPED).iterdir() if (shared / DROPPED).is_dir() else ())
+    for place in (*covered, shared / COPIED):
         if not (place / _FOLDER).exists():
             continue
         folder = (place / _FOLDER).read_text()
@@ -26,7 +27,9 @@ def written_files(shared: Path) -> list[str]:
             if os.path.basename(parent) != "__pycache__":
                 inside = os.path.relpath(parent, place / UPPER)
                 found += [
-                    os.path.normpath(f"{folder}/{inside}/{name}") for name in names if _is_file(f"{parent}/{name}")
+                    os.path.normpath(os.path.join(folder, inside, name))
+                    for name in names
+                    if _is_file(f"{parent}/{name}")
                 ]
     return sorted(found)
 

@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 import torch
 
 from tightfit.capture.dispatch.virtual import VirtualGpu
-from tightfit.capture.replace import replace
 from tightfit.capture.steps.micro_batches.answered_call import Layout, answer
 from tightfit.capture.steps.micro_batches.graph_entries import entries
 from tightfit.capture.steps.micro_batches.micro_batch import Kept, MicroBatch
@@ -51,13 +50,7 @@ class AnsweredBatches:
 
     def install(self) -> None:
         """Follows the end of autocast contexts, where copies of weights in half precision are freed."""
-        clear = torch.clear_autocast_cache
-
-        def clear_autocast_cache() -> None:
-            clear()
-            self._casts.clear()
-
-        replace(torch, clear_autocast_cache=clear_autocast_cache)
+        self._gpu.casts.when_cleared.append(self._casts.clear)
 
     def call(self, micro_batch: MicroBatch, order: tuple[Kept, ...], given: Sequence[torch.Tensor]) -> Any:
         """The result of a call like that of `micro_batch`, with these tensors as arguments."""
