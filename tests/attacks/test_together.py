@@ -83,6 +83,7 @@ def test_a_clean_program_is_trained_right(program: str, name: str) -> None:
     assert (verdict.outcome, verdict.reason) == (Outcome.RIGHT, "")
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize(("program", "name"), one_in_three(OTHERS, TOGETHER))
 def test_an_attack_is_trained_right_or_refused(program: str, name: str) -> None:
     verdict = tried(attacks()[program], together(*TOGETHER[name]))
