@@ -361,9 +361,9 @@ class KeptPass:
             if is_trial or isinstance(error, ApplyError) or not isinstance(error, Exception):
                 raise
             # An assertion says nothing.
-            told = next(iter(str(error).splitlines()), type(error).__name__)
+            words = next(iter(str(error).splitlines()), type(error).__name__)
             raise self._refuse(
-                f"a backward pass ended with an error when it was run a second time ({told}); {REMEDY}"
+                f"a backward pass ended with an error when it was run a second time ({words}); {REMEDY}"
             ) from error
         finally:
             for parameter in frozen:
