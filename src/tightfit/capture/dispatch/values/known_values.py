@@ -131,12 +131,7 @@ class KnownValues:
                     pass
                 else:
                     if not targets:
-                        for tensor, value in zip(
-                            outputs, tensors(values if isinstance(values, list | tuple) else (values,)), strict=True
-                        ):
-                            # Kernels of the host give more or less than a card's beside their first result: statistics, buffers for the backward pass.
-                            if (tensor.shape, tensor.dtype) == (value.shape, value.dtype):
-                                self.adopt(tensor, value)
+                        self._adopt_alike(outputs, values)
                     return
             if small and operator in LOGICAL:
                 with contextlib.suppress(Unknown):
@@ -187,6 +182,14 @@ class KnownValues:
             if is_decided and (operator not in _OR or other.dtype == torch.bool):
                 return operator(values, torch.zeros(other.shape, dtype=other.dtype))
         raise Unknown
+
+    def _adopt_alike(self, outputs: Sequence[torch.Tensor], values: Any) -> None:
+        """Keeps the results of a kernel of the host that are like a card's; it may give others beside the first: statistics, buffers for the backward pass."""
+        found = list(tensors(values if isinstance(values, list | tuple) else (values,)))
+        if len(found) == len(outputs):
+            for tensor, value in zip(outputs, found, strict=True):
+                if (tensor.shape, tensor.dtype) == (value.shape, value.dtype):
+                    self.adopt(tensor, value)
 
     def _exchange_random_state(self) -> torch.Tensor:
         """The card has a random state of its own: what it draws leaves the host's random state as it is."""
