@@ -41,10 +41,12 @@ sizes:
 	$(BIN)/python tools/check_sizes.py src tests benchmarks tools
 
 # Compiled first: the tests start a hundred processes, and where PYTHONDONTWRITEBYTECODE is set each of them would compile everything.
+# What is tried by turns is drawn by the commit; without git all of it is tried.
+units: COMMIT = $(shell git rev-parse HEAD 2>/dev/null)
 # One thread each: there is a process of tests for every core, and threads of torch's that wait for work keep a core busy.
 units:
 	$(BIN)/python -m compileall -q src benchmarks
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 TIGHTFIT_COMMIT=$(COMMIT) $(BIN)/pytest -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 test-torch: .venv-torch-$(TORCH)/.test
 	.venv-torch-$(TORCH)/bin/pytest -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder $(TESTS)

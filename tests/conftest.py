@@ -11,8 +11,10 @@ from pathlib import Path
 import hypothesis
 import pytest
 from tests.process_state import changed_since, process_state
+from tests.sampled import in_turn
 
 from tightfit.capture.child_process import trace_server
+from tightfit.capture.processes import fork_server
 from tightfit.cli.shared.progress import ProgressLine
 
 # Programs that tests write run in processes of their own, and take their models from this folder.
@@ -34,6 +36,9 @@ hypothesis.settings.register_profile("tightfit", deadline=None)
 hypothesis.settings.load_profile("tightfit")
 
 
+# The next test that runs a program in a process that has torch may come later than a user's next estimate.
+fork_server.IDLE_SECONDS = 3600
+
 # Hugging Face's libraries take longer to import than most traces of tests take: these fork from a server that has done it. The commands that tests
 # run in processes of their own import them in each trace, as a user's do.
 _PRELOADED_ANYWHERE = trace_server.PRELOADED
@@ -50,16 +55,20 @@ def traces_import_libraries_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what is marked as slow, and runs the searches for leaks first.
+    """Leaves out what is marked as slow and what has its turn with another commit, and runs the searches for leaks first.
 
     They ask each object for its class and identity, which Python tells the audit hooks: one that a later test has added stays for good, and makes
     them take five times as long.
     """
     items.sort(key=lambda item: item.path.name != "test_leaks.py")
-    slow = [] if os.environ.get("TIGHTFIT_SLOW_TESTS") else [item for item in items if item.get_closest_marker("slow")]
-    if slow:
-        config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+    if os.environ.get("TIGHTFIT_SLOW_TESTS"):
+        return
+    usual = [item for item in items if not item.get_closest_marker("slow")]
+    left = in_turn(usual, os.environ.get("TIGHTFIT_COMMIT"))
+    if len(left) < len(items):
+        kept = set(left)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = left
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -21,13 +21,20 @@ _NUM_PLACES = collections.Counter(
 
 
 def of_kinds(*kinds: str) -> list[object]:
-    """The attacks of some kinds, as parameters of a test; two in three, drawn by name, are marked as slow, but for those that are known to be wrong."""
+    """The attacks of some kinds, as parameters of a test; two in three, drawn by name, are marked as slow, but for those that are known to be wrong.
+
+    The others are tried by turns, but for clean programs.
+    """
     wrong = {name for name, _ in KNOWN_WRONG}
     return [
-        pytest.param(attack, id=name, marks=pytest.mark.slow if is_slow(attack) and name not in wrong else ())
+        pytest.param(attack, id=name, marks=() if name in wrong or attack.kind == "clean" else _marks(attack))
         for name, attack in attacks().items()
         if attack.kind in kinds
     ]
+
+
+def _marks(attack: Attack) -> pytest.MarkDecorator:
+    return pytest.mark.slow if is_slow(attack) else pytest.mark.by_turns(2)
 
 
 def is_slow(attack: Attack) -> bool:

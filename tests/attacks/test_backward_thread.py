@@ -22,6 +22,7 @@ def engine() -> Iterator[BackwardThread]:
         yield _ENGINE
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize(("name", "variant"), one_in_three(_PROGRAMS, VARIANTS))
 def test_clean_models_are_trained_right(engine: BackwardThread, name: str, variant: str) -> None:
     begin = engine.num_passes

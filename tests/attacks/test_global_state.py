@@ -351,6 +351,7 @@ def attached_to_what_is_called(variant: Variant, beside: Beside) -> None:
     beside.step()
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize(("variant", "row"), one_in_three(TABLE, SCENARIOS))
 def test_torch_is_as_it_was(variant: str, row: str, beside: Beside) -> None:
     SCENARIOS[row](TABLE[variant], beside)

@@ -290,11 +290,13 @@ def _check(case: Case, chosen: Choice, expected: str, change: Callable[[Net, int
         torch.testing.assert_close(other, plain, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("name", CASES)
 def test_in_tiles(name: str) -> None:
     _check(CASES[name], TILES, CASES[name].tiled)
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("name", every_second(CASES))
 def test_in_parts_of_the_batch(name: str) -> None:
     _check(CASES[name], PARTS, CASES[name].parts)

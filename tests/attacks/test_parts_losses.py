@@ -150,6 +150,7 @@ def _parts(num_parts: int) -> list[Choice]:
     return [choice("micro_batches", "batch", num_parts=num_parts, draws_anew=False)]
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("name", every_second(RIGHT))
 def test_what_is_linear_in_means_or_sums_is_right_for_parts_of_any_size(name: str) -> None:
     sizes = [BATCH, BATCH - 1, BATCH]

@@ -1,11 +1,18 @@
 """Techniques together on one program: each pair that a plan may have is trained right or refused, and clean programs are trained right."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from tests.attacks.check import one_in_three
-from tests.attacks.harness import Outcome, run
+from tests.attacks.harness import Outcome, tried
+from tests.attacks.models import WIDTH, Block, Net, train
 from tests.attacks.places import VARIANTS, Variant
-from tests.attacks.registry import attacks
+from tests.attacks.registry import Attack, attacks
+from tests.attacks.trial import Trial
+from torch import nn
+
+from tightfit.planner.plan import Choice
 
 UPDATES = "update in backward"
 TOGETHER = {
@@ -54,56 +61,72 @@ OTHERS = (
 torch.set_num_threads(1)
 
 
-@pytest.fixture(autouse=True)
-def together(monkeypatch):
-    """Has combinations among the variants of this test, and of no other."""
-    for name, parts in TOGETHER.items():
-        finds = [VARIANTS[part].find for part in parts]
+def together(*parts: str) -> Variant:
+    """Several techniques at once."""
 
-        def find(model, optimizers, finds=finds):
-            return [choice for each in finds for choice in each(model, optimizers)]
+    def find(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> list[Choice]:
+        return [choice for part in parts for choice in VARIANTS[part].find(model, optimizers)]
 
-        freezes = any(VARIANTS[part].freezes for part in parts)
-        variant = Variant(name=name, technique="", find=find, is_bitwise=False, is_lossy=False, freezes=freezes)
-        monkeypatch.setitem(VARIANTS, name, variant)
+    return Variant(
+        name=" and ".join(parts),
+        technique="",
+        find=find,
+        is_bitwise=False,
+        is_lossy=any(VARIANTS[part].is_lossy for part in parts),
+        freezes=any(VARIANTS[part].freezes for part in parts),
+    )
 
 
 @pytest.mark.parametrize(("program", "name"), one_in_three(CLEAN, TOGETHER))
 def test_a_clean_program_is_trained_right(program: str, name: str) -> None:
-    verdict = run(attacks()[program], name)
+    verdict = tried(attacks()[program], together(*TOGETHER[name]))
     assert (verdict.outcome, verdict.reason) == (Outcome.RIGHT, "")
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize(("program", "name"), one_in_three(OTHERS, TOGETHER))
 def test_an_attack_is_trained_right_or_refused(program: str, name: str) -> None:
-    verdict = run(attacks()[program], name)
+    verdict = tried(attacks()[program], together(*TOGETHER[name]))
     assert verdict.outcome in (Outcome.RIGHT, Outcome.REFUSED, Outcome.NO_PLACE), verdict.reason
 
 
 @pytest.mark.parametrize("program", ["plain_loop", "frozen_stem", "adamw_with_scheduler"])
 @pytest.mark.parametrize("streaming", ["weight streaming", "trained weight streaming"])
-def test_tiles_of_a_block_whose_weights_come_and_go(program: str, streaming: str, monkeypatch) -> None:
-    parts = ("tiled tokens", streaming)
-
-    def find(model, optimizers):
-        return [choice for part in parts for choice in VARIANTS[part].find(model, optimizers)]
-
-    freezes = VARIANTS[streaming].freezes
-    variant = Variant(name="both", technique="", find=find, is_bitwise=False, is_lossy=False, freezes=freezes)
-    monkeypatch.setitem(VARIANTS, "both", variant)
-    verdict = run(attacks()[program], "both")
+def test_tiles_of_a_block_whose_weights_come_and_go(program: str, streaming: str) -> None:
+    verdict = tried(attacks()[program], together("tiled tokens", streaming))
     assert (verdict.outcome, verdict.reason) == (Outcome.RIGHT, "")
 
 
 @pytest.mark.parametrize("program", ["adamw_with_scheduler", "image_chain"])
-def test_parts_of_a_batch_in_bfloat16(program: str, monkeypatch) -> None:
+def test_parts_of_a_batch_in_bfloat16(program: str) -> None:
     # The loss is cast back to float32, with an error of bfloat16; and a convolution does not run without the casts around it.
-    parts = ("micro-batches", "pure bf16")
+    verdict = tried(attacks()[program], together("micro-batches", "pure bf16"))
+    assert (verdict.outcome, verdict.reason) == (Outcome.RIGHT, "")
 
-    def find(model, optimizers):
-        return [choice for part in parts for choice in VARIANTS[part].find(model, optimizers)]
 
-    variant = Variant(name="both", technique="", find=find, is_bitwise=False, is_lossy=True)
-    monkeypatch.setitem(VARIANTS, "both", variant)
-    verdict = run(attacks()[program], "both")
+def _ends_with_a_parameter(t: Trial) -> None:
+    class Shifted(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift = nn.Parameter(torch.zeros(WIDTH))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + self.shift
+
+    train(t, Net([Shifted(), Shifted(), Shifted()]))
+
+
+@pytest.mark.parametrize("recomputed", ["checkpointing", "selective checkpointing", "sequential checkpointing"])
+@pytest.mark.parametrize("updates", [UPDATES, "optimizer offload in backward"])
+def test_a_parameter_whose_gradient_is_there_before_its_block_runs_again(recomputed: str, updates: str) -> None:
+    # The trial of the first steps shows it, and gradients wait from then on: it is no refusal.
+    attack = Attack(name="shifted", kind="clean", what="", program=_ends_with_a_parameter)
+    verdict = tried(attack, together(recomputed, updates))
+    assert (verdict.outcome, verdict.reason) == (Outcome.RIGHT, "")
+
+
+@pytest.mark.parametrize("updates", [UPDATES, "optimizer offload in backward"])
+def test_streamed_blocks_in_a_sequence_that_runs_again_beside_updates(updates: str) -> None:
+    # Streamed weights are not among what the sequence saves, so that a bias has its gradient before the sequence runs again.
+    verdict = tried(attacks()["plain_loop"], together("sequential checkpointing", "weight streaming", updates))
     assert (verdict.outcome, verdict.reason) == (Outcome.RIGHT, "")

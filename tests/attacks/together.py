@@ -1,6 +1,6 @@
 """Tries programs with several techniques at once, as a plan mixes them: each with some combinations that are drawn from its name.
 
-python -m tests.attacks.together [--draws N] [--first N] [--seed TEXT] [--beyond] [--smallest] [NAME ...]
+python -m tests.attacks.together [--draws N] [--first N] [--part 0/1] [--beyond] [--refused] [--all] [NAME ...]
 """
 
 import argparse
@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from tests.attacks.drawn import CLASSES, Combination, combined, names_of
 from tests.attacks.harness import Outcome, Verdict, tried
+from tests.attacks.places import VARIANTS
 from tests.attacks.registry import Attack, attacks
 from tests.attacks.table import MARKS, marks_on_page
 
@@ -32,12 +33,20 @@ def refused_alone(what: str) -> tuple[str, ...]:
     return tuple(name for name, mark in _marks().get(what, {}).items() if mark == MARKS[Outcome.REFUSED])
 
 
+def _class_for(attack: Attack, drawn: str) -> str:
+    """The class that was drawn, or the next one that has techniques which the program is tried with: others may not run in the precision of theirs."""
+    only = [VARIANTS[name] for name in attack.only]
+    if only and all(variant.is_bitwise for variant in only):
+        return "bitwise"
+    return "exact" if only and drawn == "lossy" and not any(variant.is_lossy for variant in only) else drawn
+
+
 def run_drawn(
     attack: Attack, seed: str, *, ignores_slots: bool = False, left_out: frozenset[str] = frozenset()
 ) -> tuple[Verdict, list[str]]:
     """The verdict on a program with the combination of a seed, and what was taken."""
     chance = random.Random(f"{attack.name} {seed}")
-    kind, freezes = chance.choice(CLASSES), chance.random() < _WITH_STREAMING
+    kind, freezes = _class_for(attack, chance.choice(CLASSES)), chance.random() < _WITH_STREAMING
     # What refuses a technique alone mostly refuses it beside others, and then nothing is learnt of these.
     refused = refused_alone(attack.what) if chance.random() < _WITHOUT_REFUSED else ()
     names = names_of(kind, attack.only, refused, freezes=freezes)
@@ -46,15 +55,17 @@ def run_drawn(
     return verdict, combination.taken
 
 
-def smallest_bad(attack: Attack, seed: str, taken: Sequence[str], *, ignores_slots: bool) -> tuple[Verdict, list[str]]:
-    """What is left of a combination that is wrong or crashes, when all that it is as bad without is left out."""
+def smallest(
+    attack: Attack, seed: str, taken: Sequence[str], outcomes: Sequence[Outcome], *, ignores_slots: bool
+) -> tuple[Verdict, list[str]]:
+    """What is left of a combination with one of these outcomes, when all is left out without which it is one of them too."""
     left_out: frozenset[str] = frozenset()
     verdict, kept = run_drawn(attack, seed, ignores_slots=ignores_slots)
     for key in dict.fromkeys(taken):
         if len(kept) < 2:
             break
         found, rest = run_drawn(attack, seed, ignores_slots=ignores_slots, left_out=left_out | {key})
-        if found.outcome in BAD:
+        if found.outcome in outcomes:
             left_out, verdict, kept = left_out | {key}, found, rest
     return verdict, kept
 
@@ -76,6 +87,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--first", type=int, default=0, help="the number of the first of them")
     parser.add_argument("--part", default="0/1", help="one part of the programs: 2/5 is the third of five")
     parser.add_argument("--beyond", action="store_true", help="with one slot taken twice, as no plan does")
+    parser.add_argument(
+        "--refused", action="store_true", help="a line for those, too, whose parts are not refused alone"
+    )
     parser.add_argument("--all", action="store_true", help="a line for those that are right or refused, too")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -94,9 +108,11 @@ def main(arguments: list[str]) -> int:
         together[len({key.partition(":")[2].partition("@")[0] for key in taken})] += (
             verdict.outcome is not Outcome.NO_PLACE
         )
-        if verdict.outcome in BAD:
-            attack = attacks()[name]
-            told, kept = smallest_bad(attack, seed, taken, ignores_slots=given.beyond)
+        told, kept = verdict, taken
+        if verdict.outcome in BAD or (given.refused and verdict.outcome is Outcome.REFUSED):
+            outcomes = BAD if verdict.outcome in BAD else (Outcome.REFUSED,)
+            told, kept = smallest(attacks()[name], seed, taken, outcomes, ignores_slots=given.beyond)
+        if told.outcome in BAD or (told is not verdict and len(kept) > 1):
             print(f"{name} {seed}: {told.outcome}: {told.reason}\n    {' + '.join(kept)}", flush=True)
         elif given.all:
             print(f"{name} {seed}: {verdict.outcome}: {verdict.reason}\n    {' + '.join(taken)}", flush=True)

@@ -42,6 +42,7 @@ class Tapes:
                 preparation=Preparation(
                     function="tightfit.runtime.attach:prepare",
                     argument={"choices": [dataclasses.asdict(choice_of(option)) for option in options]},
+                    imports=("tightfit.runtime.attach", "tightfit.techniques.registry:import_ours"),
                 ),
             ).tape
         return self._tapes[key]

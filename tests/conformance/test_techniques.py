@@ -74,21 +74,22 @@ def test_the_traced_saving_is_the_promised_one(name: str, tapes: Tapes) -> None:
     )
 
 
+@pytest.mark.by_turns(2)
+@pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("name", EXACT)
-def test_exact_techniques_train_the_same_with_all_habits(name: str, tapes: Tapes) -> None:
+def test_exact_techniques_train_the_same_with_all_habits(name: str, first: int, tapes: Tapes) -> None:
+    """On every second place that a technique has, so that each technique is tried in each turn."""
     habits = Habits(schedules=True, reloads_at=1, evaluates=True) if name in USES_GRADIENTS_UP else HABITS
     bitwise = technique(name).exactness.startswith("bit for bit")
     if name in ADVICE_ONLY:
         with pytest.raises(ApplyError, match="suggestion"):
             technique(name).apply(Session(model=torch.nn.Linear(1, 1), optimizers=[]), [])
         return
-    tried = 0
-    for model in MODELS:
-        for options in _ways(name, model, tapes):
-            tried += 1
-            other = train(model, options, num_steps=NUM_STEPS, habits=habits)
-            _same(_plain(model, NUM_STEPS, habits), other, bitwise=bitwise)
-    assert tried
+    ways = [(model, options) for model in MODELS for options in _ways(name, model, tapes)]
+    assert ways
+    for model, options in ways[first::2] or ways:
+        other = train(model, options, num_steps=NUM_STEPS, habits=habits)
+        _same(_plain(model, NUM_STEPS, habits), other, bitwise=bitwise)
 
 
 def _ways(name: str, model: str, tapes: Tapes) -> list[list[Option]]:
@@ -100,6 +101,7 @@ def _ways(name: str, model: str, tapes: Tapes) -> list[list[Option]]:
     return [options] if options and (name != "allocator_settings" or model == "convolutions") else []
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize(
     "seed", [*range(12), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(12, NUM_COMBINATIONS))]
 )

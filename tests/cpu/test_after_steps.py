@@ -31,6 +31,7 @@ def estimated(folder: Path, program: str, *, prelude: str = PRELUDE, **settings:
     return estimate(str(script), CARD, **settings)  # type: ignore[arg-type]
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("name", COUNTED)
 def test_what_follows_the_steps_is_in_the_peak(tmp_path: Path, name: str) -> None:
     if "transformers" in COUNTED[name]:

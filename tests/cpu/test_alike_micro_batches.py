@@ -389,6 +389,7 @@ def _is_repeated(tape: Tape) -> bool:
     return any(_REPEATED in each.what for each in tape.assumptions)
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("name", ALIKE)
 def test_the_tape_of_alike_micro_batches_is_that_of_a_trace_that_runs_them_all(name: str, tmp_path: Path) -> None:
     every, alike = _tapes(tmp_path, ALIKE[name], with_effects=len(name) % 2 == 0)
@@ -397,6 +398,7 @@ def test_the_tape_of_alike_micro_batches_is_that_of_a_trace_that_runs_them_all(n
     assert not _differences(every, alike)
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("name", OTHERS)
 def test_micro_batches_that_may_differ_are_run(name: str, tmp_path: Path) -> None:
     every, alike = _tapes(tmp_path, OTHERS[name], with_effects=False)

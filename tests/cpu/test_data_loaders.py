@@ -51,6 +51,7 @@ LOADERS = {
 }
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("kind", LOADERS)
 @pytest.mark.parametrize("largest_batch", [False, True])
 def test_a_program_with(kind: str, largest_batch: bool, tmp_path: Path) -> None:

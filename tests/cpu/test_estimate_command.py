@@ -100,6 +100,12 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
         ("nowhere.py:workload", "there is no file nowhere.py"),
         ("modle.py", "there is no file modle.py; nearest: model.py"),
         ("raises.py GiB", "GiB stands alone: write a size as one word, such as 2GiB"),
+        ("raises.py %", "% stands alone: write a size as one word, such as 2%"),
+        (
+            "torchrun --nproc_per_node 2 raises.py",
+            "leave out torchrun: give the script itself, and its own arguments after --, as in tightfit estimate train.py -- --epochs 1; "
+            "--gpus 2 traces one of two processes",
+        ),
         ("nowhere.npz", "there is no file nowhere.npz"),
         ("no_such_module.inner:workload", "no_such_module.inner:workload: No module named 'no_such_module'"),
         ("model.py:not-a-name", "'not-a-name' in model.py:not-a-name is not the name of a function"),

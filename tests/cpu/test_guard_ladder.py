@@ -83,6 +83,7 @@ def check(variant: str, seed: str, count: int, kind: str = "plain", *, everywher
         assert is_close(expected, found)
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_each_technique_is_a_rung_from_which_a_run_climbs_back(variant: str) -> None:
     # The second error of a step is what goes down, and the third one is raised under the first plan. One that rounds weights has rounded them by then.
@@ -91,6 +92,7 @@ def test_each_technique_is_a_rung_from_which_a_run_climbs_back(variant: str) -> 
         check(variant, f"{variant} {count}", count)
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("variant", OF_KINDS)
 def test_what_else_a_loop_keeps_is_taken_back_under_each_plan(variant: str, kind: str) -> None:

@@ -50,6 +50,7 @@ def run(target, steps=2):
     return losses, dict(generator.gi_frame.f_locals)
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize(
     "name",
     [

@@ -47,11 +47,14 @@ def test_limits_that_stand_close_end_the_search() -> None:
 class FailingRuns(TracedRuns):
     """Runs on which some techniques cannot be put."""
 
-    def __init__(self, *failing: str) -> None:
+    def __init__(self, *failing: str, traced: TracedRuns | None = None) -> None:
+        """What `traced` has traced before, by the same options, is not traced again."""
         where = workload.__globals__["__file__"]
         target = GeneratorFunction(location=where, function="workload", parameters={"model": "llama"})
         super().__init__(**run_arguments(target, "llama"))
         self.failing = failing
+        if traced is not None:
+            self._made, self._effects = traced._made, traced._effects
 
     def run_with(self, options: tuple[Option, ...] | list[Option]) -> TracedRun:
         for option in options:
@@ -93,7 +96,7 @@ def test_a_place_that_is_refused_leaves_the_technique_its_other_places(runs: Fai
     budget = held.device_high_bytes - held.allocated_bytes // 2
     block = "LlamaForCausalLM.model.layers.0"
     others = ("attention", "selective_checkpointing", "nested_checkpointing", "tiled_tokens", "micro_batches")
-    found = Search(FailingRuns(*others, block), budget, Allowed()).run()
+    found = Search(FailingRuns(*others, block, traced=runs), budget, Allowed()).run()
     assert ("checkpointing", f"{block}: not at {block}") in found.refused
     assert any(o.technique == "checkpointing" for o in found.best.options)
     assert all(o.where != block for o in found.best.options)
@@ -102,8 +105,8 @@ def test_a_place_that_is_refused_leaves_the_technique_its_other_places(runs: Fai
 class TogetherFailingRuns(FailingRuns):
     """Runs that a technique can be put on alone, and not beside any other."""
 
-    def __init__(self, alone: str) -> None:
-        super().__init__("attention", "selective_checkpointing")
+    def __init__(self, alone: str, traced: TracedRuns) -> None:
+        super().__init__("attention", "selective_checkpointing", traced=traced)
         self._alone = alone
         self.tried: list[frozenset[str]] = []
 
@@ -115,17 +118,17 @@ class TogetherFailingRuns(FailingRuns):
 
 
 @pytest.mark.parametrize("share", [2, 1000])
-def test_what_is_refused_beside_others_is_not_tried_beside_others_again(share: int) -> None:
+def test_what_is_refused_beside_others_is_not_tried_beside_others_again(share: int, runs: FailingRuns) -> None:
     """A technique that needs a trace of its own was traced alone; whatever is put beside it is refused, once."""
-    runs = TogetherFailingRuns("micro_batches")
     plain = runs.run_with(())
+    together = TogetherFailingRuns("micro_batches", runs)
     held = plain.estimate.peak
     budget = held.device_high_bytes - (share - 1) * held.allocated_bytes // share
     # Without recomputation, which would do for half of the memory.
     without = tuple(Without(technique=name) for name in ("checkpointing", "nested_checkpointing", "chunked_loss"))
-    found = Search(runs, budget, Allowed(without=without)).run()
+    found = Search(together, budget, Allowed(without=without)).run()
     assert ("micro_batches", "not beside another technique") in found.refused
-    assert len(runs.tried) == 1, [sorted(keys) for keys in runs.tried]
+    assert len(together.tried) == 1, [sorted(keys) for keys in together.tried]
     assert found.best.high_bytes < plain.high_bytes
 
 
@@ -133,8 +136,7 @@ class InterruptedRuns(FailingRuns):
     """Runs that are interrupted at the run number `end` with options, traced before or not."""
 
     def __init__(self, traced: FailingRuns, end: int) -> None:
-        super().__init__(*traced.failing)
-        self._made = traced._made
+        super().__init__(*traced.failing, traced=traced)
         self._left = end
 
     def run_with(self, options: tuple[Option, ...] | list[Option]) -> TracedRun:

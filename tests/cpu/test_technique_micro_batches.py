@@ -41,6 +41,7 @@ def train_numbers(kind: type[torch.nn.Module], num_parts: int, **settings: objec
     return train(lambda: kind(**settings), lambda model, step: model(*numbers_of(step, BATCH)), chosen)
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("num_parts", [2, 3, 8])
 @pytest.mark.parametrize("settings", [{}, {"weighted": True}, {"smoothing": 0.1}, {"weighted": True, "smoothing": 0.1}])
 def test_a_mean_over_the_targets_that_count(num_parts: int, settings: dict[str, object]) -> None:

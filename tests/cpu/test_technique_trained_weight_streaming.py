@@ -127,6 +127,7 @@ def test_the_fused_implementation_of_the_host_updates_as_a_fused_optimizer_there
     session.undo()
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("loop", LOOPS)
 def test_loops_train_the_same_to_the_bit(loop: Callable[[Decoder, Optimizer], Any]) -> None:
     plain, model, *optimizers, session = pair()

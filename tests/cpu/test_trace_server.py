@@ -1,5 +1,6 @@
 """The process that traces are forked from begins early, and is the one that the trace then asks."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -8,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from tightfit.capture.child_process import trace_server
+from tightfit.capture.collectives.world import World
 from tightfit.capture.processes import fork_server
+from tightfit.capture.processes.containment.policy import Policy
 
 
 @pytest.mark.parametrize(
@@ -33,6 +36,15 @@ def test_models_are_told_from_programs(
     monkeypatch.setattr(trace_server, "begin", lambda _, names, *, is_kept: begun.append(names))
     trace_server.begin_for(target, allow_writes=False, allow_network=False)
     assert begun == [trace_server.preloaded(is_huggingface=names_model)]
+
+
+def test_the_one_that_was_begun_traces_a_rank_of_many_too() -> None:
+    policy, rank = Policy(allow_writes=False, allow_network=False), World(num_ranks=8, num_nodes=2, rank=5)
+    alone = trace_server.trace_environment(policy, None)
+    of_rank = trace_server.trace_environment(policy, dataclasses.asdict(rank))
+    changed = {name for name in of_rank if alone.get(name) != of_rank[name]}
+    assert {"RANK", "TORCHELASTIC_RUN_ID"} <= changed
+    assert not any(map(fork_server._READ_AT_START.match, changed))
 
 
 def test_a_saved_trace_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:

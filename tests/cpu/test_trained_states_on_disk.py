@@ -58,6 +58,7 @@ def test_steps_are_those_of_the_plain_run_to_the_bit(name: str, others: dict[str
     assert same(plain.parameters(), model.parameters()) and same(*map(states, optimizers))
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("loop", every_second(LOOPS))
 def test_loops_train_the_same_to_the_bit(loop: Callable[[Decoder, Optimizer], Any]) -> None:
     plain, model, *optimizers, session = pair(**ON_DISK)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tightfit.capture.processes import fork_server
 from tightfit.capture.processes.fork_server import ForkedChild, forked_child
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there is no server elsewhere")
@@ -60,13 +61,23 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, st
 
 
 def asked(
-    environment: dict[str, str], what: str = "", *, reads_errors: bool = True, preloaded: tuple[str, ...] = ("wave",)
+    environment: dict[str, str],
+    what: str = "",
+    *,
+    reads_errors: bool = True,
+    preloaded: tuple[str, ...] = ("wave",),
+    imports: tuple[str, ...] = (),
 ) -> tuple[Any, dict[str, Any], str]:
     """The process, its answer and what it wrote to stderr."""
     request = Path("request.json")
     request.write_text(json.dumps(what))
     with forked_child(
-        "a_child_of_the_test", request, environment=environment, reads_errors=reads_errors, preloaded=preloaded
+        "a_child_of_the_test",
+        request,
+        environment=environment,
+        reads_errors=reads_errors,
+        preloaded=preloaded,
+        imports=imports,
     ) as process:
         said = (process.communicate()[1] or b"").decode()
     return process, json.loads(Path("request.json.answer").read_text()), said
@@ -115,6 +126,21 @@ def test_what_is_preloaded_is_no_object_of_the_child_until_python_collects_all(e
     """The threshold for a full collection counts what was imported too: when tensors in cycles die must not depend on the server."""
     _, answer, _ = asked(environment, "objects", preloaded=("wave", "gc:disable"))
     assert answer["objects"] == [False, True]
+
+
+def test_more_is_imported_once_when_it_is_first_asked_for(environment: dict[str, str], tmp_path: Path) -> None:
+    noted = tmp_path / "noted.txt"
+    (tmp_path / "imported_once.py").write_text(
+        f"import os\nopen({str(noted)!r}, 'a').write(f'imported by {{os.getpid()}}\\n')\n"
+        f"def call():\n    open({str(noted)!r}, 'a').write('called\\n')\n"
+    )
+    missing = ("no_such_module", "colorsys")
+    answers = [asked(environment, imports=names)[1] for names in ((), missing, ("imported_once:call",) * 2, missing)]
+    _, once, *_ = answers
+    assert [each["modules"] for each in answers] == [["wave"], *[["wave", "colorsys"]] * 3]
+    assert {each["server"] for each in answers} == {once["server"]}
+    asked(environment, imports=("imported_once:call",))
+    assert noted.read_text() == f"imported by {once['server']}\ncalled\n"
 
 
 def _group_of(pid: str) -> int | None:
@@ -189,6 +215,13 @@ def test_a_child_imports_what_was_written_after_its_server_has_listed_the_folder
     ) as process:
         assert process.communicate()[1] == b"on stderr\n"
     assert json.loads(Path("request.json.answer").read_text())["server"] == server
+
+
+def test_a_server_that_has_nothing_to_do_ends(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork_server, "IDLE_SECONDS", 0)
+    begun = fork_server._Server({**environment, "OMP_NUM_THREADS": "5"}, ("wave",), is_kept=False)
+    assert begun.process.wait(60) == 0
+    begun.end()
 
 
 def test_a_server_ends_with_the_thread_that_asked(environment: dict[str, str]) -> None:

@@ -45,6 +45,9 @@ class Preparation:
 
     function: str
     argument: Any
+    imports: tuple[str, ...] = ()
+    """Modules, and functions of them that are called ("package.module:name"), which traces have imported before their processes are forked: once for all
+    traces. Torch is torch's own then, and nothing in them may have taken a name that a trace replaces."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +192,7 @@ def _attempt(
             reads_errors=not fields["show_output"],
             preloaded=trace_server.preloaded(is_huggingface=fields["target"]["kind"] == HuggingFaceConfig.__name__),
             containment=containment,
+            imports=(fields["preparation"] or {}).get("imports", ()),
         ) as process:
             if meanwhile is not None:
                 meanwhile()

@@ -88,10 +88,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         # Here, where a closed pipe can be caught, and not when the interpreter shuts down.
         sys.stdout.flush()
     except CycloptsError as error:
-        # Messages of cyclopts can span several lines.
-        line = " ".join(str(error).split())
-        hint = "a script's own options go after --; " if isinstance(error, UnknownOptionError) else ""
-        return _say(UsageError(f"{line} ({hint}see tightfit --help)"), is_debug=is_debug)
+        return _say(_usage_error(error, words[:end]), is_debug=is_debug)
     except TightfitError as error:
         return _say(error, is_debug=is_debug)
     except KeyboardInterrupt:
@@ -106,6 +103,21 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return _say(_own(error, words), is_debug=is_debug)
     # --help and --version return None.
     return result if isinstance(result, int) else 0
+
+
+def _usage_error(error: CycloptsError, words: Sequence[str]) -> UsageError:
+    from tightfit.capture.targets.target_files import refuse_launcher
+
+    # Messages of cyclopts can span several lines.
+    line = " ".join(str(error).split())
+    if not isinstance(error, UnknownOptionError):
+        return UsageError(f"{line} (see tightfit --help)")
+    try:
+        # Its options come before the script (`torchrun --nproc_per_node 2 train.py`).
+        refuse_launcher("".join(words[1:2]))
+    except UsageError as refused:
+        return refused
+    return UsageError(f"{line} (a script's own options go after --; see tightfit --help)")
 
 
 def _own_words(words: Sequence[str]) -> list[str]:

@@ -7,7 +7,7 @@ import operator
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from typing import Any, final
 
 import torch
@@ -87,6 +87,11 @@ class _InGraph:
 
 def _kept(value: Any) -> Any:
     return _InGraph(value) if isinstance(value, torch.Tensor) and value.grad_fn is not None else value
+
+
+def other_objects(one: Collection[Any], other: Collection[Any]) -> Iterable[tuple[Any, Any]]:
+    """The pairs of items that are not the same object, which is asked in C: of many thousands few are."""
+    return itertools.compress(zip(one, other, strict=True), map(operator.is_not, one, other))
 
 
 def _same_item(one: Any, other: Any) -> bool:
@@ -178,8 +183,16 @@ class Names(Holder):
 def in_graphs(content: Any) -> list[torch.Tensor]:
     """The live tensors with a graph among the contents, which are held weakly."""
     values = content.values() if isinstance(content, dict) else content
+    # By C functions alone where there is none: a program may keep lists of many thousands.
+    if _InGraph not in set(map(type, values)):
+        return []
     found = [value.tensor() for value in values if isinstance(value, _InGraph)]
     return [tensor for tensor in found if tensor is not None]
+
+
+def has_gone(items: Iterable[Any]) -> bool:
+    """Whether a tensor with a graph among them was freed since."""
+    return _InGraph in set(map(type, items)) and any(map(is_gone, items))
 
 
 def is_gone(value: Any) -> bool:
@@ -199,14 +212,16 @@ class Items(Holder):
         if len(self._sequence) > _LARGEST_CONTAINER:
             stride = len(self._sequence) // _LARGEST_CONTAINER + 1
             return len(self._sequence), list(itertools.islice(self._sequence, 0, None, stride)), self._sequence[-1]
-        return [_kept(value) for value in self._sequence] if is_kept else list(self._sequence)
+        held = list(self._sequence)
+        has_tensors = is_kept and any(issubclass(kind, torch.Tensor) for kind in set(map(type, held)))
+        return [_kept(value) for value in held] if has_tensors else held
 
     def same(self, one: Any, other: Any) -> bool:
         if type(one) is not type(other):
             return False
         if isinstance(one, tuple):
             return one[0] == other[0] and all(map(_same_item, (*one[1], one[2]), (*other[1], other[2])))
-        return len(one) == len(other) and all(map(_same_item, one, other))
+        return len(one) == len(other) and all(itertools.starmap(_same_item, other_objects(one, other)))
 
     def changed(self, one: Any, other: Any) -> Iterable[str]:
         yield "[...]"

@@ -7,6 +7,7 @@ references, not copies: it is cheap enough to be taken in every call.
 """
 
 import dataclasses
+import itertools
 import operator
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from tightfit.effects.holders import PLAIN, in_graphs, is_gone
+from tightfit.effects.holders import PLAIN, has_gone, in_graphs, is_gone, other_objects
 from tightfit.effects.random_states import numpy_state, put_python_state, python_state
 from tightfit.effects.reachable.reach import Reach, reach_of, reach_of_arguments
 from tightfit.effects.values.contents import SMALL_BYTES, content_of
@@ -163,7 +164,7 @@ def _reaches_the_same(reach: Reach, contents: list[Any]) -> bool:
             continue
         if len(then) != len(now) or (isinstance(then, dict) and list(then) != list(now)):
             return False
-        if not all(one is other or _refers_to_nothing(one, other) for one, other in zip(*values, strict=True)):
+        if not all(itertools.starmap(_refers_to_nothing, other_objects(*values))):
             return False
     return True
 
@@ -212,7 +213,7 @@ def _different_contents(before: Snapshot, after: Snapshot) -> Iterator[StateDiff
         if not holder.same(first, second):
             is_dict = isinstance(first, dict)
             lost = {name for name, value in first.items() if is_gone(value)} if is_dict else set[Any]()
-            is_all_lost = not is_dict and any(map(is_gone, first))
+            is_all_lost = not is_dict and has_gone(first)
             for name in holder.changed(first, second):
                 is_lost = is_all_lost or (bool(lost) and name.strip(".[]'") in lost)
                 yield StateDifference(path=f"{holder.path}{name}", what="was changed", is_in_place=is_lost)

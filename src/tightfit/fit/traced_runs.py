@@ -28,6 +28,8 @@ from tightfit.tape import Coverage, Effect, EventKind, Tape
 
 # A run is judged by what it needs, not by what is left on a card that is too small: libraries shrink their workspaces there.
 _ROOMY = 4
+# A plan is traced many times: what each of these traces needs besides torch.
+_IMPORTS = ("tightfit.runtime.run_script", "tightfit.techniques.registry:import_ours")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +123,9 @@ class TracedRuns:
                 timeout_seconds=self.tracing.timeout,
                 show_output=self.tracing.show_output,
                 preparation=Preparation(
-                    function="tightfit.runtime.run_script:prepare", argument={"choices": [_plain(o) for o in options]}
+                    function="tightfit.runtime.run_script:prepare",
+                    argument={"choices": [_plain(o) for o in options]},
+                    imports=_IMPORTS,
                 ),
                 with_effects=not options,
                 used_bytes=self.on.used_bytes,

@@ -43,6 +43,12 @@ _OURS: tuple[str, ...] = (
 )
 
 
+def import_ours() -> None:
+    """Imports what our techniques offer; the code that puts them on a model is imported with its first use."""
+    for place in _OURS:
+        importlib.import_module(place.partition(":")[0])
+
+
 @cache
 def techniques() -> dict[str, AbstractTechnique]:
     """Every technique by its name."""

@@ -7,12 +7,13 @@ A technique that finds while the program runs that it cannot continue correctly 
 is undone: a program that catches the error gets it again at its next forward or step.
 """
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 import torch
@@ -73,6 +74,15 @@ class Verdict(OnlyHere):
         """Clears the refusal."""
         self.failure = None
         self.sums.clear()
+
+    @contextlib.contextmanager
+    def on_trial(self) -> Iterator[None]:
+        """Around a run whose refusals are an answer, and end nothing: afterwards there are those of before."""
+        failure, sums = self.failure, list(self.sums)
+        try:
+            yield
+        finally:
+            self.failure, self.sums = failure, sums
 
     def before_step(self, *_: object) -> None:
         """A hook before the step of an optimizer."""

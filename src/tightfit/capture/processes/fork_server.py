@@ -4,7 +4,7 @@ Importing torch takes longer than tracing a small program, and a plan traces man
 the part of the environment that the interpreter and torch read is the same. It ends with that thread, and after a while without work. Without
 `fork`, or if the server fails, the child is an ordinary one (`tightfit.capture.processes.children`).
 
-    python -m tightfit.capture.processes.fork_server SOCKET PARENT MODULE,MODULE:FUNCTION,...
+    python -m tightfit.capture.processes.fork_server SOCKET PARENT SECONDS MODULE,MODULE:FUNCTION,...
 """
 
 import atexit
@@ -33,13 +33,13 @@ from tightfit.capture.processes.containment import namespaces
 from tightfit.capture.processes.containment.policy import Containment
 from tightfit.capture.processes.keeper import Kept, keep
 
-# In a notebook minutes pass between two estimates.
-_IDLE_SECONDS = 300
+IDLE_SECONDS = 300
+"""A server ends when it has not been asked for so long: in a notebook minutes pass between two estimates."""
 _IS_SUPPORTED = sys.platform == "linux"
 # Variables that are read when Python starts or when torch and numpy are imported; all others are set anew in
-# each child.
+# each child: torchrun's too, which torch reads when a process joins a group.
 _READ_AT_START = re.compile(
-    "TIGHTFIT_CONTAINMENT|PYTHON|LD_|LC_|LANG|TZ|GLIBC|MALLOC|VIRTUAL_ENV|TORCH|PYTORCH|ATEN|USE_|CUDA|NVIDIA|NCCL|TRITON"
+    "TIGHTFIT_CONTAINMENT|PYTHON|LD_|LC_|LANG|TZ|GLIBC|MALLOC|VIRTUAL_ENV|TORCH(?!ELASTIC)|PYTORCH|ATEN|USE_|CUDA|NVIDIA|NCCL|TRITON"
     "|OMP|GOMP|KMP|MKL|DNNL|ONEDNN|OPENBLAS|BLIS|NUMEXPR|NPY|NUMPY"
 )
 _MAX_BYTES = 1 << 20
@@ -133,7 +133,7 @@ class _Server:
             self.process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "tightfit.capture.processes.fork_server"),
-                    *(str(theirs.fileno()), str(self.asked_by), ",".join(preloaded)),
+                    *(str(theirs.fileno()), str(self.asked_by), str(IDLE_SECONDS), ",".join(preloaded)),
                     *(["kept"] if is_kept else []),
                 ],
                 env=environment,
@@ -172,6 +172,7 @@ class _Server:
         environment: Mapping[str, str],
         stderr: int,
         containment: Containment | None = None,
+        imports: Sequence[str] = (),
     ) -> int | None:
         """Forks a child that calls `module`'s `main(*arguments, pid of the server)`. Returns its process id; None if the server does not answer."""
         self.is_busy = True
@@ -182,6 +183,7 @@ class _Server:
                 "environment": dict(environment),
                 "folder": os.getcwd(),
                 "containment": None if containment is None else dataclasses.asdict(containment),
+                "imports": list(imports),
             }
             socket.send_fds(self.connection, [json.dumps(order).encode()], [1, stderr])
             said = self.connection.recv(_MAX_BYTES)
@@ -216,9 +218,10 @@ def forked_child(
     reads_errors: bool,
     preloaded: Sequence[str],
     containment: Containment | None = None,
+    imports: Sequence[str] = (),
 ) -> Iterator["ForkedChild | subprocess.Popen[bytes]"]:
     """As `tightfit.capture.processes.children.child`, but faster: the child is forked from a server that has imported the `preloaded` modules, and
-    called the functions that are named behind a colon there.
+    called the functions that are named behind a colon there. `imports` are more of these, which the server imports when they are first asked for.
 
     With `containment` it is closed in, by the kernel where that is possible.
     """
@@ -227,7 +230,7 @@ def forked_child(
     pid = None
     try:
         if server is not None:
-            pid = server.fork(module, [str(request)], environment, write, containment)
+            pid = server.fork(module, [str(request)], environment, write, containment, imports)
         if server is not None and pid is not None:
             if write != 2:
                 os.close(write)
@@ -293,20 +296,15 @@ def _forget(owner: int, server: _Server) -> None:
         _servers.remove((owner, server))
 
 
-def serve(connection: socket.socket, preloaded: Sequence[str], kept: Kept | None = None) -> None:
-    """Imports the preloaded modules, and forks for each request, one child at a time, until none has come for a while."""
-    for name in preloaded:
-        module, _, function = name.partition(":")
-        # A missing or broken module is reported by the child.
-        with contextlib.suppress(Exception):
-            loaded = importlib.import_module(module)
-            if function:
-                getattr(loaded, function)()
-    # What was imported stays: a child that looks at all objects there are neither goes through it, nor copies its pages by that.
-    gc.freeze()
+def serve(
+    connection: socket.socket, preloaded: Sequence[str], kept: Kept | None = None, idle_seconds: int = IDLE_SECONDS
+) -> None:
+    """Imports the preloaded modules, and forks for each request, one child at a time, until none has come for `idle_seconds`."""
+    imported = set[str]()
+    _import(preloaded, imported)
     gc.callbacks.append(_take_back_before_all_is_collected)
     folder = os.getcwd()
-    while select.select([connection], [], [], _IDLE_SECONDS)[0]:
+    while select.select([connection], [], [], idle_seconds)[0]:
         said, descriptors, _, _ = socket.recv_fds(connection, _MAX_BYTES, 2)
         if not said:
             return
@@ -314,6 +312,7 @@ def serve(connection: socket.socket, preloaded: Sequence[str], kept: Kept | None
             # A signal to a child that has ended meanwhile.
             continue
         order = json.loads(said)
+        _import(order["imports"], imported)
         with kept.child_in(order["containment"]["shared"]) if kept is not None else contextlib.nullcontext():
             with warnings.catch_warnings():
                 # The threads of linear algebra libraries, which know what a fork is.
@@ -331,6 +330,21 @@ def serve(connection: socket.socket, preloaded: Sequence[str], kept: Kept | None
             connection.send(str(pid).encode())
             status = _status_of(pid, connection if kept is not None else None)
         connection.send(str(os.waitstatus_to_exitcode(status)).encode())
+
+
+def _import(names: Sequence[str], imported: set[str]) -> None:
+    for name in names:
+        if name in imported:
+            continue
+        imported.add(name)
+        module, _, function = name.partition(":")
+        # A missing or broken module is reported by the child.
+        with contextlib.suppress(Exception):
+            loaded = importlib.import_module(module)
+            if function:
+                getattr(loaded, function)()
+        # What was imported stays: a child that looks at all objects there are neither goes through it, nor copies its pages by that.
+        gc.freeze()
 
 
 def _take_back_before_all_is_collected(phase: str, collection: Mapping[str, int]) -> None:
@@ -390,11 +404,11 @@ def _run(order: dict[str, object], descriptors: Sequence[int], server: int, fold
         os._exit(code)
 
 
-def main(descriptor: str, parent: str, preloaded: str, *words: str) -> None:
+def main(descriptor: str, parent: str, idle_seconds: str, preloaded: str, *words: str) -> None:
     """The server process, or its keeper."""
     die_with_parent(int(parent))
     connection = socket.socket(fileno=int(descriptor))
-    serve(connection, preloaded.split(","), keep() if "kept" in words else None)
+    serve(connection, preloaded.split(","), keep() if "kept" in words else None, int(idle_seconds))
 
 
 if __name__ == "__main__":

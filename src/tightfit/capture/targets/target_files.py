@@ -22,6 +22,20 @@ _WEIGHTS = (".safetensors", ".gguf", ".pt", ".pth", ".ckpt", ".bin", ".h5")
 _LAUNCHERS = ("python", "python3", "torchrun", "accelerate", "deepspeed")
 
 
+def refuse_launcher(text: str) -> None:
+    """Refuses what starts a script.
+
+    Raises:
+        UsageError: `text` is one; the line says what to give instead.
+    """
+    if text not in _LAUNCHERS or Path(text).exists():
+        return
+    processes = "" if text.startswith("python") else "; --gpus 2 traces one of two processes"
+    raise UsageError(
+        f"leave out {text}: give the script itself, and its own arguments after --, as in tightfit estimate train.py -- --epochs 1{processes}"
+    )
+
+
 def module_file(name: str) -> str | None:
     """The file that `python -m NAME` runs in this folder, relative to it where it is in it; None if there is none.
 
@@ -92,10 +106,7 @@ def refuse_other_files(text: str) -> None:
         raise UsageError("the name of the target is empty: give a script (FILE.py) or a model, such as gpt2")
     if text.endswith(("/", os.sep)) and path.is_file():
         raise UsageError(f"{text} ends as a folder does, and {path} is a file: leave out the last character")
-    if text in _LAUNCHERS and not path.exists():
-        raise UsageError(
-            f"leave out {text}: give the script itself, and its own arguments after --, as in tightfit estimate train.py -- --epochs 1"
-        )
+    refuse_launcher(text)
     if path.is_dir() and not (path / "config.json").is_file():
         raise UsageError(
             f"the folder {text} has no config.json, so it is no Hugging Face model; give a script (FILE.py)"

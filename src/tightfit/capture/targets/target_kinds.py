@@ -69,7 +69,7 @@ def parse_target(
         ProgramError: the script has a syntax error.
     """
     refuse_other_files(text)
-    if arguments and re.fullmatch("[KMGT]i?B?", arguments[0]):
+    if arguments and re.fullmatch("[KMGT]i?B?|%", arguments[0]):
         raise UsageError(f"{arguments[0]} stands alone: write a size as one word, such as 2{arguments[0]}")
     script = parse_script(text, arguments)
     if script is not None:

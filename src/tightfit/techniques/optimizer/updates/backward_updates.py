@@ -255,7 +255,9 @@ class _Steps:
         """
         if self._num_checked < self.session.check_steps:
             self._num_checked += 1
-            self._reads_later = self._reads_later or not kept.try_out()
+            # A region that is recomputed after the gradient of a parameter that it adds refuses in the trial.
+            with self.session.verdict.on_trial():
+                self._reads_later = self._reads_later or not kept.try_out()
             return False
         # On the virtual GPU there are no values to try anything with, and the tape is to show what a run does
         # after its first steps.
