@@ -130,3 +130,10 @@ def test_streamed_blocks_in_a_sequence_that_runs_again_beside_updates(updates: s
     # Streamed weights are not among what the sequence saves, so that a bias has its gradient before the sequence runs again.
     verdict = tried(attacks()["plain_loop"], together("sequential checkpointing", "weight streaming", updates))
     assert (verdict.outcome, verdict.reason) == (Outcome.RIGHT, "")
+
+
+def test_a_gradient_that_does_not_come_the_second_time_is_refused_in_words() -> None:
+    parts = ("update in backward, clips", "chunked loss, gradients in backward")
+    verdict = tried(attacks()["loss_by_transforms"], together(*parts))
+    assert verdict.outcome is Outcome.REFUSED
+    assert "did not reach the same parameters" in verdict.reason

@@ -126,7 +126,7 @@ IN_BOTH: tuple[Name, ...] = (
         "to compare and repeat nothing within torch.func transforms",
         "capture/steps techniques",
     ),
-    known("torch:Tensor._is_view", "to see whether a tensor is a view", "capture/steps techniques"),
+    known("torch:Tensor._is_view", "to see whether a tensor is a view", "capture/dispatch capture/steps techniques"),
     RUN_BACKWARD,
     SET_VERSIONS,
     GRAPH_TASK_ID,
@@ -161,7 +161,7 @@ IN_BOTH: tuple[Name, ...] = (
     known(
         "torch._subclasses.fake_tensor:FakeTensor",
         "to have tensors without data",
-        "capture/collectives capture/dispatch capture/patches capture/steps effects engine techniques",
+        "capture/collectives capture/dispatch capture/kernels capture/patches capture/steps effects engine techniques",
     ),
     known(
         "torch._subclasses.fake_tensor:FakeTensorMode",
@@ -453,6 +453,10 @@ IN_CHILD: tuple[Name, ...] = (
     *operators(
         "capture/dispatch",
         "_amp_foreach_non_finite_check_and_unscale_ _ctc_loss _foreach_copy_ _fused_adagrad_ _fused_adam_ _fused_adamw_ _fused_sgd_ _grouped_mm _is_all_true _is_any_true _pack_padded_sequence _scaled_grouped_mm _sparse_compressed_tensor_unsafe _sparse_coo_tensor_with_dims_and_tensors _thnn_fused_gru_cell _thnn_fused_gru_cell_backward",
+    ),
+    *operators(
+        "capture/dispatch",
+        "_adaptive_avg_pool2d _cdist_forward _linalg_det _linalg_eigh _linalg_solve_ex _linalg_svd _prelu_kernel _upsample_bilinear2d_aa _upsample_nearest_exact2d",
     ),
     *operators(
         "capture/dispatch capture/kernels", "_ctc_loss_backward _index_put_impl_ _log_softmax _softmax _unique2"

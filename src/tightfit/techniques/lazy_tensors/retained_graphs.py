@@ -332,6 +332,9 @@ class KeptPass:
         came: set[torch.Tensor] = set()
 
         def tell(parameter: torch.Tensor) -> None:
+            # torch tells of a parameter as well for which nothing has come this time.
+            if parameter.grad is None:
+                return
             came.add(parameter)
             told(parameter)
 
@@ -357,8 +360,10 @@ class KeptPass:
                     parameter.grad = standing[parameter]
             if is_trial or isinstance(error, ApplyError) or not isinstance(error, Exception):
                 raise
+            # An assertion says nothing.
+            words = next(iter(str(error).splitlines()), type(error).__name__)
             raise self._refuse(
-                f"a backward pass ended with an error when it was run a second time ({str(error).splitlines()[0]}); {REMEDY}"
+                f"a backward pass ended with an error when it was run a second time ({words}); {REMEDY}"
             ) from error
         finally:
             for parameter in frozen:
