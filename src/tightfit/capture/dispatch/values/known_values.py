@@ -131,7 +131,7 @@ class KnownValues:
                     pass
                 else:
                     if not targets:
-                        self._adopt_alike(outputs, values)
+                        _adopt_alike(self, outputs, values)
                     return
             if small and operator in LOGICAL:
                 with contextlib.suppress(Unknown):
@@ -183,14 +183,6 @@ class KnownValues:
                 return operator(values, torch.zeros(other.shape, dtype=other.dtype))
         raise Unknown
 
-    def _adopt_alike(self, outputs: Sequence[torch.Tensor], values: Any) -> None:
-        """Keeps the results of a kernel of the host that are like a card's; it may give others beside the first: statistics, buffers for the backward pass."""
-        found = list(tensors(values if isinstance(values, list | tuple) else (values,)))
-        if len(found) == len(outputs):
-            for tensor, value in zip(outputs, found, strict=True):
-                if (tensor.shape, tensor.dtype) == (value.shape, value.dtype):
-                    self.adopt(tensor, value)
-
     def _exchange_random_state(self) -> torch.Tensor:
         """The card has a random state of its own: what it draws leaves the host's random state as it is."""
         outer = torch.get_rng_state()
@@ -201,6 +193,15 @@ class KnownValues:
         if isinstance(value, torch.Tensor) and value.device.type != "cpu":
             return self.values(value)
         return value
+
+
+def _adopt_alike(known: KnownValues, outputs: Sequence[torch.Tensor], values: Any) -> None:
+    """Keeps the results of a kernel of the host that are like a card's; it may give others beside the first: statistics, buffers for the backward pass."""
+    found = list(tensors(values if isinstance(values, list | tuple) else (values,)))
+    if len(found) == len(outputs):
+        for tensor, value in zip(outputs, found, strict=True):
+            if (tensor.shape, tensor.dtype) == (value.shape, value.dtype):
+                known.adopt(tensor, value)
 
 
 def is_small(tensor: torch.Tensor) -> bool:
