@@ -155,6 +155,22 @@ def masks_are_not_subtracted():
     assert (~mask).dtype == torch.bool
 
 
+def numbers_of_eight_bits_are_cast_and_moved_and_not_computed_with():
+    eight = torch.ones(16, 16, device="cuda", dtype=torch.float8_e4m3fn)
+    for call in (
+        lambda: eight + eight,
+        lambda: eight * 2,
+        lambda: eight @ eight,
+        lambda: F.linear(eight, eight),
+        lambda: F.softmax(eight, -1),
+    ):
+        with pytest.raises(NotImplementedError, match="not implemented for 'Float8_e4m3fn'"):
+            call()
+    assert torch.cat([eight.clone(), eight[:2].to(torch.float8_e4m3fn)]).float().sum().shape == ()
+    scale = torch.ones((), device="cuda")
+    assert torch._scaled_mm(eight, eight.t(), scale, scale, out_dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
 def attention_takes_one_dtype():
     query, value = _randn(1, 2, 4, 8)("cuda"), _randn(1, 2, 4, 8, dtype=HALF)("cuda")
     with pytest.raises(RuntimeError, match=r"query.dtype: float key.dtype: float and value.dtype: c10::Half"):

@@ -30,7 +30,7 @@ _OF_C = {"Half": "c10::Half", "BFloat16": "c10::BFloat16", "Long": "long int", "
 
 def name(dtype: torch.dtype) -> str:
     """The dtype in C++'s `ScalarType`: Float, Half, Long."""
-    return _NAMES.get(dtype, str(dtype))
+    return _NAMES.get(dtype, str(dtype).removeprefix("torch.").capitalize())
 
 
 def name_in_c(dtype: torch.dtype) -> str:

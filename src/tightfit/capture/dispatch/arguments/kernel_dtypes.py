@@ -1,7 +1,8 @@
 """The dtypes that a kernel of a card lacks, by operator: whole numbers in most activations and losses, half precision in linear algebra.
 
 The table was measured: each operator was called with tensors of nine dtypes on an H200 under torch 2.11, and is here with those that it refused
-and torch's kernels for shapes alone do not. Complex numbers are left out where networks have none.
+and torch's kernels for shapes alone do not. Complex numbers are left out where networks have none. Numbers of eight bits, which were not among them, can be
+cast, moved and given to scaled products; no kernel that computes with numbers takes them (https://github.com/aredden/flux-fp8-api/issues/44).
 """
 
 import functools
@@ -21,9 +22,14 @@ _BOOL = frozenset({torch.bool})
 _WHOLE = _NUMBERS | _BOOL
 _HALVES = frozenset({torch.float16, torch.bfloat16})
 _FLOATING = _HALVES | {torch.float32, torch.float64}
+_EIGHTS = frozenset({torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz})
 _COMPLEX = frozenset({torch.complex64, torch.complex128})
 # The kernel's name, what it lacks, and the operators, of which the first argument counts.
 _OF_FIRST: tuple[tuple[str, frozenset[torch.dtype], tuple[OpOverload, ...]], ...] = (
+    ("ufunc_add_CUDA", frozenset(), (aten.add.Tensor, aten.add_.Tensor, aten.sub.Tensor, aten.sub_.Tensor)),
+    ("mul_cuda", frozenset(), (aten.mul.Tensor, aten.mul_.Tensor)),
+    ("div_true_cuda", frozenset(), (aten.div.Tensor, aten.div_.Tensor)),
+    ("abs_cuda", frozenset(), (aten.abs.default,)),
     ("addmm_cuda", _WHOLE, (aten.mm.default,)),
     ("baddbmm_cuda", _WHOLE, (aten.bmm.default,)),
     ("addmv_impl_cuda", _WHOLE, (aten.mv.default,)),
@@ -109,7 +115,8 @@ _OF_BOTH: tuple[tuple[str, frozenset[torch.dtype], tuple[OpOverload, ...]], ...]
 
 
 def _refuse(kernel: str, dtype: torch.dtype, lacking: frozenset[torch.dtype]) -> None:
-    refuse_unless(dtype not in lacking, f"\"{kernel}\" not implemented for '{name(dtype)}'", NotImplementedError)
+    is_taken = dtype not in lacking and dtype not in _EIGHTS
+    refuse_unless(is_taken, f"\"{kernel}\" not implemented for '{name(dtype)}'", NotImplementedError)
 
 
 def _of_first(args: Sequence[Any], _: Mapping[str, Any], *, kernel: str, lacking: frozenset[torch.dtype]) -> None:
