@@ -135,6 +135,22 @@ def replaced():
         optimizer.step()
         optimizer.zero_grad()
         yield
+
+
+def binary():
+    model = nn.Sequential(nn.BatchNorm1d(16), Block().inner, Counts()).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    weight = model[2].inner.weight
+    while True:
+        kept = weight.data.clone()
+        weight.data.copy_(weight.data.sign())
+        loss = model(torch.randn(8, 16, device="cuda")).sum()
+        weight.data.copy_(kept)  # line of the weights that are put back
+        loss.backward()
+        optimizer.step()
+        weight.data.clamp_(-1, 1)
+        optimizer.zero_grad()
+        yield
 """
 
 
@@ -197,6 +213,14 @@ def test_weights_that_are_others_in_the_backward_pass_are_known(file: Path) -> N
     tape = tape_of(file, "replaced")
     assert (EffectKind.REPLACED, place("the other weights")) in seen(tape, "Sequential.1")
     assert EffectKind.REPLACED not in {kind for kind, _ in seen(tape, "Sequential.0")}
+
+
+def test_weights_that_are_written_past_their_versions_before_the_backward_pass_are_known(file: Path) -> None:
+    tape = tape_of(file, "binary")
+    assert (EffectKind.REPLACED, place("the weights that are put back")) in seen(tape, "Sequential.2")
+    assert (EffectKind.REPLACED, place("the weights that are put back")) in seen(tape, "Sequential.2.inner")
+    for module in ("Sequential.0", "Sequential.1"):
+        assert EffectKind.REPLACED not in {kind for kind, _ in seen(tape, module)}
 
 
 def test_an_effect_says_what_it_is() -> None:

@@ -22,6 +22,7 @@ _CASTS = ("_to_copy", "clone", "detach", "alias", "lift_fresh", "copy_", "record
 _UNFILLED = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_")
 _NOT_COMPARED = frozenset((*_CASTS, *_UNFILLED))
 # Besides their result, kernels return reserves and seeds that may stay uninitialised.
+_WITH_STORAGE = (torch.Tensor, torch.nn.Parameter)
 _FIRST_RESULT_ONLY = ("attention", "batch_norm", "cudnn", "miopen", "rnn", "lstm", "gru", "dropout")
 # Sums in the order in which threads arrive. Source: the list of torch.use_deterministic_algorithms.
 _ADDS_IN_ANY_ORDER = (
@@ -51,11 +52,13 @@ class Fingerprint:
 
 
 class Fingerprints(TorchDispatchMode):
-    """While it is active, the fingerprint of each operator that computes something is appended to `taken`."""
+    """While it is active, the fingerprint of each operator that computes something is appended to `taken`, and what one writes to to `written`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.taken: list[Fingerprint] = []
+        self.written: list[int] = []
+        """The addresses of storages, also of those that are written to past torch's versions, through `.data`."""
         self._is_paused = False
 
     def __enter__(self) -> "Fingerprints":
@@ -77,6 +80,8 @@ class Fingerprints(TorchDispatchMode):
         """Runs the operator unchanged, and takes the fingerprint of its result."""
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
+        if func._schema.is_mutable and not self._is_paused:
+            self.written += _targets(func, args)
         if not self._is_paused and name not in _NOT_COMPARED and not func.is_view:
             leaves = [_unwrapped(leaf) for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
             if any(word in name for word in _FIRST_RESULT_ONLY):
@@ -86,6 +91,14 @@ class Fingerprints(TorchDispatchMode):
                 with torch.no_grad(), _disable_current_modes():
                     self.taken.append(_fingerprint(func, name, leaves))
         return result
+
+
+def _targets(func: Any, args: Sequence[Any]) -> Iterator[int]:
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            for leaf in tree_leaves(value):
+                if type(leaf) in _WITH_STORAGE and leaf.layout is torch.strided:
+                    yield leaf.untyped_storage()._cdata
 
 
 _of_thread = threading.local()

@@ -490,10 +490,10 @@ class _RepeatedCall:
         """
         call, owner = self._call, self._call.owner
         args = self._inputs.get()
-        at_last: list[Snapshot] = []
-        noted = functools.partial(_note_state, owner, at_last) if call.fingerprints is not None else None
-        later = LaterRun(call.saved, task, stops_early=self._stops_early, at_last=noted)
+        at_last: list[tuple[Snapshot, int]] = []
         fingerprints = Fingerprints() if call.fingerprints is not None else None
+        noted = functools.partial(_note_state, owner, fingerprints, at_last) if fingerprints is not None else None
+        later = LaterRun(call.saved, task, stops_early=self._stops_early, at_last=noted)
         # First the state, then the rest: what restoring runs (copies of buffers) must be neither counted nor saved.
         with torch.enable_grad(), self._settings.put_back(), call.restored():
             self._check(args)
@@ -504,7 +504,8 @@ class _RepeatedCall:
                     fingerprints or _NOTHING,
                 ):
                     _run_uncompiled(self._forward, args, self._kwargs)
-                owner.writes_at_its_end |= any(True for then in at_last for _ in written_since(then))
+                written = [] if fingerprints is None else fingerprints.written
+                owner.writes_at_its_end |= any(_is_written(then, written[num_before:]) for then, num_before in at_last)
             except _StopRecomputationError:
                 # What the backward pass needs is there.
                 if not later.is_stopped:
@@ -545,8 +546,14 @@ def _did_instead(error: Exception) -> str:
     return _OTHER_THINGS if is_of_torch else f"raised {type(error).__name__} when it was run a second time"
 
 
-def _note_state(owner: Recomputed, kept: list[Snapshot]) -> None:
-    kept[:] = [owner.state.snapshot(owner.owner())]
+def _note_state(owner: Recomputed, fingerprints: Fingerprints, kept: list[tuple[Snapshot, int]]) -> None:
+    kept[:] = [(owner.state.snapshot(owner.owner()), len(fingerprints.written))]
+
+
+def _is_written(then: Snapshot, storages: Sequence[int]) -> bool:
+    """Whether a tensor of the state was written to since `then`: it is another now, or operators wrote to its storage, which on a card may not be seen by it."""
+    reached = {tensor.untyped_storage()._cdata for tensor in then.reach.tensors if tensor.layout is torch.strided}
+    return not reached.isdisjoint(storages) or any(True for _ in written_since(then))
 
 
 @torch._disable_dynamo

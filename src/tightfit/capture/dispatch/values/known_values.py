@@ -131,12 +131,7 @@ class KnownValues:
                     pass
                 else:
                     if not targets:
-                        for tensor, value in zip(
-                            outputs, tensors(values if isinstance(values, list | tuple) else (values,)), strict=True
-                        ):
-                            # Kernels of the host give more or less than a card's beside their first result: statistics, buffers for the backward pass.
-                            if (tensor.shape, tensor.dtype) == (value.shape, value.dtype):
-                                self.adopt(tensor, value)
+                        _adopt_alike(self, outputs, values)
                     return
             if small and operator in LOGICAL:
                 with contextlib.suppress(Unknown):
@@ -198,6 +193,15 @@ class KnownValues:
         if isinstance(value, torch.Tensor) and value.device.type != "cpu":
             return self.values(value)
         return value
+
+
+def _adopt_alike(known: KnownValues, outputs: Sequence[torch.Tensor], values: Any) -> None:
+    """Keeps the results of a kernel of the host that are like a card's; it may give others beside the first: statistics, buffers for the backward pass."""
+    found = list(tensors(values if isinstance(values, list | tuple) else (values,)))
+    if len(found) == len(outputs):
+        for tensor, value in zip(outputs, found, strict=True):
+            if (tensor.shape, tensor.dtype) == (value.shape, value.dtype):
+                known.adopt(tensor, value)
 
 
 def is_small(tensor: torch.Tensor) -> bool:

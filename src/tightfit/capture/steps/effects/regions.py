@@ -179,6 +179,24 @@ class RegionWatch:
                 for name, now in _parameters(module).items():
                     if call.parameters.get(name, now) != now and now[0] not in self._written_to:
                         self._replaced(call, name)
+                self._written_past_versions(call, module)
+
+    def _written_past_versions(self, call: _Call, module: torch.nn.Module) -> None:
+        """Finds the modules of an outermost call whose tensors were written to between their forward and this backward pass, where no version says so (`.data`)."""
+        now = self._recorder.num_operators
+        within = [c for c in self._calls if call.begin <= c.begin and c.end <= call.end]
+        for name, tensor in (*module.named_parameters(remove_duplicate=False), *module.named_buffers()):
+            storages = self._writes.storages(tensor)
+            if self._writes.line(storages, call.operator, now) is None:
+                continue
+            if id(tensor) in self._written_to or _is_statistic(module, tensor):
+                continue
+            full = f"{call.path}.{name}"
+            for each in within:
+                line = self._writes.line(storages, each.operator_end, now)
+                if line is not None and full.startswith(f"{each.path}."):
+                    what = f"has {re.sub(r'[.][0-9]+(?=[.])', '.*', full)} written to before its backward pass"
+                    self._note(Effect(module=each.path, kind=EffectKind.REPLACED, what=what, line=line))
 
     def _replaced(self, call: _Call, name: str) -> None:
         """The parameter `name` of an outermost call was replaced: this holds for all modules inside that have it."""
