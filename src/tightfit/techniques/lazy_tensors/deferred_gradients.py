@@ -55,6 +55,8 @@ class Deferred(AbstractElementSource):
         self._make_all = make_all
         self._refuse = refuse
         self._why_used = ""
+        self.is_lost = False
+        """Whether its backward pass is gone: it was consumed by nothing."""
         self._aliases: list[weakref.ref[LazyTensor]] = []
 
     def whole(self) -> torch.Tensor:
@@ -96,6 +98,8 @@ class Deferred(AbstractElementSource):
         # A step looks at whether a gradient is sparse before it changes anything. One that is not of this session must find it made by then.
         if self.state == "deferred":
             self.make()
+        if self.is_lost:
+            self.whole()
 
     def make(self) -> None:
         self._make_all()
@@ -110,9 +114,11 @@ class Deferred(AbstractElementSource):
         self.state, self._made, self.norm = "made", gradient, None
         self.changes.clear()
 
-    def is_used(self, why: str, norm: torch.Tensor | None = None) -> None:
-        """Marks the gradient as consumed; `why` ends the error message, `norm` is its 2-norm if it is still known."""
+    def is_used(self, why: str, norm: torch.Tensor | None = None, *, is_lost: bool = False) -> None:
+        """Marks the gradient as consumed; `why` ends the error message, `norm` is its 2-norm if it is still known. `is_lost`: by nothing, so that an optimizer is
+        told before it writes to anything."""
         self.state, self.norm, self._made, self._why_used = "used", norm, None, why
+        self.is_lost = is_lost
         self.was_asked = False
         self.changes.clear()
 
