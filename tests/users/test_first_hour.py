@@ -96,7 +96,7 @@ class TestHasTooSmallABudget:
         assert not any(line in shown.lines for line in told)
         doing = list(dict.fromkeys(line.partition("unet.py: ")[2] for line in told))
         assert doing[0].startswith("tracing the plain run")
-        assert any(re.match(r"tracing with \d+ techniques?(, .*)?; 1 run traced", line) for line in doing)
+        assert any(re.match(r"tracing with \d+ techniques?(, .*)?; \d+ runs? traced", line) for line in doing)
         # The plain run and the planned one, then what is applied where, with signs and no cut settings.
         plain, planned = (next(line for line in shown.lines if line.startswith(name)) for name in ("plain", "planned"))
         rows = [[parse(size) for size in re.findall(SIZE, line)] for line in (plain, planned)]
