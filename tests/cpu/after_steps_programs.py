@@ -263,6 +263,34 @@ with torch.no_grad():
 
 # With what the verdict names: a call, or the reason for the end of the trace.
 NAMED = {
+    "larger batches after a warm-up": (
+        """
+for i in range(1000):
+    count = 8 if i < 5 else ROWS << 1
+    step(count)
+""",
+        ("count = ROWS << 1 at", "unless i < 5"),
+    ),
+    "larger batches in the call": (
+        """
+for i in range(1000):
+    step(8 if i < 5 else 1 << 20)
+""",
+        ("a size of 1 << 20 at", "unless i < 5"),
+    ),
+    "longer sequences later": (
+        """
+length = 8
+for i in range(1000):
+    loss = model(torch.randn(16, 64, device="cuda")[:length]).sum()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if i == 500:
+        length *= 2
+""",
+        ("length *= 2 at", "if i == 500"),
+    ),
     "every so many steps": (
         """
 for i in range(1000):
@@ -369,6 +397,19 @@ with torch.no_grad():
 }
 
 PLAIN = {
+    "numbers that are no sizes change": """
+stage, patience = 0, 1
+for i in range(100):
+    step()
+    factor = 1 if i < 50 else 2
+    for group in optimizer.param_groups:
+        group["lr"] = 0.1 * factor
+    if i == 50:
+        stage = 1
+        patience += 1
+    rows = 8 if optimizer is not None else 1 << 20
+    step(rows)
+""",
     "nothing follows": """
 for i in range(100):
     step()

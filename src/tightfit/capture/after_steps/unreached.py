@@ -10,6 +10,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
+from tightfit.capture.after_steps.changing_sizes import Sizes
 from tightfit.capture.after_steps.rewriting import called
 from tightfit.capture.after_steps.rewritten_program import RewrittenProgram
 from tightfit.capture.observe.attribution import short
@@ -63,8 +64,12 @@ def not_reached(
     found: dict[NotReached, None] = {}
     # The same call elsewhere, such as an evaluation at the end as well, has shown what it needs.
     reached = set() if is_stopped else _reached(program)
+    sizes = Sizes(tuple(program.trees.values()))
     for number in _unseen(program, source, left):
         branch = program.branches[number]
+        for node, what in sizes.changed_in(branch.statements):
+            where = f"{short(branch.file)}:{node.lineno}"
+            found.setdefault(NotReached(what=what, where=where, condition=branch.condition))
         for call in source.works(branch.statements):
             if ast.unparse(call) not in reached:
                 found.setdefault(_named(call, branch.file, branch.condition))

@@ -1,0 +1,88 @@
+"""Finds whole numbers that a later turn of a loop would use as sizes: `batch = 64 if step < 100 else 4096`, `if step == 500: length *= 2`.
+
+Curricula of lengths and warm-ups of batches hold no call that works on tensors, and change what each later step needs. A number counts where its name
+is read as a size in the program: of a tensor that is made, of a slice, of a loop, or as an argument that is called a size, a length or a batch.
+"""
+
+import ast
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+from tightfit.capture.after_steps.conditional_expressions import is_whole_number
+from tightfit.capture.after_steps.rewriting import called
+
+_GROWS = (ast.Add, ast.Mult, ast.LShift, ast.Pow)
+_SIZED = frozenset(
+    {"randn", "rand", "randint", "zeros", "ones", "empty", "full", "arange", "randperm", "eye", "range", "expand"}
+    | {"repeat", "view", "reshape", "narrow", "new_zeros", "new_ones", "new_empty", "DataLoader", "interpolate"}
+)
+_NAMED_AS_SIZE = re.compile(
+    r"(^|_)(size|length|len|seq|batch|bs|width|height|resolution|num|samples)(_|$)", re.IGNORECASE
+)
+
+
+class Sizes:
+    """What is read as a size in the trees of a program, and which node each is part of."""
+
+    def __init__(self, trees: Sequence[ast.Module]) -> None:
+        self._parents: dict[int, ast.AST] = {}
+        self._read: set[str] = set()
+        self._parameters: dict[str, list[str]] = {}
+        for node in (node for tree in trees for node in ast.walk(tree)):
+            self._parents.update((id(child), node) for child in ast.iter_child_nodes(node))
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                self._parameters[node.name] = [each.arg for each in node.args.args if each.arg != "self"]
+        # What a function of the program reads as a size is one where it is called, and there it may be a parameter again.
+        for _ in range(3):
+            for node in (node for tree in trees for node in ast.walk(tree)):
+                self._read |= {_name(inner) for part in self._sizes_in(node) for inner in ast.walk(part)} - {""}
+
+    def _sizes_in(self, node: ast.AST) -> Iterator[ast.AST]:
+        if isinstance(node, ast.Slice):
+            yield from (bound for bound in (node.lower, node.upper) if bound is not None)
+        elif isinstance(node, ast.Call):
+            if called(node) in _SIZED:
+                yield from node.args
+            given = zip(node.args, self._parameters.get(called(node), ()), strict=False)
+            yield from (argument for argument, name in given if name in self._read)
+            yield from (
+                each.value
+                for each in node.keywords
+                if each.arg and (_NAMED_AS_SIZE.search(each.arg) or each.arg in self._read)
+            )
+
+    def changed_in(self, statements: Iterable[ast.stmt]) -> Iterator[tuple[ast.stmt | ast.expr, str]]:
+        """The assignments of sizes in a branch, in words; or the branch itself, where it is a part of an expression that is a size or is assigned to one."""
+        for statement in statements:
+            if isinstance(statement, ast.Expr) and is_whole_number(statement.value):
+                told = self._told(statement.value)
+                if told:
+                    yield statement.value, told
+                continue
+            for node in ast.walk(statement):
+                if isinstance(node, ast.Assign) and is_whole_number(node.value):
+                    targets = node.targets
+                elif isinstance(node, ast.AugAssign) and isinstance(node.op, _GROWS) and is_whole_number(node.value):
+                    targets = [node.target]
+                else:
+                    continue
+                if any(_name(target) in self._read for target in targets):
+                    yield node, " ".join(ast.unparse(node).split())
+
+    def _told(self, part: ast.expr) -> str:
+        """What a part gives a size to; empty if to none."""
+        text = ast.unparse(part)
+        node: ast.AST = part
+        while not isinstance(node, ast.stmt):
+            parent = self._parents.get(id(node))
+            if parent is None:
+                return ""
+            if any(each is node for each in self._sizes_in(parent)):
+                return f"a size of {text}"
+            node = parent
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        return next((f"{ast.unparse(target)} = {text}" for target in targets if _name(target) in self._read), "")
+
+
+def _name(node: ast.AST) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
