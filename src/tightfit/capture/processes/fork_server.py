@@ -318,6 +318,8 @@ def serve(
                 # The threads of linear algebra libraries, which know what a fork is.
                 warnings.simplefilter("ignore", DeprecationWarning)
                 server, pid = os.getpid(), os.fork()
+            # By both, as either may come to it first: the child may begin others, and the client may kill the group once it has the pid.
+            os.setpgid(pid, pid or os.getpid())
             if pid == 0:
                 connection.close()
                 if kept is not None:
@@ -325,8 +327,6 @@ def serve(
                 _run(order, descriptors, server, folder)
             for descriptor in descriptors:
                 os.close(descriptor)
-            # Before the pid is sent, so that the client can kill the group.
-            os.setpgid(pid, pid)
             connection.send(str(pid).encode())
             status = _status_of(pid, connection if kept is not None else None)
         connection.send(str(os.waitstatus_to_exitcode(status)).encode())
