@@ -95,8 +95,9 @@ class TestHasTooSmallABudget:
         told = re.findall(r"\r\x1b\[K(\d+:\d\d plan unet\.py: [^\r\n]+)", shown.raw)
         assert not any(line in shown.lines for line in told)
         doing = list(dict.fromkeys(line.partition("unet.py: ")[2] for line in told))
-        assert doing[0].startswith("tracing the plain run")
-        assert any(re.match(r"tracing with \d+ techniques?(, .*)?; \d+ runs? traced", line) for line in doing)
+        # Which of them are shown depends on how fast this machine is.
+        known = r"tracing the plain run(; 1 run traced)?|tracing with \d+ techniques?(, .*)?; \d+ runs? traced"
+        assert any(re.match(known, line) for line in doing)
         # The plain run and the planned one, then what is applied where, with signs and no cut settings.
         plain, planned = (next(line for line in shown.lines if line.startswith(name)) for name in ("plain", "planned"))
         rows = [[parse(size) for size in re.findall(SIZE, line)] for line in (plain, planned)]
