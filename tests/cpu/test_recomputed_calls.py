@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tightfit.effects.values import contents
 from tightfit.errors import ApplyError
 from tightfit.planner.plan import Choice
 from tightfit.runtime.apply import apply_choices
@@ -195,3 +196,50 @@ def test_code_that_goes_on_past_the_end_of_a_second_run() -> None:
             use(net)
         found.append([p.grad for p in net.parameters()])
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("written", ["in place", "as the result"])
+def test_state_that_is_put_back_at_the_end_is_put_back_where_contents_are_not_read(
+    written: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a card: no version tells of writes through `.data`, and nothing else is looked at in later steps."""
+    monkeypatch.setattr(contents, "_place_of", lambda tensor: None)
+    scale = torch.ones(4)
+
+    def forward(self: Block, rows: torch.Tensor, scale_of_rows: torch.Tensor | None = None) -> torch.Tensor:
+        self.shift.data.mul_(2)
+        rows = rows + self.second(self.first(rows).tanh()) + self.shift
+        if written == "in place":
+            self.shift.data.mul_(0.5)
+        else:
+            torch.mul(self.shift.data, 0.5, out=self.shift.data)
+        return rows
+
+    monkeypatch.setattr(Block, "forward", forward)
+    monkeypatch.setattr(Net, "forward", lambda self, rows: self.two(self.one(rows)))
+    weights = []
+    for recomputed in (False, True):
+        net = Net()
+        for block in (net.one, net.two):
+            block.register_buffer("shift", scale.clone())
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        if recomputed:
+            choices = [
+                Choice(
+                    technique="checkpointing",
+                    where=f"Net.{name}",
+                    settings={},
+                    saves_bytes=0,
+                    adds_seconds=0.0,
+                    exact=True,
+                )
+                for name in ("one", "two")
+            ]
+            apply_choices(choices, net, [optimizer])
+        for _ in range(8):
+            optimizer.zero_grad()
+            net(ROWS).square().mean().backward()
+            optimizer.step()
+        assert torch.equal(net.one.shift, scale)
+        weights.append([parameter.detach() for parameter in net.parameters()])
+    assert all(map(torch.equal, *weights))

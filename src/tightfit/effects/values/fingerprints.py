@@ -21,8 +21,8 @@ from tightfit.effects.values.word_sums import PIECE, WORDS, is_of_whole_words, w
 _CASTS = ("_to_copy", "clone", "detach", "alias", "lift_fresh", "copy_", "record_stream")
 _UNFILLED = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_")
 _NOT_COMPARED = frozenset((*_CASTS, *_UNFILLED))
-# Besides their result, kernels return reserves and seeds that may stay uninitialised.
 _WITH_STORAGE = (torch.Tensor, torch.nn.Parameter)
+# Besides their result, kernels return reserves and seeds that may stay uninitialised.
 _FIRST_RESULT_ONLY = ("attention", "batch_norm", "cudnn", "miopen", "rnn", "lstm", "gru", "dropout")
 # Sums in the order in which threads arrive. Source: the list of torch.use_deterministic_algorithms.
 _ADDS_IN_ANY_ORDER = (
@@ -81,7 +81,7 @@ class Fingerprints(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         if func._schema.is_mutable and not self._is_paused:
-            self.written += _targets(func, args)
+            self.written += _targets(func, args, kwargs or {})
         if not self._is_paused and name not in _NOT_COMPARED and not func.is_view:
             leaves = [_unwrapped(leaf) for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
             if any(word in name for word in _FIRST_RESULT_ONLY):
@@ -93,8 +93,10 @@ class Fingerprints(TorchDispatchMode):
         return result
 
 
-def _targets(func: Any, args: Sequence[Any]) -> Iterator[int]:
-    for argument, value in zip(func._schema.arguments, args, strict=False):
+def _targets(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[int]:
+    for number, argument in enumerate(func._schema.arguments):
+        # `out` is given by its name.
+        value = args[number] if number < len(args) else kwargs.get(argument.name)
         if argument.alias_info is not None and argument.alias_info.is_write:
             for leaf in tree_leaves(value):
                 if type(leaf) in _WITH_STORAGE and leaf.layout is torch.strided:

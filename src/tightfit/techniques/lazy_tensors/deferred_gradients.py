@@ -98,7 +98,7 @@ class Deferred(AbstractElementSource):
         # A step looks at whether a gradient is sparse before it changes anything. One that is not of this session must find it made by then.
         if self.state == "deferred":
             self.make()
-        if self.is_lost:
+        elif self.state == "used" and self.is_lost:
             self.whole()
 
     def make(self) -> None:
