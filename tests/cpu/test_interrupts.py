@@ -64,6 +64,28 @@ def test_a_program_that_is_terminated_ends_as_under_python(tmp_path: Path) -> No
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGTERM, "", "")
 
 
+@pytest.mark.parametrize("words", [["--guard"], ["--plan", "plan.json"]])
+def test_a_run_that_is_interrupted_says_where(tmp_path: Path, words: list[str]) -> None:
+    text = "import _thread, signal, time, torch\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    (tmp_path / "waits.py").write_text(text + "_thread.interrupt_main()\ntime.sleep(60)\n")
+    a_plan().save(tmp_path / "plan.json")
+    command = [sys.executable, "-m", "tightfit", "run", *words, "waits.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("tightfit: interrupted at waits.py:")
+
+
+def test_what_a_recorded_program_has_forked_ends_by_the_signal_and_records_nothing(tmp_path: Path) -> None:
+    text = "import os, signal, torch\nchild = os.fork()\nif not child:\n    signal.pause()\n"
+    text += "os.kill(child, signal.SIGTERM)\nprint(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+    (tmp_path / "forks.py").write_text(text)
+    command = [sys.executable, "-m", "tightfit", "record", "--host", "forks.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, f"{-signal.SIGTERM}\n")
+    assert done.stderr.count("\n") == 1 and "wrote forks.recording.pickle" in done.stderr
+
+
 def interrupted(*_: Any, **__: Any) -> None:
     raise KeyboardInterrupt
 

@@ -465,7 +465,11 @@ def test_however_a_script_ends_its_recording_is_written_and_its_exit_code_is_its
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends a signal")
-def test_an_interrupt_from_outside_ends_it_with_a_recording(workload: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "code", "said"),
+    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, -signal.SIGTERM, "terminated")],
+)
+def test_a_signal_from_outside_ends_it_with_a_recording(workload: Path, number: int, code: int, said: str) -> None:
     """The script says that it has begun, and then waits for a line that never comes."""
     (workload / "waits.py").write_text(
         "import signal, sys, torch\nsignal.signal(signal.SIGINT, signal.default_int_handler)\nkept = torch.ones(1000)\n"
@@ -482,10 +486,10 @@ def test_an_interrupt_from_outside_ends_it_with_a_recording(workload: Path) -> N
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "begun\n"
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         out, err = process.communicate()
-    assert (process.returncode, out) == (130, "")
-    assert err.startswith("tightfit: interrupted; wrote waits.recording.pickle")
+    assert (process.returncode, out) == (code, "")
+    assert err.startswith(f"tightfit: {said}; wrote waits.recording.pickle")
     assert err.count("\n") == 1
     assert 4000 in [event["size"] for event in read(workload / "waits.recording.pickle")[0]]
 

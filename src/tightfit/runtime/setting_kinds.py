@@ -4,6 +4,7 @@ A setting of a name holds the same in every technique. A plan that was written b
 """
 
 import dataclasses
+import difflib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -114,17 +115,23 @@ def settings_of(technique: AbstractTechnique, where: str, given: Mapping[str, An
     """The settings of a choice at `where`; those of a technique of somebody else's as they are.
 
     Raises:
-        ApplyError: one holds something else than it should.
+        ApplyError: one holds something else than it should, or has a name that no technique knows.
     """
     if not type(technique).__module__.startswith("tightfit."):
         return Settings(where, given)
     found = Settings(where, {})
     for name, value in given.items():
         kind = _KINDS.get(name)
+        if kind is None:
+            near = difflib.get_close_matches(str(name), _KINDS, n=1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            raise ApplyError(
+                f"{where}: no technique has a setting {_shown(name)}{hint}; the plan was edited, make it anew",
+                places=(where,),
+            )
         try:
-            found[name] = value if kind is None else kind.parse(value)
+            found[name] = kind.parse(value)
         except _OfAnotherKind:
-            assert kind is not None
             raise ApplyError(
                 f"{where}: {name} is {_shown(value)}, and takes {kind.words}; the plan was edited, make it anew",
                 places=(where,),
