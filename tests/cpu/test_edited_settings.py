@@ -79,6 +79,19 @@ def test_a_misspelt_name_is_refused_with_the_right_one():
         apply_choices([dataclasses.replace(choices[0], settings=settings)], Net([Attending(), Attending()]), [])
 
 
+def test_names_that_only_say_what_was_found_are_taken():
+    settings = {"keep": [0], "outputs": ["qkv"]}
+    choice = Choice(
+        technique="selective_checkpointing",
+        where="Net.blocks.0",
+        settings=settings,
+        saves_bytes=0,
+        adds_seconds=0,
+        exact=True,
+    )
+    apply_choices([choice], Net([Attending(), Attending()]), []).undo()
+
+
 def test_text_stands_for_numbers_and_conditions():
     assert _put_on("tiled tokens", "num_tiles", "2")[1] == ""
     assert _put_on("update in backward", "clips", "True")[1] == ""
