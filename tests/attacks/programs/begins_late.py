@@ -531,32 +531,6 @@ def late_mask_of_one_token(t: Trial) -> None:
     )
 
 
-@attack(
-    "gradients",
-    "a counter of unlucky steps skips the optimizer where the loss is not finite, from step 4 on it is so twice",
-)
-def skips_lost_losses(t: Trial) -> None:
-    model = Net()
-    optimizer = adamw(model)
-    t.apply(model, optimizer)
-    skipped = 0
-    for step in range(STEPS + 1):
-        x, y = tokens(step)
-        if step in (4, 6):
-            x[0, 0, 0] = float("nan")
-        loss = model(x, y)
-        optimizer.zero_grad(set_to_none=step % 2 == 0)
-        loss.backward()
-        if not torch.isfinite(loss):
-            skipped += 1
-            t.note("skipped", skipped)
-            t.end_step()
-            continue
-        optimizer.step()
-        t.note("loss", loss)
-        t.end_step()
-
-
 @attack("gradients", "gradients that are not finite are set to zero by a hook that is put on each parameter at step 4")
 def late_cleaning_hooks(t: Trial) -> None:
     model = Net()
@@ -583,27 +557,6 @@ def late_post_accumulation(t: Trial) -> None:
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(log)
     train(t, model, num_steps=STEPS, before=_tick, after=lambda _: (t.note("norms", sorted(norms)), norms.clear()))
-
-
-@attack("gradients", "the last window of accumulation is shorter, and its gradients are scaled by hand")
-def partial_last_window(t: Trial) -> None:
-    model = Net()
-    optimizer = sgd(model)
-    t.apply(model, optimizer)
-    count = 0
-    for step in range(8):
-        loss = model(*tokens(step)) / 3
-        loss.backward()
-        count += 1
-        t.note("loss", loss)
-        if count == 3 or step == 7:
-            if count < 3:
-                for p in model.parameters():
-                    p.grad.mul_(3 / count)
-            optimizer.step()
-            optimizer.zero_grad()
-            count = 0
-            t.end_step()
 
 
 @attack(
