@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from tests.attacks.models import NUM_CLASSES, WIDTH, Block, Net, tokens, train
+from tests.attacks.models import NUM_CLASSES, WIDTH, Block, Net, sgd, tokens, train
 from tests.attacks.places import EXACT
 from tests.attacks.registry import attack
 from tests.attacks.trial import Trial
@@ -254,3 +254,24 @@ def late_method_of_class(t: Trial) -> None:
             Plain.gate = mixing
 
     train(t, Net([Plain(), Plain()]), num_steps=STEPS, before=replace)
+
+
+@attack("gradients", "the last window of accumulation is shorter, and its gradients are scaled by hand")
+def partial_last_window(t: Trial) -> None:
+    model = Net()
+    optimizer = sgd(model)
+    t.apply(model, optimizer)
+    count = 0
+    for step in range(8):
+        loss = model(*tokens(step)) / 3
+        loss.backward()
+        count += 1
+        t.note("loss", loss)
+        if count == 3 or step == 7:
+            if count < 3:
+                for p in model.parameters():
+                    p.grad.mul_(3 / count)
+            optimizer.step()
+            optimizer.zero_grad()
+            count = 0
+            t.end_step()
