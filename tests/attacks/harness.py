@@ -121,9 +121,12 @@ def _run(attack: Attack, variant: Variant | None, dtype: torch.dtype, *, dresses
             attack.program(trial)
     except TightfitError as error:
         trial.refused(error)
+        traceback.clear_frames(error.__traceback__)
         return _Run(trial=trial, error=error)
     except Exception as error:  # noqa: BLE001 - whatever an attack ends with is the verdict
         place = traceback.extract_tb(error.__traceback__)[-1]
+        # Up to torch 2.12 a checkpoint's hooks for saved tensors are in effect for as long as the frames are there that an error has left.
+        traceback.clear_frames(error.__traceback__)
         return _Run(trial=trial, error=error, place=f"{place.filename.rpartition('/')[2]}:{place.lineno}")
     finally:
         torch.set_default_dtype(before)
