@@ -4,6 +4,7 @@ import ast
 from pathlib import Path
 
 import pytest
+from tests.cpu import ends_of_programs
 from tests.cpu.after_steps_programs import (
     COUNTED,
     HELD_IN_NAMES,
@@ -22,6 +23,7 @@ from tightfit.reports.results import Estimate
 from tightfit.reports.verdicts import verdict_words
 
 CARD = "RTX 4090"
+NAMED_OF_ALL = {**NAMED, **ends_of_programs.NAMED}
 
 
 def estimated(folder: Path, program: str, *, prelude: str = PRELUDE, **settings: object) -> Estimate:
@@ -45,9 +47,16 @@ def test_what_follows_the_steps_is_in_the_peak(tmp_path: Path, name: str) -> Non
     assert verdict_words(found)[0] == "fits"
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", ends_of_programs.COUNTED)
+def test_what_follows_a_generator_or_the_script_is_in_the_peak(tmp_path: Path, name: str) -> None:
+    found = estimated(tmp_path, ends_of_programs.COUNTED[name])
+    assert found.peak.allocated_bytes >= LARGE_BYTES
+    assert verdict_words(found)[0] == "fits"
+
+
+@pytest.mark.parametrize("name", NAMED_OF_ALL)
 def test_what_is_not_reached_is_named_in_the_verdict(tmp_path: Path, name: str) -> None:
-    program, words = NAMED[name]
+    program, words = NAMED_OF_ALL[name]
     found = estimated(tmp_path, program)
     assert verdict_words(found)[0] == "fits as far as seen"
     for word in words:

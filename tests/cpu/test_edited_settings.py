@@ -71,6 +71,27 @@ def test_a_setting_of_another_kind_is_refused_by_its_name(name):
             assert not told or value is not _MISSING or changed in told
 
 
+def test_a_misspelt_name_is_refused_with_the_right_one():
+    choices, _ = _put_on("tiled tokens")
+    settings = dict(choices[0].settings)
+    settings["num_tile"] = settings.pop("num_tiles")
+    with pytest.raises(ApplyError, match=r"no technique has a setting 'num_tile' \(did you mean num_tiles\?\)"):
+        apply_choices([dataclasses.replace(choices[0], settings=settings)], Net([Attending(), Attending()]), [])
+
+
+def test_names_that_only_say_what_was_found_are_taken():
+    settings = {"keep": [0], "outputs": ["qkv"]}
+    choice = Choice(
+        technique="selective_checkpointing",
+        where="Net.blocks.0",
+        settings=settings,
+        saves_bytes=0,
+        adds_seconds=0,
+        exact=True,
+    )
+    apply_choices([choice], Net([Attending(), Attending()]), []).undo()
+
+
 def test_text_stands_for_numbers_and_conditions():
     assert _put_on("tiled tokens", "num_tiles", "2")[1] == ""
     assert _put_on("update in backward", "clips", "True")[1] == ""

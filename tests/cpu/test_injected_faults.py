@@ -23,7 +23,7 @@ from tightfit.capture import trace as capture_trace
 from tightfit.capture.targets.target_kinds import GeneratorFunction
 from tightfit.capture.trace import Traced, trace
 from tightfit.cli.main import run
-from tightfit.errors import InternalError
+from tightfit.errors import InternalError, faults
 from tightfit.errors.faults import is_ours
 from tightfit.errors.program_errors import one_line
 from tightfit.fit import planning as fit_plan
@@ -295,6 +295,14 @@ def test_where_no_file_can_be_written_the_line_says_how_to_see_it(
     assert capfd.readouterr().err.endswith("please report it with what --debug shows\n")
 
 
+def test_only_the_newest_files_with_tracebacks_are_kept(tmp_path: Path) -> None:
+    other = tmp_path / "tightfit-faulty.txt"
+    other.touch()
+    files = [faults.internal_error(KeyError(number), "the test").file for number in range(faults.MAX_FILES + 3)]
+    kept = {str(path) for path in tmp_path.iterdir()}
+    assert kept == {*files[-faults.MAX_FILES :], str(other)}
+
+
 def test_what_a_callback_of_the_users_raises_is_theirs(plain: Traced, monkeypatch: pytest.MonkeyPatch) -> None:
     class TheirsError(Exception):
         pass
@@ -423,6 +431,14 @@ def test_an_error_of_the_users_keeps_its_first_cause(script: str, is_right: Call
     said = one_line("train.py", caught.value)
     assert is_right(said), said
     assert "\n" not in said
+
+
+def test_arguments_that_do_not_belong_together_are_an_error_of_the_users(capfd: pytest.CaptureFixture[str]) -> None:
+    text = "import torch\nx = torch.ones(2).cuda()\n"
+    Path("train.py").write_text(f"{text}torch.allclose(x, x.double())\n")
+    assert run(["estimate", "train.py", "--device", "RTX 4090"]) == 3
+    line = "train.py raised RuntimeError at train.py:3: Float did not match Double (--debug shows the traceback)"
+    assert capfd.readouterr().err == f"tightfit: {line}\n"
 
 
 def test_an_error_of_the_users_is_one_line_of_the_command(capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """Ctrl-C: one line, exit code 130, no traceback, no file half written and no process or folder left."""
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -62,6 +63,58 @@ def test_a_program_that_is_terminated_ends_as_under_python(tmp_path: Path) -> No
     words = [sys.executable, "-m", "tightfit", "run", "--plan", "plan.json", "waits.py"]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGTERM, "", "")
+
+
+@pytest.mark.parametrize("words", [["--guard"], ["--plan", "plan.json"]])
+def test_a_run_that_is_interrupted_says_where(tmp_path: Path, words: list[str]) -> None:
+    text = "import _thread, signal, time, torch\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    (tmp_path / "waits.py").write_text(text + "_thread.interrupt_main()\ntime.sleep(60)\n")
+    a_plan().save(tmp_path / "plan.json")
+    command = [sys.executable, "-m", "tightfit", "run", *words, "waits.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("tightfit: interrupted at waits.py:")
+
+
+def test_what_a_recorded_program_has_forked_ends_by_the_signal_and_records_nothing(tmp_path: Path) -> None:
+    text = "import os, signal, torch\nchild = os.fork()\nif not child:\n    signal.pause()\n"
+    text += "os.kill(child, signal.SIGTERM)\nprint(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+    (tmp_path / "forks.py").write_text(text)
+    command = [sys.executable, "-m", "tightfit", "record", "--host", "forks.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, f"{-signal.SIGTERM}\n")
+    assert done.stderr.count("\n") == 1 and "wrote forks.recording.pickle" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "said"),
+    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, -signal.SIGTERM, "terminated")],
+)
+def test_a_signal_from_outside_ends_it_with_a_recording(tmp_path: Path, number: int, code: int, said: str) -> None:
+    """The script says that it has begun, and then waits for a line that never comes."""
+    (tmp_path / "waits.py").write_text(
+        "import signal, sys, torch\nsignal.signal(signal.SIGINT, signal.default_int_handler)\nkept = torch.ones(1000)\n"
+        "print('begun', flush=True)\nsys.stdin.readline()\nprint('went on')\n"
+    )
+    program = str(Path(sys.executable).with_name("tightfit"))
+    with subprocess.Popen(
+        [program, "record", "--host", "waits.py"],
+        cwd=tmp_path,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(number)
+        out, err = process.communicate()
+    assert (process.returncode, out) == (code, "")
+    assert err.startswith(f"tightfit: {said}; wrote waits.recording.pickle")
+    assert err.count("\n") == 1
+    recorded = pickle.loads((tmp_path / "waits.recording.pickle").read_bytes())
+    assert 4000 in [event["size"] for trace in recorded["device_traces"] for event in trace]
 
 
 def interrupted(*_: Any, **__: Any) -> None:

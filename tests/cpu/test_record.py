@@ -464,32 +464,6 @@ def test_however_a_script_ends_its_recording_is_written_and_its_exit_code_is_its
     assert 4000 in [event["size"] for event in trace]
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="sends a signal")
-def test_an_interrupt_from_outside_ends_it_with_a_recording(workload: Path) -> None:
-    """The script says that it has begun, and then waits for a line that never comes."""
-    (workload / "waits.py").write_text(
-        "import signal, sys, torch\nsignal.signal(signal.SIGINT, signal.default_int_handler)\nkept = torch.ones(1000)\n"
-        "print('begun', flush=True)\nsys.stdin.readline()\nprint('went on')\n"
-    )
-    program = str(Path(sys.executable).with_name("tightfit"))
-    with subprocess.Popen(
-        [program, "record", "--host", "waits.py"],
-        cwd=workload,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "begun\n"
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate()
-    assert (process.returncode, out) == (130, "")
-    assert err.startswith("tightfit: interrupted; wrote waits.recording.pickle")
-    assert err.count("\n") == 1
-    assert 4000 in [event["size"] for event in read(workload / "waits.recording.pickle")[0]]
-
-
 # A callback that runs no Python: the interrupt is there when the callbacks of older references to the same object are called.
 INTERRUPTED_DEATH = """
 import _thread, functools, itertools, signal, sys, torch, weakref

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from tightfit.cli.arguments import terminated
 from tightfit.cli.arguments.options import CLOSED_IN, Permissions
-from tightfit.cli.arguments.programs import INTERRUPTED, Enough, exit_code_of
+from tightfit.cli.arguments.programs import INTERRUPTED, TERMINATED, Enough, exit_code_of
 from tightfit.errors import CaptureError, UsageError
 from tightfit.output_files import check_outputs
 from tightfit.units import format_bytes
@@ -91,12 +92,14 @@ def record(
         )
     recording = new_recording(path, stacks=not no_stacks, max_events=max_events or DEFAULT_MAX_EVENTS)
     if isinstance(parsed, Script):
-        code = exit_code_of(lambda: _run_script(parsed, recording, steps), parsed.path, shows_interrupts=False)
+        code = exit_code_of(lambda: _run_script(parsed, recording, steps), parsed.path, closes_first=True)
     else:
-        code = exit_code_of(
-            lambda: _run_function(parsed, recording, steps or 3), parsed.location, shows_interrupts=False
-        )
-    _say(recording, was_interrupted=code == INTERRUPTED)
+        code = exit_code_of(lambda: _run_function(parsed, recording, steps or 3), parsed.location, closes_first=True)
+    how = {INTERRUPTED: "interrupted", TERMINATED: "terminated"}.get(code, "")
+    line = _line(recording, how)
+    if code == TERMINATED:
+        terminated.end(line)
+    sys.stderr.write(f"tightfit: {line}\n" if line else "")
     return code
 
 
@@ -188,13 +191,13 @@ def _run_function(function: "GeneratorFunction", recording: "ActiveRecording", n
         raise CaptureError("the function did not yield: set up, then `yield` once per step")
 
 
-def _say(recording: "ActiveRecording", *, was_interrupted: bool) -> None:
+def _line(recording: "ActiveRecording", how: str) -> str:
+    """What is said at the end; `how` a signal ended it, if one did."""
     written = recording.written
     if written is None:
-        sys.stderr.write("tightfit: interrupted\n" if was_interrupted else "")
-        return
-    first = "interrupted; " if was_interrupted else ""
-    sys.stderr.write(
-        f"tightfit: {first}wrote {written.path}: {written.num_events:,} events in {_steps(written.num_steps)} on {written.device},"
-        f" {format_bytes(written.num_bytes)}; next: tightfit doctor {written.path}\n"
+        return how
+    first = f"{how}; " if how else ""
+    return (
+        f"{first}wrote {written.path}: {written.num_events:,} events in {_steps(written.num_steps)} on {written.device},"
+        f" {format_bytes(written.num_bytes)}; next: tightfit doctor {written.path}"
     )

@@ -31,6 +31,9 @@ _OUR_TOOLS = ("numpy", "highspy", "rich", "cyclopts")
 # CALL_FUNCTION_EX is the bytecode of f(*args, **kwargs), with which wrappers forward a call.
 _CALL_WITH_GIVEN_ARGUMENTS = opcode.opmap["CALL_FUNCTION_EX"]
 _MAX_WORDS = 200
+_PREFIX = "tightfit-fault-"
+MAX_FILES = 20
+"""So many files with tracebacks are kept, the newest ones."""
 _FOR_TORCH, _THEIRS = "_tightfit_for_torch", "_tightfit_theirs"
 
 Error = TypeVar("Error", bound=BaseException)
@@ -174,6 +177,7 @@ def kept_file(error: TightfitError) -> TightfitError:
     if isinstance(error, InternalError) and error.file and error.trace and not os.path.exists(error.file):
         with contextlib.suppress(OSError), open(error.file, "w", encoding="utf-8") as file:
             file.write(error.trace)
+        _drop_oldest(Path(error.file).parent)
     return error
 
 
@@ -184,13 +188,28 @@ def _write(trace: str, during: str) -> str:
     torch = getattr(sys.modules.get("torch"), "__version__", "not imported")
     head = f"tightfit {__version__}, Python {platform.python_version()}, torch {torch}, {platform.platform()}\nin {during}\n\n"
     try:
-        handle, path = tempfile.mkstemp(prefix="tightfit-fault-", suffix=".txt", text=True)
+        handle, path = tempfile.mkstemp(prefix=_PREFIX, suffix=".txt", text=True)
         with open(handle, "w", encoding="utf-8") as file:
             file.write(head + trace)
     # A full disk must not hide the error itself; the message then points to --debug.
     except OSError:
         return ""
+    _drop_oldest(Path(path).parent)
     return path
+
+
+def _drop_oldest(folder: Path) -> None:
+    """A script that meets the same bug each night does not fill the folder for temporary files."""
+    with contextlib.suppress(OSError):
+        files = [
+            entry
+            for entry in os.scandir(folder)
+            if entry.name.startswith(_PREFIX) and entry.is_file(follow_symlinks=False)
+        ]
+        for entry in sorted(files, key=lambda entry: entry.stat().st_mtime_ns)[:-MAX_FILES]:
+            # Those of another user stay: the folder is usually one from which only the owner of a file can remove it.
+            with contextlib.suppress(OSError):
+                os.unlink(entry.path)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tightfit.capture.processes import visible_devices
 from tightfit.capture.processes.children import shared_folder
 from tightfit.capture.processes.containment.policy import CLOSED, Containment, Policy, contained
 from tightfit.capture.processes.fork_server import forked_child
@@ -85,7 +86,7 @@ def run_on_host(
 def _answer(request: Path, timeout_seconds: float, policy: Policy, containment: Containment | None) -> dict[str, Any]:
     environment = {
         **os.environ,
-        "CUDA_VISIBLE_DEVICES": "",
+        **visible_devices.hidden(),
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONHASHSEED": "0",
         **policy.environment(),

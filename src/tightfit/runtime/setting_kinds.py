@@ -4,6 +4,7 @@ A setting of a name holds the same in every technique. A plan that was written b
 """
 
 import dataclasses
+import difflib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,6 +13,8 @@ from tightfit.techniques.technique import AbstractTechnique
 
 # More of anything than there is: what a plan says is counted through in places.
 _MOST = 1 << 62
+# How alike (`difflib`) an unknown name is to a known one that was meant.
+_ALIKE = 0.7
 
 
 class _OfAnotherKind(Exception):
@@ -80,12 +83,15 @@ _TEXT = _Kind(words="text", parse=_text)
 _COUNT, _POSITION, _NUMBER = _whole(1, 1 << 20), _whole(0, 1 << 20), _whole(0)
 _FLAG = _one_of(True, False)
 _KINDS: Mapping[str, _Kind] = {
-    **dict.fromkeys(("num_tiles", "num_chunks", "num_parts", "num_blocks"), _COUNT),
+    **dict.fromkeys(("num_tiles", "num_chunks", "num_parts", "num_blocks", "rank"), _COUNT),
     **dict.fromkeys(("begin", "end"), _POSITION),
     **dict.fromkeys(("host_bytes", "disk_bytes", "window_bytes", "smallest_bytes", "least_elements"), _NUMBER),
-    **dict.fromkeys(("in_backward", "clips", "draws_anew", "without_gradients"), _FLAG),
-    **dict.fromkeys(("before", "following", "preceding", "alloc_conf", "loop", "format", "master", "library"), _TEXT),
+    **dict.fromkeys(("in_backward", "clips", "draws_anew", "without_gradients", "recomputed"), _FLAG),
+    **dict.fromkeys(
+        ("before", "following", "preceding", "alloc_conf", "loop", "format", "master", "library", "dtype"), _TEXT
+    ),
     **dict.fromkeys(("modules", "blocks"), _list_of(_TEXT, "paths of modules")),
+    "outputs": _list_of(_TEXT, "names"),
     "keep": _list_of(_POSITION, "positions"),
     "storages": _list_of(_Kind(words="", parse=_pair), "pairs of bytes and how many"),
     "share": _Kind(words="a share between 0 and 1", parse=_share),
@@ -114,13 +120,19 @@ def settings_of(technique: AbstractTechnique, where: str, given: Mapping[str, An
     """The settings of a choice at `where`; those of a technique of somebody else's as they are.
 
     Raises:
-        ApplyError: one holds something else than it should.
+        ApplyError: one holds something else than it should, or its name is misspelt.
     """
     if not type(technique).__module__.startswith("tightfit."):
         return Settings(where, given)
     found = Settings(where, {})
     for name, value in given.items():
         kind = _KINDS.get(name)
+        near = difflib.get_close_matches(str(name), _KINDS, n=1, cutoff=_ALIKE) if kind is None else []
+        if near:
+            raise ApplyError(
+                f"{where}: no technique has a setting {_shown(name)} (did you mean {near[0]}?); the plan was edited, make it anew",
+                places=(where,),
+            )
         try:
             found[name] = value if kind is None else kind.parse(value)
         except _OfAnotherKind:

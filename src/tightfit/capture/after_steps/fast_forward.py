@@ -178,14 +178,16 @@ class FastForward:
         program, training = self.program, self.training
         if not program.steps[number]:
             return self._others.is_cut(number, at_turn=self._num_turns, max_operators=self._max_later)
-        running = list(program.around(sys._getframe(1)))
+        frame = sys._getframe(1)
+        running = list(program.around(frame))
         training.begin_turn(number, running)
         if is_in_last_step(self._gpu):
             training.note_gradients(number)
             return False
         around = [n for n in running if n != number]
         waits = training.goes_through_stages(number)
-        if not training.can_be_left(number, around) or (waits and not self._others.has_turned_alike(number)):
+        is_over = training.can_be_left(number, around) and not program.is_held_by_generator(number, frame)
+        if not is_over or (waits and not self._others.has_turned_alike(number)):
             return False
         training.leave(number, around)
         return True

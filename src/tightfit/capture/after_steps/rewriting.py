@@ -20,6 +20,7 @@ UNTIL, LEAVING = "__tightfit_until__", "__tightfit_leaving__"
 _OTHER_COMPILERS = re.compile(r"jit|numba|vectorize|stencil|kernel", re.IGNORECASE)
 # Iterables that only count: further turns of such a loop are further epochs.
 _COUNTING = frozenset({"range", "trange", "count", "repeat", "cycle"})
+_ENDLESS = frozenset({"count", "cycle"})
 _TRANSPARENT = frozenset({"tqdm", "enumerate", "track", "progress_bar", "list", "iter"})
 # Ends of a loop that a program may wait for in a handler; other handlers are for failures.
 _ENDINGS = frozenset({"KeyboardInterrupt", "StopIteration"})
@@ -30,7 +31,7 @@ _MAX_CONDITION = 60
 class UserLoop:
     """A loop: its own line, the lines of its body, and the first line and the name of the function that it stands in.
 
-    `is_counting`: it runs until a condition or over a range, so that its turns differ in a number only.
+    `is_counting`: it runs until a condition or over a range, so that its turns differ in a number only; `is_endless`: it never ends by itself.
     """
 
     file: str
@@ -40,6 +41,7 @@ class UserLoop:
     scope: tuple[int, str]
     is_for: bool
     is_counting: bool
+    is_endless: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +156,7 @@ class Rewriter:
                 scope=around.scope,
                 is_for=isinstance(loop, ast.For),
                 is_counting=isinstance(loop, ast.While) or (_counts(loop.iter) and not _selects(loop)),
+                is_endless=_is_endless(loop),
             )
         )
         inside = dataclasses.replace(around, loops=(*around.loops, number))
@@ -246,6 +249,15 @@ def _counts(iterable: ast.expr) -> bool:
     if name in _COUNTING:
         return True
     return name in _TRANSPARENT and bool(iterable.args) and _counts(iterable.args[0])
+
+
+def _is_endless(loop: ast.For | ast.While) -> bool:
+    """Whether neither its condition nor its iterable ends a loop, and no `break` or `return` in its body does."""
+    if isinstance(loop, ast.While):
+        goes_on = isinstance(loop.test, ast.Constant) and bool(loop.test.value)
+    else:
+        goes_on = isinstance(loop.iter, ast.Call) and called(loop.iter) in _ENDLESS
+    return goes_on and not any(isinstance(node, ast.Break | ast.Return) for s in loop.body for node in ast.walk(s))
 
 
 def _selects(loop: ast.For) -> bool:

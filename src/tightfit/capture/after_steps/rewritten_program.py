@@ -6,6 +6,7 @@ The script and the user's own modules are compiled through here; installed packa
 import ast
 import builtins
 import dis
+import inspect
 import os
 from collections.abc import Callable, Iterator
 from importlib.machinery import SourceFileLoader
@@ -112,6 +113,8 @@ class RewrittenProgram:
         from there on: what else is in between may not expect a `LoopLeft`."""
         while frame is not None:
             for number in reversed(self._in_frame(frame)):
+                if self.is_held_by_generator(number, frame):
+                    return None
                 if self.steps[number]:
                     return number if self.steps[number] >= num_steps else None
             file = frame.f_code.co_filename
@@ -119,6 +122,12 @@ class RewrittenProgram:
                 return None
             frame = frame.f_back
         return None
+
+    def is_held_by_generator(self, number: int, frame: FrameType) -> bool:
+        """Whether a loop that runs in `frame` never ends and hands out what it does by `yield`: whoever asks it for more by `next` in a loop, which is
+        the one to be left, knows of no end."""
+        is_generator = self.loops[number].is_endless and frame.f_code.co_flags & inspect.CO_GENERATOR
+        return bool(is_generator) and any(self.steps[n] > 0 for n in self.around(frame.f_back))
 
     def _in_frame(self, frame: FrameType) -> list[int]:
         code, line = frame.f_code, frame.f_lineno

@@ -10,6 +10,7 @@ import torch
 
 from tightfit.capture.after_steps.fast_forward import EndOfCapture, FastForward
 from tightfit.capture.after_steps.running_lines import places_of
+from tightfit.capture.child_process.exit_handlers import ExitHandlers
 from tightfit.capture.child_process.weights_on_card import WeightsOnCard
 from tightfit.capture.collectives.world import World
 from tightfit.capture.dispatch import one_card
@@ -88,8 +89,8 @@ class CaptureSession:
         # having none.
         native.pretend_cuda_is_built()
         live = LiveMemory(self.recorder, self.device.capacity_bytes)
-        num_cards = 1 if world is None else world.ranks_per_node
-        CudaApi(self.recorder, live, self.device, used_bytes, num_cards).install()
+        self.num_cards = 1 if world is None else world.ranks_per_node
+        CudaApi(self.recorder, live, self.device, used_bytes, self.num_cards).install()
         self.gpu = VirtualGpu(
             self.recorder,
             # Accumulation comes last: it has `index_put` in common with HANDLERS, and calls the handler that is
@@ -198,8 +199,21 @@ class CaptureSession:
 
     def _run_script(self, script: Script, after: FastForward) -> Mapping[str, Any] | None:
         """The globals of the script, or None after an error of its own behind its steps: the tape has what came before."""
+        at_exit = ExitHandlers()
         try:
-            return run_script(script, compiled=after.program.compiled)
+            with at_exit.collected():
+                ended: SystemExit | None = None
+                try:
+                    held = run_script(script, compiled=after.program.compiled)
+                except SystemExit as error:
+                    if error.code not in (None, 0):
+                        raise
+                    # It also keeps the globals of the script, which live as long as the handlers run.
+                    held, ended = None, error
+                at_exit.run()
+            if ended is not None:
+                raise ended
+            return held
         except (Exception, SystemExit) as error:
             is_own = isinstance(error, ApplyError | InternalError) or faults.our_error(error, "the capture") is not None
             if not is_own:

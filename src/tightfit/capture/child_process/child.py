@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from tightfit.capture.collectives.world import World
 from tightfit.capture.patches import manifest, nvidia_smi
-from tightfit.capture.processes import process_role
+from tightfit.capture.processes import process_role, visible_devices
 from tightfit.capture.processes.children import die_with_parent
 from tightfit.capture.processes.containment.closed_in import ClosedIn
 from tightfit.capture.processes.trace_progress import StatusFile
@@ -172,6 +172,7 @@ def _trace(request: Request, path: str, closed_in: ClosedIn) -> Any:
         session.follow_threads()
     report = prepare(request.preparation)
     _answer_as_nvidia_smi(session, f"{path}.bin")
+    visible_devices.show(session.num_cards)
     closed_in.begin()
     _refuse_in_forks(session, request.label, path)
     with _steps_in_time(session.watch, request.timeout_seconds, f"{path}.stack", status), _exits_seen():

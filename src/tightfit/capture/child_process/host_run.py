@@ -22,7 +22,7 @@ import torch
 from tightfit.capture.child_process.child import leave, prepare, quiet, raise_what_was_swallowed, target_of
 from tightfit.capture.child_process.host_script import ScriptOnHost
 from tightfit.capture.patches import eager, on_host
-from tightfit.capture.processes import process_role
+from tightfit.capture.processes import process_role, visible_devices
 from tightfit.capture.processes.children import die_with_parent
 from tightfit.capture.processes.containment.closed_in import ClosedIn
 from tightfit.capture.targets.target_kinds import Script, generator_on
@@ -87,6 +87,8 @@ def _run(request: HostRequest, closed_in: ClosedIn, done: Callable[[Callable[[],
     process_role.begin_proof()
     eager.keep_compiler_out()
     on_host.install(None if request.card is None else find(request.card))
+    if request.card is not None:
+        visible_devices.show(1)
     warnings.simplefilter("ignore")
     torch.manual_seed(_SEED)
     random.seed(_SEED)

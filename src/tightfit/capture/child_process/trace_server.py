@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.capture.collectives.world import World
+from tightfit.capture.processes import visible_devices
 from tightfit.capture.processes.containment.policy import Policy
 from tightfit.capture.processes.fork_server import begin
 
@@ -34,7 +35,7 @@ def preloaded(*, is_huggingface: bool) -> tuple[str, ...]:
 
 def trace_environment(policy: Policy, world: dict[str, Any] | None) -> dict[str, str]:
     """The environment of a trace. Where there is a card, it is hidden: the virtual one is the same everywhere, and no context is made on the real one."""
-    hidden = {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
+    hidden = {**visible_devices.hidden(), "TOKENIZERS_PARALLELISM": "false"}
     distributed = {} if world is None else World(**world).environment()
     return {**os.environ, **hidden, **policy.environment(), **distributed}
 

@@ -6,6 +6,7 @@ way is listed among the assumptions, once per line.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from tightfit.capture.dispatch.on_host.hosts import MIN_MAPPED_BYTES, mapped_zer
 from tightfit.capture.dispatch.operators import facts
 from tightfit.capture.dispatch.values.known_values import Unknown
 from tightfit.errors import CaptureError
+from tightfit.errors.faults import for_torch
 
 if TYPE_CHECKING:
     from tightfit.capture.dispatch.virtual import VirtualGpu
@@ -42,6 +44,11 @@ aten = torch.ops.aten
 # and time: an operator that reads this much takes seconds.
 MAX_HOST_BYTES = 4 << 30
 _MAX_SAID = 160
+
+# What torch says of arguments that do not belong together, on a card as on the host, whatever their values: the program is wrong.
+_OF_THE_PROGRAM = re.compile(
+    "did not match|same (?:d|scalar )type|expected scalar type|must match the size", re.IGNORECASE
+)
 
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
 
@@ -131,6 +138,8 @@ def _run_on_host(
             return call, func(*host_args, **host_kwargs)
         except (RuntimeError, NotImplementedError, IndexError, ValueError) as error:
             failures.append(error)
+        if _OF_THE_PROGRAM.search(str(failures[0])):
+            raise for_torch(failures[0]) from None
     said = (str(failures[0]).strip() or type(failures[0]).__name__).splitlines()[0][:_MAX_SAID]
     raise CaptureError(
         f"{gpu.attribution.where()}: {facts(func).name} has no shape rule in torch {torch.__version__}, and it did not run on the host: {said}; {_needs(func)}"
