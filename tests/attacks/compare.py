@@ -77,8 +77,12 @@ class Closeness:
         )  # fmt: skip
 
     def weights_differ(self, begin: Snapshot, plain: Snapshot, found: Snapshot, but: tuple[str, ...] = ()) -> str:
-        """Only the weights, but those whose names end with one of `but`."""
-        of_plain, of_found = ({n: v for n, v in s.weights.items() if not n.endswith(but)} for s in (plain, found))
+        """Only the weights, but those whose names end with one of `but`, and those of models that were not handed over yet."""
+        there = {name.partition(".")[0] for name in found.weights}
+        of_plain, of_found = (
+            {n: v for n, v in s.weights.items() if not n.endswith(but) and n.partition(".")[0] in there}
+            for s in (plain, found)
+        )
         if self.is_lossy:
             return _moved_elsewhere(begin.weights, of_plain, of_found)
         return Closeness(is_bitwise=False, is_lossy=False).difference(of_plain, of_found, "weights")

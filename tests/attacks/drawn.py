@@ -9,6 +9,7 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
+from tests.attacks.dressed import DRESSES
 from tests.attacks.places import VARIANTS, Variant, choice
 from torch import nn
 
@@ -65,15 +66,23 @@ class Combination:
         return [each.choice for each in kept]
 
 
-def combined(name: str, combination: Combination, kind: str) -> Variant:
-    """The combination as a variant of the class `kind`."""
+def drawn_dresses(chance: random.Random) -> tuple[str, ...]:
+    """One or two, of which one at most replaces layers."""
+    one, other = chance.sample(DRESSES, 2)
+    return (one,) if one == other or {one, other}.isdisjoint({"autocast", "frozen"}) else (one, other)
+
+
+def combined(name: str, combination: Combination, kind: str, dresses: tuple[str, ...] = ()) -> Variant:
+    """The combination as a variant of the class `kind`, on a model with these dresses."""
     return Variant(
         name=name,
         technique="",
         find=combination.find,
         is_bitwise=kind == "bitwise",
-        is_lossy=kind == "lossy",
+        # Sums in another order, with 8 significant bits.
+        is_lossy=kind == "lossy" or (kind == "exact" and "autocast" in dresses),
         freezes="weight streaming" in combination.names,
+        dresses=dresses,
     )
 
 
@@ -316,6 +325,8 @@ def _of_optimizers(chance: random.Random) -> Iterator[Candidate]:
         yield _candidate(technique, _OF_OPTIMIZERS, variant, slots, settings, 2.0 if number == first else 0.5)
     rounding = chance.choice(["compensated", "stochastic"])
     yield _candidate("pure_bf16", "precision", "pure bf16", {"precision", *own}, {"rounding": rounding})
+    # No variant has these alone: they are drawn where any lossy one is.
+    yield _candidate("autocast", "precision", "pure bf16", {"precision"}, {"dtype": "bfloat16"})
     yield _candidate("zero_grad", "gradients", "zero_grad", {"zero_grad"}, {})
 
 

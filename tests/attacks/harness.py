@@ -8,6 +8,7 @@ import os
 import random
 import traceback
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -71,12 +72,14 @@ def run(attack: Attack, variant_name: str) -> Verdict:
 
 def tried(attack: Attack, variant: Variant) -> Verdict:
     """The verdict on `attack` with a technique, or with several, whatever its kind."""
-    plain = _plain(attack, torch.float32 if variant.is_lossy else torch.float64, variant.freezes)
-    # A program that needs the gradients of what is frozen.
+    # Autocast leaves float64 as it is.
+    dtype = torch.float32 if variant.is_lossy or "autocast" in variant.worn else torch.float64
+    plain = _plain(attack, dtype, variant.worn)
+    # A program that needs the gradients of what is frozen, or the layers that are gone.
     if plain is None:
         return Verdict(outcome=Outcome.NO_PLACE)
     torch_before = _torch_now()
-    found = _run(attack, variant, torch.float32 if variant.is_lossy else torch.float64, freezes=variant.freezes)
+    found = _run(attack, variant, dtype, dresses=variant.worn)
     try:
         if not found.trial.num_choices:
             return Verdict(outcome=Outcome.NO_PLACE)
@@ -88,9 +91,9 @@ def tried(attack: Attack, variant: Variant) -> Verdict:
 
 # One attack is tried with all techniques before the next: what plain runs leave is not kept longer, for other tests look at all tensors there are.
 @functools.lru_cache(maxsize=3)
-def _plain(attack: Attack, dtype: torch.dtype, freezes: bool) -> Trial | None:
-    plain = _run(attack, None, dtype, freezes=freezes)
-    if plain.error is not None and freezes:
+def _plain(attack: Attack, dtype: torch.dtype, dresses: tuple[str, ...]) -> Trial | None:
+    plain = _run(attack, None, dtype, dresses=dresses)
+    if plain.error is not None and dresses:
         return None
     if plain.error is not None:
         raise plain.error
@@ -102,8 +105,8 @@ def _plain(attack: Attack, dtype: torch.dtype, freezes: bool) -> Trial | None:
     return plain.trial
 
 
-def _run(attack: Attack, variant: Variant | None, dtype: torch.dtype, *, freezes: bool) -> _Run:
-    trial = Trial(variant, freezes=freezes)
+def _run(attack: Attack, variant: Variant | None, dtype: torch.dtype, *, dresses: Sequence[str]) -> _Run:
+    trial = Trial(variant, dresses=dresses)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     torch.default_generator.manual_seed(0)  # torch.manual_seed also notes the stack for each kind of card: 4 ms
@@ -118,9 +121,12 @@ def _run(attack: Attack, variant: Variant | None, dtype: torch.dtype, *, freezes
             attack.program(trial)
     except TightfitError as error:
         trial.refused(error)
+        traceback.clear_frames(error.__traceback__)
         return _Run(trial=trial, error=error)
     except Exception as error:  # noqa: BLE001 - whatever an attack ends with is the verdict
         place = traceback.extract_tb(error.__traceback__)[-1]
+        # Up to torch 2.12 a checkpoint's hooks for saved tensors are in effect for as long as the frames are there that an error has left.
+        traceback.clear_frames(error.__traceback__)
         return _Run(trial=trial, error=error, place=f"{place.filename.rpartition('/')[2]}:{place.lineno}")
     finally:
         torch.set_default_dtype(before)
@@ -133,7 +139,7 @@ def repeats(attack: Attack, variant_name: str) -> bool:
     """Whether plain runs of a program are the same to the bit; some kernels of a GPU add up in any order."""
     variant = VARIANTS[variant_name]
     dtype = torch.float32 if variant.is_lossy else torch.float64
-    runs = [_run(attack, None, dtype, freezes=variant.freezes) for _ in range(4)]
+    runs = [_run(attack, None, dtype, dresses=variant.worn) for _ in range(4)]
     bitwise = Closeness(is_bitwise=True, is_lossy=False)
     same = not any(_difference(bitwise, runs[0].trial, other.trial) for other in runs[1:])
     return same and not any(each.error for each in runs)

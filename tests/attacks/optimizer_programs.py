@@ -169,7 +169,8 @@ def adds_noise(put: Put) -> tuple[nn.Module, Seen]:
     for _ in range(NUM_STEPS):
         loss_of(model).backward()
         for p in model.parameters():
-            p.grad.add_(torch.randn_like(p) * 0.01)
+            # Drawn in float32: up to torch 2.11 the same seed gives other numbers in bfloat16.
+            p.grad.add_(torch.randn(p.shape).to(p.dtype) * 0.01)
         optimizer.step()
         optimizer.zero_grad()
     return model, []

@@ -22,7 +22,7 @@ Find = Callable[[nn.Module, Sequence[torch.optim.Optimizer]], list[Choice]]
 class Variant:
     """A technique with one of its settings. `find` gives its choices for a model and its optimizers, none where it has no place.
 
-    `freezes`: the matrices in blocks are not trained, in the plain run neither.
+    `freezes`: the matrices in blocks are not trained, in the plain run neither; `dresses` are those of `dressed` that both runs wear.
     """
 
     name: str
@@ -31,6 +31,12 @@ class Variant:
     is_bitwise: bool
     is_lossy: bool
     freezes: bool = False
+    dresses: tuple[str, ...] = ()
+
+    @property
+    def worn(self) -> tuple[str, ...]:
+        """All that is done to the model of both runs."""
+        return (*self.dresses, "frozen") if self.freezes and "frozen" not in self.dresses else self.dresses
 
 
 def choice(name: str, where: str, **settings: object) -> Choice:
@@ -43,7 +49,7 @@ def _path(model: nn.Module, path: str) -> str:
     return f"{type(model).__name__}.{path}" if path else type(model).__name__
 
 
-def _held(model: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
+def held(model: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
     """The modules that somebody inside `model` calls `name`, with their paths."""
     return [(path, module) for path, module in model.named_modules() if path.rpartition(".")[2] == name]
 
@@ -52,7 +58,7 @@ def _each_block(name: str, **settings: object) -> Find:
     def find(model: nn.Module, _: Sequence[torch.optim.Optimizer]) -> list[Choice]:
         return [
             choice(name, _path(model, f"{path}.{key}"), **settings)
-            for path, blocks in _held(model, "blocks")
+            for path, blocks in held(model, "blocks")
             for key in blocks._modules
         ]
 
@@ -64,7 +70,7 @@ def _all_but_the_last(name: str, **settings: object) -> Find:
         # As a plan mixes them: what the last block does to a state that all share is not seen by a second run of its own.
         last = {
             _path(model, f"{path}.{list(blocks._modules)[-1]}")
-            for path, blocks in _held(model, "blocks")
+            for path, blocks in held(model, "blocks")
             if len(blocks._modules)
         }
         return [each for each in _each_block(name, **settings)(model, optimizers) if each.where not in last]
@@ -76,7 +82,7 @@ def _range(name: str, holder: str, *, needs_sequential: bool, **settings: object
     def find(model: nn.Module, _: Sequence[torch.optim.Optimizer]) -> list[Choice]:
         return [
             choice(name, _path(model, path), begin=0, end=len(blocks._modules), **settings)
-            for path, blocks in _held(model, holder)
+            for path, blocks in held(model, holder)
             if not needs_sequential or type(blocks) is nn.Sequential
         ]
 
@@ -95,7 +101,7 @@ def _offload(name: str, **settings: object) -> Find:
                 host_bytes=1 << 14,
                 **settings,
             )
-            for path, blocks in _held(model, "blocks")
+            for path, blocks in held(model, "blocks")
             for key, following in itertools.pairwise(blocks._modules)
         ]
 
@@ -114,7 +120,7 @@ def _offloaded_checkpointing(beside: str, **settings: object) -> Find:
 
 def freeze(model: nn.Module) -> None:
     """Has the matrices in blocks not trained."""
-    for _, blocks in _held(model, "blocks"):
+    for _, blocks in held(model, "blocks"):
         for parameter in blocks.parameters():
             if parameter.dim() > 1 and parameter.is_leaf:
                 parameter.requires_grad_(False)
@@ -122,7 +128,7 @@ def freeze(model: nn.Module) -> None:
 
 def _streaming(model: nn.Module, _: Sequence[torch.optim.Optimizer]) -> list[Choice]:
     found = []
-    for path, blocks in _held(model, "blocks"):
+    for path, blocks in held(model, "blocks"):
         keys = list(blocks._modules)
         places = [_path(model, f"{path}.{key}") for key in keys]
         for before, place, key, after in zip(["", *places], places, keys, [*places[1:], ""], strict=False):
@@ -134,7 +140,7 @@ def _streaming(model: nn.Module, _: Sequence[torch.optim.Optimizer]) -> list[Cho
 
 
 def _trained_streaming(model: nn.Module, _: Sequence[torch.optim.Optimizer]) -> list[Choice]:
-    paths = [f"{path}.{key}" for path, blocks in _held(model, "blocks") for key in blocks._modules]
+    paths = [f"{path}.{key}" for path, blocks in held(model, "blocks") for key in blocks._modules]
     if not any(streamable(model, model.get_submodule(path), 1, with_trained=True) for path in paths):
         return []
     settings = {"blocks": paths, "smallest_bytes": 1, "host_bytes": 1 << 17}
@@ -145,7 +151,7 @@ def _chunked_loss(gradients_in: str) -> Find:
     def find(model: nn.Module, _: Sequence[torch.optim.Optimizer]) -> list[Choice]:
         return [
             choice("chunked_loss", _path(model, path), num_chunks=2, gradients_in=gradients_in)
-            for path, _ in _held(model, "head")
+            for path, _ in held(model, "head")
         ]
 
     return find

@@ -73,7 +73,7 @@ def steps(is_frozen):
         optimizer.step()
         yield
 """
-_TELLS = ("begin", "end", "in_backward", "recomputed", "blocks", "gradients_in")
+_TELLS = ("begin", "end", "in_backward", "recomputed", "blocks", "gradients_in", "master")
 
 
 def _program(file: Path) -> ModuleType:
@@ -94,6 +94,19 @@ def _is_tried(name: str) -> bool:
 def test_a_program_with_several_techniques_is_trained_right_or_refused(name: str) -> None:
     torch.set_num_threads(1)
     verdict, taken = run_drawn(attacks()[name], "0")
+    assert verdict.outcome not in BAD, f"{verdict.reason}: {' + '.join(taken)}"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if zlib.crc32(f"{name} dressed".encode()) % 180 == 0 else pytest.mark.slow)
+        for name in attacks()
+    ],
+)
+def test_a_fine_tuned_program_with_several_techniques_is_trained_right_or_refused(name: str) -> None:
+    torch.set_num_threads(1)
+    verdict, taken = run_drawn(attacks()[name], "1", is_dressed=True)
     assert verdict.outcome not in BAD, f"{verdict.reason}: {' + '.join(taken)}"
 
 

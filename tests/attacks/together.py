@@ -1,6 +1,6 @@
 """Tries programs with several techniques at once, as a plan mixes them: each with some combinations that are drawn from its name.
 
-python -m tests.attacks.together [--draws N] [--first N] [--part 0/1] [--beyond] [--refused] [--all] [NAME ...]
+python -m tests.attacks.together [--draws N] [--first N] [--part 0/1] [--beyond] [--dressed] [--refused] [--all] [NAME ...]
 """
 
 import argparse
@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
-from tests.attacks.drawn import CLASSES, Combination, combined, names_of
+from tests.attacks.drawn import CLASSES, Combination, combined, drawn_dresses, names_of
 from tests.attacks.harness import Outcome, Verdict, tried
 from tests.attacks.places import VARIANTS
 from tests.attacks.registry import Attack, attacks
@@ -42,7 +42,12 @@ def _class_for(attack: Attack, drawn: str) -> str:
 
 
 def run_drawn(
-    attack: Attack, seed: str, *, ignores_slots: bool = False, left_out: frozenset[str] = frozenset()
+    attack: Attack,
+    seed: str,
+    *,
+    ignores_slots: bool = False,
+    is_dressed: bool = False,
+    left_out: frozenset[str] = frozenset(),
 ) -> tuple[Verdict, list[str]]:
     """The verdict on a program with the combination of a seed, and what was taken."""
     chance = random.Random(f"{attack.name} {seed}")
@@ -51,32 +56,31 @@ def run_drawn(
     refused = refused_alone(attack.what) if chance.random() < _WITHOUT_REFUSED else ()
     names = names_of(kind, attack.only, refused, freezes=freezes)
     combination = Combination(seed=f"{attack.name} {seed}", names=names, ignores_slots=ignores_slots, left_out=left_out)
-    verdict = tried(attack, combined(f"{kind} {seed}", combination, kind))
+    dresses = drawn_dresses(chance) if is_dressed else ()
+    verdict = tried(attack, combined(f"{kind} {seed}", combination, kind, dresses))
     return verdict, combination.taken
 
 
 def smallest(
-    attack: Attack, seed: str, taken: Sequence[str], outcomes: Sequence[Outcome], *, ignores_slots: bool
+    attack: Attack, seed: str, taken: Sequence[str], outcomes: Sequence[Outcome], **how: bool
 ) -> tuple[Verdict, list[str]]:
     """What is left of a combination with one of these outcomes, when all is left out without which it is one of them too."""
     left_out: frozenset[str] = frozenset()
-    verdict, kept = run_drawn(attack, seed, ignores_slots=ignores_slots)
+    verdict, kept = run_drawn(attack, seed, **how)
     for key in dict.fromkeys(taken):
         if len(kept) < 2:
             break
-        found, rest = run_drawn(attack, seed, ignores_slots=ignores_slots, left_out=left_out | {key})
+        found, rest = run_drawn(attack, seed, **how, left_out=left_out | {key})
         if found.outcome in outcomes:
             left_out, verdict, kept = left_out | {key}, found, rest
     return verdict, kept
 
 
-def drawn_of(
-    names: Sequence[str], seeds: Sequence[str], *, ignores_slots: bool = False
-) -> Iterator[tuple[str, str, Verdict, list[str]]]:
+def drawn_of(names: Sequence[str], seeds: Sequence[str], **how: bool) -> Iterator[tuple[str, str, Verdict, list[str]]]:
     """The verdict on each program with each of its combinations."""
     for name in names:
         for seed in seeds:
-            yield name, seed, *run_drawn(attacks()[name], seed, ignores_slots=ignores_slots)
+            yield name, seed, *run_drawn(attacks()[name], seed, **how)
 
 
 def main(arguments: list[str]) -> int:
@@ -87,6 +91,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--first", type=int, default=0, help="the number of the first of them")
     parser.add_argument("--part", default="0/1", help="one part of the programs: 2/5 is the third of five")
     parser.add_argument("--beyond", action="store_true", help="with one slot taken twice, as no plan does")
+    parser.add_argument("--dressed", action="store_true", help="on models with autocast, frozen weights or adapters")
     parser.add_argument(
         "--refused", action="store_true", help="a line for those, too, whose parts are not refused alone"
     )
@@ -100,10 +105,11 @@ def main(arguments: list[str]) -> int:
         if (not given.names or n in given.names) and zlib.crc32(n.encode()) % int(num_parts) == int(part)
     ]
     seeds = [str(number) for number in range(given.first, given.first + given.draws)]
+    how = {"ignores_slots": given.beyond, "is_dressed": given.dressed}
     counts: Counter[str] = Counter()
     together: Counter[int] = Counter()
     begin = time.process_time()
-    for name, seed, verdict, taken in drawn_of(names, seeds, ignores_slots=given.beyond):
+    for name, seed, verdict, taken in drawn_of(names, seeds, **how):
         counts[verdict.outcome] += 1
         together[len({key.partition(":")[2].partition("@")[0] for key in taken})] += (
             verdict.outcome is not Outcome.NO_PLACE
@@ -111,7 +117,7 @@ def main(arguments: list[str]) -> int:
         told, kept = verdict, taken
         if verdict.outcome in BAD or (given.refused and verdict.outcome is Outcome.REFUSED):
             outcomes = BAD if verdict.outcome in BAD else (Outcome.REFUSED,)
-            told, kept = smallest(attacks()[name], seed, taken, outcomes, ignores_slots=given.beyond)
+            told, kept = smallest(attacks()[name], seed, taken, outcomes, **how)
         if told.outcome in BAD or (told is not verdict and len(kept) > 1):
             print(f"{name} {seed}: {told.outcome}: {told.reason}\n    {' + '.join(kept)}", flush=True)
         elif given.all:

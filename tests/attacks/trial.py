@@ -16,7 +16,8 @@ from tightfit.errors import ApplyError, TightfitError
 from tightfit.runtime.apply import apply_choices
 from tightfit.techniques.session import Session
 
-from tests.attacks.places import Variant, freeze  # isort: skip
+from tests.attacks.dressed import dress  # isort: skip
+from tests.attacks.places import Variant  # isort: skip
 
 Values = dict[str, Any]
 
@@ -41,11 +42,11 @@ class Refusal:
 
 
 class Trial:
-    """One run of a program, plain where `variant` is None; with `freezes` as in `Variant`."""
+    """One run of a program, plain where `variant` is None; with `dresses` as in `Variant`."""
 
-    def __init__(self, variant: Variant | None, *, freezes: bool = False) -> None:
+    def __init__(self, variant: Variant | None, *, dresses: Sequence[str] = ()) -> None:
         self._variant = variant
-        self._freezes = freezes
+        self._dresses = dresses
         self.models: list[nn.Module] = []
         self.applied: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
@@ -58,11 +59,10 @@ class Trial:
 
     def apply(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> Session | None:
         """Puts the technique on the model with its optimizers, where it has a place there; the session, None in a plain run."""
+        dress(model, optimizers, self._dresses)
         self.track(model)
         self.applied.append(model)
         self.optimizers += optimizers
-        if self._freezes:
-            freeze(model)
         if self._variant is None:
             return None
         choices = self._variant.find(model, optimizers)

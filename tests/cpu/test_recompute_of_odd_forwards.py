@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from tests.cpu import older_checkpoints
 from tests.cpu.applied import choice
 from torch import nn
 
+from tightfit.effects.values import contents
 from tightfit.errors import ApplyError
 from tightfit.runtime.apply import apply_choices
+from tightfit.techniques.recomputation import apply_selective_checkpointing
+from tightfit.torch_hooks.manifest import MADE_AGAIN
 
 WIDTH = 8
 Make = Callable[[], nn.Module]
@@ -275,6 +279,22 @@ def without_a_graph(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return x + y * y
 
 
+def of_several_dimensions(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The product is of two dimensions, and what is written to is another tensor in its memory."""
+    y = x.view(2, 2, WIDTH) @ layer.weight
+    y.sub_(0.5)
+    return x + torch.tanh(y).view(4, WIDTH)
+
+
+def in_the_last_steps(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """When nothing is compared any more."""
+    layer.num_calls = getattr(layer, "num_calls", 0) + 1
+    y = x.view(2, 2, WIDTH) @ layer.weight
+    if layer.num_calls > 3:
+        y.mul_(0.5)
+    return x + torch.tanh(y).view(4, WIDTH)
+
+
 WHERE = ("Net.blocks.0", "Net.blocks.1", "Net.blocks.2.layer")
 KEPT = [choice("selective_checkpointing", where, keep=[0, 1]) for where in WHERE]
 HELD = [
@@ -290,8 +310,19 @@ HELD = [
 ]
 
 
+@pytest.fixture(params=["as installed", "lists"])
+def any_torch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what a selective checkpoint of torch up to 2.12 keeps; and as on a card, where only versions tell what was written to."""
+    monkeypatch.setattr(contents, "_place_of", lambda _: None)
+    if request.param == "lists" and MADE_AGAIN.is_there():
+        monkeypatch.setattr(
+            apply_selective_checkpointing, "create_selective_checkpoint_contexts", older_checkpoints.contexts_of_lists
+        )
+
+
 @pytest.mark.parametrize("choices", [KEPT, HELD], ids=["kept", "held"])
-@pytest.mark.parametrize("act", [shifted, partly, dropped, without_a_graph])
+@pytest.mark.parametrize("act", [shifted, partly, dropped, without_a_graph, of_several_dimensions, in_the_last_steps])
+@pytest.mark.usefixtures("any_torch")
 def test_a_kept_result_that_is_written_to_in_place_is_made_again(act: Any, choices: Any) -> None:
     check(lambda: Doing(act), choices=choices)
 
@@ -309,6 +340,7 @@ def test_a_kept_result_that_is_written_to_past_torch_is_refused() -> None:
         trained(lambda: Doing(act), is_planned=True, choices=KEPT)
 
 
+@pytest.mark.usefixtures("any_torch")
 def test_a_kept_result_that_is_written_to_is_made_again_in_each_backward_pass() -> None:
     def run(choices: Any) -> list[torch.Tensor]:
         torch.manual_seed(0)
@@ -324,6 +356,7 @@ def test_a_kept_result_that_is_written_to_is_made_again_in_each_backward_pass() 
     assert all(map(torch.equal, plain, found))
 
 
+@pytest.mark.usefixtures("any_torch")
 def test_a_kept_result_that_is_written_to_is_not_held_beside_its_activation() -> None:
     made: list[weakref.ref[torch.UntypedStorage]] = []
 

@@ -128,12 +128,12 @@ SAVE_FOR_BACKWARD = known(
     "torch_hooks",
 )
 SAVED_HOOK = known("torch._C._autograd:SavedTensor.unpack_hook", _SAVED, "techniques")
-# Up to torch 2.12 a checkpoint has a function save them, which takes ten times as long.
+# Up to torch 2.11 a checkpoint has a function save them, which takes ten times as long.
 MAKE_SAVED_TENSOR = known(
     "torch._C._autograd:_make_saved_tensor",
     "to have autograd save the arguments of a recomputed block",
     "techniques",
-    first="2.13",
+    first="2.12",
     is_checked=False,
 )
 KEPT_RESULT = known("torch.utils.checkpoint:_VersionWrapper", "to move what a selective checkpoint keeps", "techniques")
@@ -142,7 +142,7 @@ MADE_AGAIN = known(
     "torch.utils.checkpoint:_RECOMPUTE",
     "to make a result again that a selective checkpoint has kept and the block has written to",
     "techniques",
-    first="2.11",
+    first="2.13",
     is_checked=False,
 )
 

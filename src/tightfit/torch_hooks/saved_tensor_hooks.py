@@ -71,14 +71,15 @@ def given_to_checkpoint(unpack: Any) -> dict[str, Any] | None:
     frame = _variable(unpack, "frame")
     again = getattr(frame, "recompute_fn", None)
     function = _variable(again, "fn")
-    # torch 2.13 has them on the frame; before, a node of the graph had them.
-    saved = getattr(frame, "saved_args", None)
+    # From torch 2.12 they are on the frame, and the keywords in the closure; before, a node of the graph has a tensor of its own, the keywords and the rest.
+    saved, keywords = getattr(frame, "saved_args", None), _variable(again, "kwargs")
     if saved is None:
-        saved = _variable(getattr(getattr(frame, "input_saver", None), "get_args", None), "args")
+        node = getattr(getattr(frame, "input_saver", None), "grad_fn", None)
+        _, keywords, *saved = _variable(getattr(node, "get_args", None), "args") or (None, None)
     has_contexts = not isinstance(_variable(again, "recompute_context"), contextlib.nullcontext)
-    if function is None or saved is None or has_contexts:
+    if function is None or keywords is None or has_contexts:
         return None
-    return {"function": function, "args": list(saved), "kwargs": _variable(again, "kwargs")}
+    return {"function": function, "args": list(saved), "kwargs": keywords}
 
 
 def has_own_context(unpack: Any) -> bool:

@@ -112,6 +112,24 @@ def written_through_numpy_later(t: Trial) -> None:
     train(t, with_blocks(change), num_steps=7)
 
 
+@attack(
+    "recomputation",
+    "a product of several dimensions, without a bias, is scaled in place from the fifth call on",
+    only=RERUN,
+)
+def in_place_through_another_tensor_later(t: Trial) -> None:
+    def change(block: nn.Module, h: torch.Tensor) -> torch.Tensor:
+        block.num_calls += 1
+        # The product itself is a matrix, whose versions do not count what is written to this one.
+        h = h @ block.mixed
+        return torch.tanh(h.mul_(0.5) if block.num_calls > 4 else h)
+
+    model = with_blocks(change)
+    for block in model.blocks:
+        block.mixed = nn.Parameter(torch.eye(2 * WIDTH) + 0.1)
+    train(t, model, num_steps=7)
+
+
 @attack("recomputation", "a hook on the inner layer writes in place to the product that it is shown", only=RERUN)
 def written_by_a_hook(t: Trial) -> None:
     model = with_blocks(lambda _, h: torch.tanh(h))

@@ -40,15 +40,13 @@ def formula(operator: OpOverload) -> Callable[..., int] | None:
     names = [argument.name for argument in operator._schema.arguments]
     query, causal = names.index("query"), names.index("is_causal")
 
-    def counted(*args: object, **kwargs: object) -> int:
-        whole = count(*args, **kwargs)
+    def counted(*args: Any, **kwargs: object) -> int:
+        queries, keys, values = (tensor.shape for tensor in args[query : query + 3])
+        # Up to torch 2.11 the formulas are of as many heads of keys and values as of queries: each head of keys meets all queries that share it.
+        of_heads = (torch.Size((*shape[:-3], queries[-3], *shape[-2:])) for shape in (keys, values))
+        whole = count(*args[: query + 1], *of_heads, *args[query + 3 :], **kwargs)
         is_causal = args[causal] if len(args) > causal else kwargs.get("is_causal", False)
-        if not is_causal:
-            return whole
-        queries, keys = args[query : query + 2]
-        assert isinstance(queries, torch.Tensor)
-        assert isinstance(keys, torch.Tensor)
-        return round(whole * computed_share(queries.shape[-2], keys.shape[-2]))
+        return round(whole * computed_share(queries[-2], keys[-2])) if is_causal else whole
 
     return counted
 

@@ -293,7 +293,8 @@ IN_BOTH: tuple[Name, ...] = (
         "capture/patches techniques",
     ),
     # Operators.
-    *operators("capture/dispatch effects", "_local_scalar_dense _reshape_alias _unsafe_view"),
+    *operators("capture/dispatch effects", "_local_scalar_dense _reshape_alias"),
+    *operators("capture/dispatch effects techniques", "_unsafe_view"),
     *operators("capture/dispatch effects techniques", "_to_copy"),
     *operators("capture/kernels techniques", "_addmm_activation _foreach_norm"),
 )

@@ -28,6 +28,8 @@ from tightfit.techniques.wrappers.forwards import plain_forwards
 from tightfit.techniques.wrappers.without_node_hooks import without_node_hooks
 
 _MAX_SHAPES = 64
+Way = tuple[int, int, int]
+"""How a part went through the code: its number of examples, the shape of its loss's graph, and the functions of torch that it called."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,14 +44,14 @@ class Proved:
     means: frozenset[int]
     decisions: tuple[Any, ...] = ()
     is_of_first: bool = False
-    shapes: set[tuple[int, int]] = dataclasses.field(default_factory=set)
+    shapes: set[Way] = dataclasses.field(default_factory=set)
 
-    def holds_for(self, decisions: Sequence[Any], shape: tuple[int, int]) -> bool:
-        """Whether it is a proof for these decisions, and for parts of so many examples whose loss has a graph of this shape.
+    def holds_for(self, decisions: Sequence[Any], shape: Way) -> bool:
+        """Whether it is a proof for these decisions, and for parts of so many examples that go this way.
 
-        The first graph for a number of examples is that of the proof: the same code has made it.
+        The first way for a number of examples is that of the proof: the same code has gone it.
         """
-        if all(num_examples != shape[0] for num_examples, _ in self.shapes):
+        if all(num_examples != shape[0] for num_examples, *_ in self.shapes):
             self.shapes.add(shape)
         return self.decisions == tuple(decisions) and shape in self.shapes
 
@@ -102,9 +104,9 @@ class BatchProofs:
         batch: AbstractBatch,
         parts: Sequence[tuple[int, int]],
         decisions: Sequence[Any],
-        shape: tuple[int, int],
+        shape: Way,
     ) -> Proved | None:
-        """The known proof for such a batch with these decisions and a graph of this shape, if there is one."""
+        """The known proof for such a batch with these decisions and for parts that go this way, if there is one."""
         known = self._known.get(_key(batch, parts), {})
         found = known.pop(tuple(decisions), None)
         # Put at the end, since `of` takes the last one that was used.
@@ -146,7 +148,7 @@ class BatchProofs:
         parts: Sequence[tuple[int, int]],
         decisions: Sequence[Any],
         reads: Sequence[Any] | None,
-        shape: tuple[int, int],
+        shape: Way,
         *,
         may_leave: bool,
     ) -> Proved:

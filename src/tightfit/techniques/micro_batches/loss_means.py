@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
+from tightfit.effects.call_trails import HANDLERS, CallTrail
 from tightfit.effects.dispatched import OF_C, dispatched
 from tightfit.effects.random_operators import draws
 from tightfit.effects.reads import is_called_by_us
@@ -60,11 +61,13 @@ class LossWatch(TorchFunctionMode):
         # The first error that it raised, for code that swallows it.
         self.failure: ApplyError | None = None
         self.num_examples = num_examples
+        self.calls = CallTrail()
         self._allows_randomness = allows_randomness
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        self.calls.note(func, args, kwargs)
         if isinstance(func, OF_C) and _is_of_no_interest(func.__name__):
             # Most calls are such, and each is the processor's time of a step.
             return func(*args, **kwargs) if kwargs else func(*args)
@@ -116,6 +119,9 @@ class LossWatch(TorchFunctionMode):
     def noted(self, term: Term, inputs: Mapping[str, Any], *, is_of_classes: bool) -> None:
         """Keeps a term; `inputs` are the arguments of the loss function."""
         self.terms.append(term)
+
+
+HANDLERS.add(LossWatch.__torch_function__.__code__)
 
 
 @functools.cache

@@ -198,7 +198,7 @@ class SplitForward:
             if is_new:
                 _refuse_own_code(loss, self._refuse)
             values = None if reads is None else reads.values
-            shape = end - begin, graph_shape(loss.grad_fn)
+            shape = end - begin, graph_shape(loss.grad_fn), watch.calls.number()
             # Another way through the code, for which nothing may be proved: a switch in a file, say.
             if proved is not None and not is_new and not proved.holds_for(decisions, shape):
                 proved = self._proofs.with_decisions(batch, parts, decisions, shape)

@@ -2,10 +2,10 @@
 
 import copy
 import functools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -39,33 +39,95 @@ def apply_selective_checkpointing(session: Session, chosen: Sequence[ChosenOptio
 
 def keeping_contexts(keep: frozenset[int]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """The contexts of a forward and its second run: each counts its products, and those whose number is in `keep` are saved."""
-    counts: Counter[bool] = Counter()
-
-    def policy(context: SelectiveCheckpointContext, operator: torch._ops.OpOverload, *_: Any, **__: Any) -> Any:
-        if operator_class(str(operator)) not in TENSOR_CORE_CLASSES:
-            return CheckpointPolicy.PREFER_RECOMPUTE
-        # Counted apart for each run: a result is identified by its number, which is the same in both.
-        number = counts[context.is_recompute]
-        counts[context.is_recompute] += 1
-        if torch.is_inference_mode_enabled():
-            # torch records the versions of tensors that it saves, and inference tensors have none.
-            return CheckpointPolicy.PREFER_RECOMPUTE
-        # Keeping every product saved 9 % less than keeping those that the plain run keeps (docs/log.md, "The
-        # planner, made exact and quick").
-        return CheckpointPolicy.MUST_SAVE if number in keep else CheckpointPolicy.PREFER_RECOMPUTE
-
-    first, later = create_selective_checkpoint_contexts(policy)
+    kept = _KeptProducts(keep)
+    first, later = create_selective_checkpoint_contexts(kept.policy)
+    kept.storage = cast(Any, first).storage
     # torch 2.14 asks whether what is kept goes to the hooks for saved tensors around it, as it will by default one day. As ever it does not: those of the
     # first run are ours. Older ones do not look.
     setattr(first, "respect_saved_tensors_hooks", False)  # noqa: B010 - no attribute of it that a type checker knows
-    return first if torch.compiler.is_compiling() else First(first), _Later(later, counts)
+    return first if torch.compiler.is_compiling() else First(first, kept), _Later(later, kept)
+
+
+class _KeptProducts:
+    """Which products of a block are kept, in torch's `storage`: by operator, a result under each number of its calls; up to torch 2.12 a list of those kept alone."""
+
+    def __init__(self, keep: frozenset[int]) -> None:
+        self._keep = keep
+        self.storage: dict[Any, Any] = {}
+        # Counted apart for each run: a result is identified by its number, which is the same in both.
+        self._counts: Counter[bool] = Counter()
+        self._numbers: defaultdict[Any, list[int]] = defaultdict(list)
+        # Those of lists that the second run makes again.
+        self._missing: set[int] = set()
+        # The operator whose result was the last one of all, if it is kept.
+        self._last: Any = None
+        # Results that the program has under another shape, with a version of its own.
+        self._reshaped: list[Any] = []
+
+    def policy(self, context: SelectiveCheckpointContext, operator: torch._ops.OpOverload, *_: Any, **__: Any) -> Any:
+        """torch's question about each operator: whether its result is kept."""
+        before, self._last = self._last, None
+        if operator is torch.ops.aten._unsafe_view.default and before is not None and not context.is_recompute:
+            results = self.storage[before]
+            self._reshaped.append(list(results.values())[-1] if isinstance(results, dict) else results[-1])
+            return CheckpointPolicy.MUST_SAVE
+        if operator_class(str(operator)) not in TENSOR_CORE_CLASSES:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        number = self._counts[context.is_recompute]
+        self._counts[context.is_recompute] += 1
+        # torch records the versions of tensors that it saves, and inference tensors have none.
+        if torch.is_inference_mode_enabled() or number not in self._keep or number in self._missing:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        if not context.is_recompute:
+            self._last = operator
+            self._numbers[operator].append(number)
+        # Keeping every product saved 9 % less than keeping those that the plain run keeps (docs/log.md, "The
+        # planner, made exact and quick").
+        return CheckpointPolicy.MUST_SAVE
+
+    def end_first_run(self) -> None:
+        """What a product of several dimensions gives the program is another tensor (`_unsafe_view`), and writes to that are not counted by the one that is kept:
+        it is kept as a view of the other.
+        """
+        if self._reshaped:
+            views = self.storage.pop(torch.ops.aten._unsafe_view.default)
+            if isinstance(views, dict):
+                again = MADE_AGAIN.value()
+                self.storage[torch.ops.aten._unsafe_view.default] = dict.fromkeys(views, again)
+                views = [each for each in views.values() if each is not again]
+            for product, view in zip(self._reshaped, views, strict=True):
+                # Detached, it has the same version and does not hold the other one.
+                product.val, product.version = view.val.view(product.val.shape).detach(), view.version
+            self._reshaped.clear()
+        self.drop_written()
+
+    def begin_second_run(self) -> None:
+        """Called before each."""
+        self._counts[True] = 0
+        self.drop_written()
+
+    def drop_written(self) -> None:
+        """Has results that were kept and written to in place since (a convolution's, by an activation) made again by the second run, which writes to them as the first one did."""
+        for operator, results in self.storage.items():
+            if isinstance(results, dict):
+                for number, kept in results.items():
+                    if _is_any_written(kept):
+                        results[number] = MADE_AGAIN.value()
+            elif numbers := self._numbers[operator]:
+                # A second run takes them from the front.
+                left = list(zip(numbers[len(numbers) - len(results) :], results, strict=True))
+                written = {number for number, kept in left if _is_any_written(kept)}
+                self._missing |= written
+                numbers[:] = [number for number in numbers if number not in written]
+                results[:] = [kept for number, kept in left if number not in written]
 
 
 class First:
-    """Wraps torch's own `mode` for the first run, which has what was kept in its `storage`."""
+    """Wraps torch's own `mode` for the first run, which has what was `kept` in its `storage`."""
 
-    def __init__(self, mode: Any) -> None:
+    def __init__(self, mode: Any, kept: _KeptProducts) -> None:
         self._mode = mode
+        self._kept = kept
         self.storage = mode.storage
 
     def __enter__(self) -> None:
@@ -74,17 +136,13 @@ class First:
     def __exit__(self, *error: Any) -> bool | None:
         found = self._mode.__exit__(*error)
         # Now, and not only before the second run: each holds the memory of a result that another one takes the place of.
-        _drop_written(self.storage)
+        if error[0] is None:
+            self._kept.end_first_run()
         return found
 
 
-def _drop_written(storage: dict[Any, Any]) -> None:
-    """Has results that were kept and written to in place since (a convolution's, by an activation) made again by the second run, which writes to them as the first one did."""
-    for results in storage.values():
-        # A list up to torch 2.10, where a result that is missing ends the second run.
-        for number, kept in results.items() if isinstance(results, dict) else ():
-            if any(is_written(leaf) for leaf in tree_leaves(kept)):
-                results[number] = MADE_AGAIN.value()
+def _is_any_written(kept: Any) -> bool:
+    return any(is_written(leaf) for leaf in tree_leaves(kept))
 
 
 def is_written(kept: Any) -> bool:
@@ -97,14 +155,13 @@ def is_written(kept: Any) -> bool:
 class _Later:
     """Wraps torch's own `mode` for a second run, which consumes the saved results; if the graph is retained, they are restored for a third run."""
 
-    def __init__(self, mode: Any, counts: Counter[bool]) -> None:
+    def __init__(self, mode: Any, kept: _KeptProducts) -> None:
         self._mode = mode
-        self._counts = counts
+        self._kept = kept
         self._before: dict[Any, Any] | None = None
 
     def __enter__(self) -> None:
-        self._counts[True] = 0
-        _drop_written(self._mode.storage)
+        self._kept.begin_second_run()
         self._before = {key: copy.copy(kept) for key, kept in self._mode.storage.items()} if keeps_graph() else None
         self._mode.__enter__()
 

@@ -68,5 +68,5 @@ def _kept(mode: Any) -> Iterator[Any]:
     """What `mode` has kept of the results of operators: torch's own objects, with a value and its version."""
     kind = KEPT_RESULT.value()
     for results in mode.storage.values():
-        # By their number in torch 2.11 and later, before it in the order of the calls.
+        # By their number in torch 2.13 and later, before it in the order of the calls.
         yield from (leaf for leaf in tree_leaves(results) if isinstance(leaf, kind))

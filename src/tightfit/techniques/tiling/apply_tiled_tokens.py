@@ -1,5 +1,6 @@
 """Puts `tiled_tokens` on live objects: see `tightfit.techniques.tiling.tiled_tokens` for what it is and where it comes from."""
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -134,7 +135,8 @@ class _Tiles:
             proofs = self._proofs[module] = TileProofs(module, self._refusal, self._check_steps)
         is_watched = has_values(value) and (value.device.type == "cpu" or proofs.names_outside)
         with without_outside_calls(self._refusal, is_on=is_watched):
-            first_state = proofs.prove(lambda part: run(tiles[0], part), value, dim, tiles, (others, kwargs))
+            run_first = functools.partial(run, tiles[0])
+            first_state = proofs.prove(run_first, value, dim, tiles, (others, kwargs))
             tiling = Tiling(
                 run=run,
                 tiles=tiles,
@@ -144,6 +146,7 @@ class _Tiles:
                 first_state=first_state,
                 is_checked=proofs.is_checked,
                 runs=proofs.runs,
+                prove_again=functools.partial(proofs.prove_again, run_first, dim, tiles) if has_values(value) else None,
             )
             return run_tiled(tiling, value)
 

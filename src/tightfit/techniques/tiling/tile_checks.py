@@ -56,16 +56,7 @@ class TileProofs:
             raise self._refuse(f"has a hook on the gradient of {hooked[0]}, which would see each tile's")
         is_new = self._code is None or not self._code.is_same()
         if is_new or key != self._key or self._before is None or structural_differences(self._before, now):
-            part = tiles[0].of(value.detach(), dim)
-
-            def first_call() -> None:
-                with torch.no_grad(), paused():
-                    run(part)
-
-            try:
-                check_token_wise(module, run, value, dim, [t.end - t.begin for t in tiles], first_call=first_call)
-            except Mixes as error:
-                raise self._refuse(f"cannot be run in tiles: {error}") from None
+            self.prove_again(run, dim, tiles, value)
             now = self._state.snapshot(module, is_kept=True)
             self._key, self._before, self._checks_left, self._code = key, now, self._check_steps, now.reach.code
             # Another one: backward passes of earlier calls are compared with what was proved for those.
@@ -79,6 +70,25 @@ class TileProofs:
                 raise self._refuse(f"cannot be run in tiles: {told}")
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         return FirstState(self._owner, self._state, now, code=self._code, trained=trained)
+
+    def prove_again(
+        self, run: Callable[[torch.Tensor], Any], dim: int, tiles: Sequence[Tile], value: torch.Tensor
+    ) -> None:
+        """The proof alone, for the way through the code that it takes now.
+
+        Raises:
+            ApplyError: it may not be run in tiles.
+        """
+        part = tiles[0].of(value.detach(), dim)
+
+        def first_call() -> None:
+            with torch.no_grad(), paused():
+                run(part)
+
+        try:
+            check_token_wise(self._owner(), run, value, dim, [t.end - t.begin for t in tiles], first_call=first_call)
+        except Mixes as error:
+            raise self._refuse(f"cannot be run in tiles: {error}") from None
 
     def _owner(self) -> torch.nn.Module:
         module = self._module()

@@ -13,6 +13,7 @@ import torch
 from torch.autograd import grad  # torch's own, whatever the program puts in its place later
 
 from tightfit.effects.ambient import Ambient
+from tightfit.effects.call_trails import Trail
 from tightfit.effects.graph_shapes import graph_shape
 from tightfit.effects.independence.row_proof import dense
 from tightfit.effects.state import MOVED
@@ -23,6 +24,7 @@ from tightfit.techniques.tiling.first_state import FirstState
 from tightfit.techniques.wrappers.first_order import Refuse, check_transforms, first_order
 
 _OTHER_RESULT = "gave another result when a tile was run again in the backward pass"
+_MAX_WAYS = 64
 
 
 class TileRuns:
@@ -37,6 +39,18 @@ class TileRuns:
         # By tile, since those at the ends of a chain of convolutions pad what those in the middle do not, and by what has a gradient: a
         # discriminator is called with data and with what a generator made, and weights are frozen.
         self._shapes: dict[tuple[int, bool, tuple[bool, ...]], int] = {}
+        # By tile, the calls of first runs for which the proof holds.
+        self._calls: dict[int, set[int]] = {}
+
+    def is_proved(self, number: int, calls: int) -> bool:
+        """Whether the proof is one for the first run of tile `number` with these calls: the first that there were, or some that `also_proved` was told of."""
+        return calls in self._calls.setdefault(number, {calls})
+
+    def also_proved(self, number: int, calls: int) -> None:
+        """The proof was repeated, and holds for these calls too."""
+        if len(self._calls[number]) >= _MAX_WAYS:
+            self._calls[number].clear()
+        self._calls[number].add(calls)
 
     def check(
         self,
@@ -80,7 +94,8 @@ class Tiling:
     """`run(tile, part)` is the output of one tile; `parameters` are all that may get gradients. `dim` is the same in input and output.
 
     `first_state` is that of the modules in the forward pass; `refuse` makes the error to raise where it is lost.
-    With `is_checked`, values of inputs and results are compared within a bound. `runs` remembers what tiles were like in earlier calls.
+    With `is_checked`, values of inputs and results are compared within a bound. `runs` remembers what tiles were like in earlier calls. `prove_again` is
+    called with the input where a tile called other functions than the run that was proved, and raises where these mix its rows; without it all code is known.
     """
 
     run: Callable[[Tile, torch.Tensor], torch.Tensor]
@@ -92,6 +107,20 @@ class Tiling:
     is_checked: bool = False
     refuse: Refuse = ApplyError
     runs: TileRuns = dataclasses.field(default_factory=TileRuns)
+    prove_again: Callable[[torch.Tensor], None] | None = None
+
+    def first_run(self, number: int, value: torch.Tensor) -> torch.Tensor:
+        """The output of tile `number` in the forward pass."""
+        part = self.tiles[number].of(value, self.dim)
+        if self.prove_again is None:
+            return self.run(self.tiles[number], part)
+        with Trail() as trail:
+            result = self.run(self.tiles[number], part)
+        calls = trail.calls.number()
+        if not self.runs.is_proved(number, calls):
+            self.prove_again(value)
+            self.runs.also_proved(number, calls)
+        return result
 
 
 def run_tiled(tiling: Tiling, value: torch.Tensor) -> torch.Tensor:
@@ -131,8 +160,8 @@ class _Tiled(torch.autograd.Function):
         output = None
         ctx.sums, ctx.results = [], []
         with torch.autocast(**autocast):
-            for tile in tiling.tiles:
-                part = tiling.run(tile, tile.of(value, tiling.dim))
+            for number, tile in enumerate(tiling.tiles):
+                part = tiling.first_run(number, value)
                 _check_attributes(part, "output", tiling.refuse)
                 ctx.results.append(checksum_of(part))
                 if tiling.is_checked:

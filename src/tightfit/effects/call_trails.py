@@ -1,0 +1,77 @@
+"""Which functions of torch some code calls, in order: where they are others than in the run that was proved, the code has taken another way.
+
+A graph has nothing of what is computed without gradients, and no snapshot has all that code may branch on (an array of numpy's, a counter in C, a level of
+logging, the folder): with both the same, a block may begin to take off the mean over all rows, detached. Its calls show it.
+"""
+
+import sys
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+from torch.overrides import TorchFunctionMode
+
+from tightfit.effects.dispatched import dispatched
+from tightfit.effects.users_code import FILES_OF_OURS
+
+# What a call says of how rows are taken: sizes, dimensions, indices, equations. Factors (float) change no row into another's.
+_TOLD = (int, str, type(None))
+_NESTED = (tuple, list)
+
+
+@final
+class CallTrail:
+    """The calls of one run."""
+
+    def __init__(self) -> None:
+        self._calls: list[Any] = []
+
+    def note(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
+        """Adds a call that the caller of this, a `__torch_function__`, handles, unless our own code makes it."""
+        frame = sys._getframe(1).f_back
+        while frame is not None and frame.f_code in HANDLERS:
+            frame = frame.f_back
+        if frame is not None and frame.f_code.co_filename.startswith(FILES_OF_OURS):
+            return
+        # A function that is made anew for each call has the same code.
+        self._calls.append(getattr(func, "__code__", func))
+        _add(self._calls, args)
+        if kwargs:
+            for name, value in kwargs.items():
+                self._calls.append(name)
+                _add(self._calls, (value,))
+
+    def number(self) -> int:
+        """The same for the same calls."""
+        return hash(tuple(self._calls))
+
+
+def _add(found: list[Any], values: Sequence[Any]) -> None:
+    for value in values:
+        if isinstance(value, _TOLD):
+            found.append(value)
+        elif isinstance(value, _NESTED):
+            found.append(len(value))
+            _add(found, value)
+        elif isinstance(value, slice):
+            _add(found, (value.start, value.stop, value.step))
+
+
+@final
+class Trail(TorchFunctionMode):
+    """Notes the calls that are made while it is active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = CallTrail()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.calls.note(func, args, kwargs)
+        func = dispatched(func)
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+
+HANDLERS: set[types.CodeType] = {Trail.__torch_function__.__code__}
+"""The code of those protocols of ours that pass the program's calls on: who called them has made the call."""
