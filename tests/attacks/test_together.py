@@ -7,7 +7,7 @@ import torch
 from tests.attacks.check import one_in_three
 from tests.attacks.harness import Outcome, tried
 from tests.attacks.models import WIDTH, Block, Net, train
-from tests.attacks.places import VARIANTS, Variant
+from tests.attacks.places import VARIANTS, Variant, choice
 from tests.attacks.registry import Attack, attacks
 from tests.attacks.trial import Trial
 from torch import nn
@@ -65,7 +65,7 @@ def together(*parts: str) -> Variant:
     """Several techniques at once."""
 
     def find(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> list[Choice]:
-        return [choice for part in parts for choice in VARIANTS[part].find(model, optimizers)]
+        return [each for part in parts for each in VARIANTS[part].find(model, optimizers)]
 
     return Variant(
         name=" and ".join(parts),
@@ -130,6 +130,19 @@ def test_streamed_blocks_in_a_sequence_that_runs_again_beside_updates(updates: s
     # Streamed weights are not among what the sequence saves, so that a bias has its gradient before the sequence runs again.
     verdict = tried(attacks()["plain_loop"], together("sequential checkpointing", "weight streaming", updates))
     assert (verdict.outcome, verdict.reason) == (Outcome.RIGHT, "")
+
+
+def test_a_model_that_does_not_run_under_autocast_is_refused_in_words() -> None:
+    variant = Variant(
+        name="autocast",
+        technique="autocast",
+        find=lambda *_: [choice("autocast", "precision", dtype="bfloat16")],
+        is_bitwise=False,
+        is_lossy=True,
+    )
+    verdict = tried(attacks()["own_checkpoint_scales_by_average"], variant)
+    assert verdict.outcome is Outcome.REFUSED
+    assert "does not run under autocast" in verdict.reason
 
 
 def test_a_gradient_that_does_not_come_the_second_time_is_refused_in_words() -> None:

@@ -274,17 +274,18 @@ def _number_of_writes(tensor: torch.Tensor) -> int:
     # What a lazy module has not made yet.
     if type(tensor) not in _PLAIN_TENSORS and is_lazy(tensor):
         return -2
-    return -1 if tensor.is_inference() or _is_moved(tensor) else tensor._version
+    return -1 if tensor.is_inference() or is_moved(tensor) else tensor._version
 
 
-def _is_moved(tensor: torch.Tensor) -> bool:
+def is_moved(tensor: torch.Tensor) -> bool:
+    """Whether a weight is on the card or at the host by turns."""
     # Its own length is counted in Python, for each tensor of each snapshot.
     return bool(MOVED.data) and tensor in MOVED
 
 
 def _storage(tensor: torch.Tensor) -> Any:
     """The storage, which the snapshot keeps alive, as another one could get its address. None for wrapper subclasses, and for weights that are dropped meanwhile."""
-    if _is_moved(tensor):
+    if is_moved(tensor):
         return None
     kind = type(tensor)
     if kind in _PLAIN_TENSORS and tensor.layout == torch.strided:

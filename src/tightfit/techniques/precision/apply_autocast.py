@@ -8,7 +8,7 @@ import torch
 
 from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.asked_gradients import watch_inputs_of_backward
-from tightfit.techniques.precision.casts import cast_results
+from tightfit.techniques.precision.casts import cast_results, told_of_types
 from tightfit.techniques.session import Session
 from tightfit.techniques.technique import ChosenOption
 
@@ -30,7 +30,7 @@ def apply_autocast(session: Session, chosen: Sequence[ChosenOption]) -> None:
         # A forward that the script itself runs under autocast keeps the script's dtype.
         if torch.is_autocast_enabled(device_type):
             return forward(*args, **kwargs)
-        with torch.autocast(device_type, dtype=torch.bfloat16):
+        with torch.autocast(device_type, dtype=torch.bfloat16), told_of_types(refuse, "under autocast", _NAME):
             result = forward(*args, **kwargs)
         return cast_results(result, torch.float32, refuse)
 

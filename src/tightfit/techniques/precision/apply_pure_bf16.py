@@ -1,12 +1,10 @@
 """Puts `pure_bf16` on live objects: see `tightfit.techniques.precision.pure_bf16` for what it is and where it comes from."""
 
-import contextlib
 import functools
 import gc
-import re
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Never, Protocol
 
 import torch
@@ -20,10 +18,10 @@ from tightfit.effects.values.value_checks import has_values
 from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.asked_gradients import watch_inputs_of_backward
 from tightfit.techniques.optimizer.updates.optimizer_steps import check_separable, update_within_step
-from tightfit.techniques.precision.casts import cast, cast_results
+from tightfit.techniques.precision.casts import cast, cast_results, told_of_types
 from tightfit.techniques.precision.stochastic_rounding import LowPrecisionUpdate, WideStates
 from tightfit.techniques.session import Session, Verdict
-from tightfit.techniques.technique import ChosenOption
+from tightfit.techniques.technique import ChosenOption, the_only
 from tightfit.torch_hooks.backward import BackwardPass, on_backward
 from tightfit.torch_hooks.manifest import STORAGE_USES
 from tightfit.torch_hooks.optimizer_step_hooks import is_stepped
@@ -32,7 +30,6 @@ _NAME = "pure_bf16"
 # What a reference from Python to a storage counts, beside those of its tensors.
 _USES_OF_A_NAME = 1
 # What errors of torch's and numpy's say where an operator does not know a type, or two do not go together.
-_ABOUT_TYPES = re.compile(r"bfloat16|dtype|scalar ?type", re.IGNORECASE)
 
 
 class MasterWeights(Protocol):
@@ -98,7 +95,7 @@ class _PassesUnderWay:
 
 def apply_pure_bf16(session: Session, chosen: Sequence[ChosenOption]) -> None:
     """Casts parameters, buffers, and the model's inputs and outputs, and takes over the optimizers' updates."""
-    (choice,) = chosen
+    choice = the_only(chosen)
     updates: list[LowPrecisionUpdate] = []
 
     def update_of(optimizer: torch.optim.Optimizer, lowered: Mapping[torch.Tensor, None]) -> LowPrecisionUpdate:
@@ -204,28 +201,16 @@ def _whole_in_bfloat16(refuse: _Refusing, forward: Callable[..., Any], /, *args:
     # A forward may switch gradients on or off by itself, and casts are a part of its graph in both cases.
     with torch.enable_grad():
         args, kwargs = cast((args, kwargs), torch.float32, torch.bfloat16)
-    with _told_of_types(refuse):
+    with told_of_types(refuse, "in bfloat16", refuse.technique):
         result = forward(*args, **kwargs)
     with torch.enable_grad():
         return cast_results(result, torch.float32, refuse, refuse.check)
 
 
-@contextlib.contextmanager
-def _told_of_types(refuse: _Refusing) -> Iterator[None]:
-    """Converts errors about dtypes, which the model would not raise in float32, to a refusal that explains them."""
-    try:
-        yield
-    except (RuntimeError, TypeError, ValueError) as error:
-        if not _ABOUT_TYPES.search(str(error)):
-            raise
-        why = str(error).splitlines()[0]
-        raise refuse(f"the model does not run in bfloat16 ({why}); leave {refuse.technique} out of the plan") from error
-
-
 def _part_in_bfloat16(refuse: _Refusing, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Casts only if there are float32 inputs: bfloat16 inputs come from the model itself."""
     if any(isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32 for leaf in tree_leaves((args, kwargs))):
-        with _told_of_types(refuse):
+        with told_of_types(refuse, "in bfloat16", refuse.technique):
             return _in_bfloat16(forward, *args, **kwargs)
     return forward(*args, **kwargs)
 

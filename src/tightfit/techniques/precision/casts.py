@@ -1,12 +1,28 @@
 """Casts of a model's inputs and outputs for a forward in another floating-point dtype."""
 
-from collections.abc import Callable
+import contextlib
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tightfit.techniques.wrappers.first_order import Refuse, are_transforms_active
+
+_ABOUT_TYPES = re.compile(r"bfloat16|dtype|scalar ?type", re.IGNORECASE)
+
+
+@contextlib.contextmanager
+def told_of_types(refuse: Refuse, how: str, technique: str) -> Iterator[None]:
+    """Converts errors about dtypes, which the model would not raise in float32, to a refusal that explains them."""
+    try:
+        yield
+    except (RuntimeError, TypeError, ValueError) as error:
+        if not _ABOUT_TYPES.search(str(error)):
+            raise
+        why = str(error).splitlines()[0]
+        raise refuse(f"the model does not run {how} ({why}); leave {technique} out of the plan") from error
 
 
 class _CastBesides(torch.autograd.Function):

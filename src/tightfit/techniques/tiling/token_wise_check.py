@@ -8,7 +8,7 @@ import torch
 from tightfit.effects.independence.row_flow import NeedsValues
 from tightfit.effects.independence.row_proof import Computation, Leaves, Unfollowed, check_graph, check_hooks, prove
 from tightfit.effects.independence.rows import Mixes, RowLayout
-from tightfit.effects.state import RegionState, differences
+from tightfit.effects.state import RegionState, differences, is_moved
 from tightfit.techniques.wrappers.forwards import plain_forwards
 from tightfit.techniques.wrappers.without_node_hooks import without_node_hooks
 
@@ -33,6 +33,10 @@ def check_token_wise(
         Mixes: it is not proved. The message names the operator and the line.
     """
     check_hooks(module)
+    away = [name for name, p in module.named_parameters() if p.device.type != value.device.type and is_moved(p)]
+    if away:
+        # Its own block brings it, and a proof runs without what brings it.
+        raise Mixes(f"{away[0]} comes to the card for one block inside, and is not there for the whole")
     subject = Computation(
         call=lambda inputs: run(inputs[0]),
         inputs=[value.detach()],
