@@ -1,5 +1,7 @@
 """Rows followed through operators: what is said to keep them apart does so in numbers, and what does not is refused by operator and line."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -289,3 +291,18 @@ def test_code_that_takes_the_address_of_a_tensor_is_not_followed() -> None:
 
     with pytest.raises(Unfollowed, match="Cannot access data pointer"):
         _layout(launched, _fixed(4, 3), 0)
+
+
+def test_a_proof_with_a_tensor_of_the_host_does_not_import_the_compiler() -> None:
+    program = """
+import sys, torch
+from tightfit.capture.patches.eager import keep_compiler_out
+from tightfit.effects.independence.row_proof import Computation, prove
+keep_compiler_out()
+layer = torch.nn.Linear(4, 4)
+subject = Computation(call=lambda given: layer(given[0]) * torch.arange(4.0), inputs=[torch.ones(6, 4)], dims=[0], module=layer)
+proof = prove(subject, 6, [3, 3])
+print(tuple(proof.result.shape), "torch._dynamo.symbolic_convert" in sys.modules)
+"""
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert said.stdout == "(6, 4) False\n"

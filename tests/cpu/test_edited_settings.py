@@ -119,3 +119,25 @@ def test_a_choice_of_another_form_is_no_plan(field, value):
     changed["choices"][0] = {**changed["choices"][0], field: value}
     with pytest.raises(PlanError, match=f"this plan was changed: .*{field}.* 5|a"):
         Plan.from_json(changed)
+
+
+@pytest.mark.parametrize(("field", "value"), [("model", None), ("versions", 5)])
+def test_a_field_of_another_form_is_no_plan(field, value):
+    with pytest.raises(PlanError, match=f"this plan was changed: {field} is {value}, not names with values"):
+        Plan.from_json({**a_plan().to_json(), field: value})
+
+
+def test_a_choice_that_is_there_twice_is_refused():
+    changed = a_plan().to_json()
+    choices = [{**changed["choices"][0], "technique": "optimizer_kernel", "where": "optimizer"}] * 2
+    with pytest.raises(PlanError, match="optimizer_kernel@optimizer is there twice"):
+        Plan.from_json({**changed, "choices": choices})
+
+
+@pytest.mark.parametrize("name", ["optimizer kernel", "pure bf16", "optimizer offload"])
+def test_a_second_choice_of_a_technique_for_the_whole_model_is_refused(name):
+    choices, _ = _put_on(name)
+    other = dataclasses.replace(choices[0], where="Net.other")
+    model = Net([Attending(), Attending()])
+    with pytest.raises(ApplyError, match="the plan has 2 of it, and one can be applied"):
+        apply_choices([choices[0], other], model, [adamw(model)])

@@ -160,6 +160,33 @@ def test_an_option_that_is_not_ours_is_a_question_of_where_it_belongs(refused: R
     assert "a script's own options go after --" in line
 
 
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (("estimate", "arguments.py", "--budget", "3GiB"), "it is one of tightfit plan, run; a script's own options"),
+        (("forecast", "a.csv", "--budget", "3GiB"), "Unknown option: --budget. (it is one of tightfit plan, run; see"),
+        (("forecast", "a.csv", "--tokens"), "Unknown option: --tokens. (see tightfit --help)"),
+    ],
+)
+def test_an_option_of_another_command_is_said_to_be(words: tuple[str, ...], hint: str, refused: Refused) -> None:
+    assert hint in refused(*words, code=2)
+
+
+def test_words_that_a_program_ends_itself_with_are_no_number(refused: Refused, tmp_path: Path) -> None:
+    (tmp_path / "ends.py").write_text("import sys\nsys.exit(ValueError('no data'))\n")
+    line = refused("estimate", str(tmp_path / "ends.py"), "--device", "4090", code=3)
+    assert "ended itself before its steps were over: no data (--show-output" in line
+
+
+def test_a_folder_that_is_a_program_is_named_as_one(
+    refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "__main__.py").touch()
+    monkeypatch.chdir(tmp_path)
+    assert refused("estimate", "./work/", "--device", "4090", code=2).endswith("; its program is -m work")
+
+
 def test_what_follows_two_hyphens_goes_to_the_script_as_it_is(refused: Refused) -> None:
     line = refused("estimate", "arguments.py", "--device", "4090", "--", "--device", "h100", "-x", "--lr=3", code=3)
     assert line == (

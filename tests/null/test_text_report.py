@@ -15,6 +15,7 @@ from tightfit.reports.text.estimates import (
     EstimateText,
     bar,
     category_table,
+    fitted,
     write_comparison,
     write_estimate,
 )
@@ -420,3 +421,27 @@ def test_figures_are_whole_in_a_narrow_terminal_and_bars_are_left_out(width: int
     Console(file=output, width=width).print(table)
     assert "440.0 MiB" in output.getvalue() and "98%" in output.getvalue() and "…" not in output.getvalue()
     assert ("█" in output.getvalue()) == (width > 40)
+
+
+COLUMNS = [Column(heading=""), Column(heading="memory", is_number=True), Column(heading="settings")]
+ROWS = [("checkpointing", "−1.0 GiB", "keeps `attn`"), ("optimizer_kernel", "", "fused=True")]
+
+
+def printed(width: int) -> list[str]:
+    file = io.StringIO()
+    Console(file=file, width=width, highlight=False).print(fitted(COLUMNS, ROWS, width, title="techniques"))
+    return [line.rstrip() for line in file.getvalue().splitlines()]
+
+
+def test_columns_that_do_not_fit_beside_each_other_are_not_cut() -> None:
+    heading, _, first, _ = printed(40)
+    assert (heading, first.split()) == ("techniques", ["checkpointing", "−1.0", "GiB", "keeps", "`attn`"])
+    assert printed(32) == [
+        "techniques",
+        "checkpointing",
+        "  memory −1.0 GiB; settings",
+        "  keeps `attn`",
+        "optimizer_kernel",
+        "  settings fused=True",
+    ]
+    assert all(word in " ".join(printed(20)) for word in ("checkpointing", "−1.0", "fused=True"))

@@ -67,6 +67,7 @@ _GROUPS = {
     },
 }
 _COMMANDS = {name: text for commands in _GROUPS.values() for name, text in commands.items()}
+_OF_SCRIPTS = ("estimate", "plan", "run", "record", "doctor", "report", "diff")
 # Sort keys keep groups and commands in this order; by default cyclopts takes that of the alphabet.
 for _at, (_heading, _commands) in enumerate(_GROUPS.items()):
     _group = Group(_heading, sort_key=_at)
@@ -117,7 +118,23 @@ def _usage_error(error: CycloptsError, words: Sequence[str]) -> UsageError:
         refuse_launcher("".join(words[1:2]))
     except UsageError as refused:
         return refused
-    return UsageError(f"{line} (a script's own options go after --; see tightfit --help)")
+    others = _commands_with(error.token.keyword or error.token.value or "", but="".join(words[:1]))
+    hints = [
+        *([f"it is one of tightfit {', '.join(others)}"] if others else ()),
+        *(["a script's own options go after --"] if words and words[0] in _OF_SCRIPTS else ()),
+        "see tightfit --help",
+    ]
+    return UsageError(f"{line} ({'; '.join(hints)})")
+
+
+def _commands_with(option: str, *, but: str) -> list[str]:
+    """The other commands that have an option."""
+    option = option.partition("=")[0]
+    return [
+        name
+        for name in _COMMANDS
+        if name != but and any(option in each.names for each in app[name].assemble_argument_collection())
+    ]
 
 
 def _own_words(words: Sequence[str]) -> list[str]:

@@ -177,8 +177,13 @@ class Plan:
                 **{name: value[name] for name in _AS_THEY_ARE},
             )
             # Dataclasses do not check types; a plan edited by hand must fail here and not in the middle of a run.
-            for choice in plan.choices:
+            for number, choice in enumerate(plan.choices):
                 _check_choice(choice)
+                if choice in plan.choices[:number]:
+                    raise _OtherForm(f"{choice.technique}@{choice.where} is there twice")
+            for name in ("model", "versions"):
+                if not isinstance(value[name], Mapping):
+                    raise _OtherForm(f"{name} is {value[name]!r}, not names with values")
             for part in (plan, *plan.choices, *plan.alternatives, *plan.frontier, plan.bound, plan.proof):
                 _check(part)
             if plan.margin not in MARGINS:

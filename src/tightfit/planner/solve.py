@@ -12,6 +12,7 @@ import itertools
 import time
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +37,7 @@ _TOLERANCE_MIB = 1e-4
 # Adding some rows at a time keeps both the programs small and the rounds few.
 _NUM_FIRST_MOMENTS = 16
 _NUM_MORE_MOMENTS = 16
+_MAX_ROUNDS_RELAXED = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,30 +159,53 @@ class _Program:
         self._sides = _slower_sides(problem)
         # The highest time steps of the plain run are the most likely to bind.
         order = np.argsort(-problem.base_bytes, kind="stable")
-        self._moments = order[:_NUM_FIRST_MOMENTS].tolist() if tricks.add_rows_when_broken else order.tolist()
+        self._adds_rows = tricks.add_rows_when_broken
+        self._moments = order[:_NUM_FIRST_MOMENTS].tolist() if self._adds_rows else order.tolist()
 
     def run(self, deadline: float, *, max_mib: float | None = None, is_for_time: bool = False) -> _Found | None:
         """The choice with the lowest peak, or the fastest if it `is_for_time`; None where there is none, or none was found in time.
 
         With a choice that was `seen` before, the one with the lowest peak that was found in time is returned, and never None.
         """
+        if self._adds_rows:
+            self._add_rows_of_relaxed(deadline, max_mib, is_for_time=is_for_time)
         while True:
             found, peak_mib = self._run(deadline, max_mib, is_for_time=is_for_time)
             if found is None:
                 return self._seen
             self._see(found)
-            timeline = self.problem.timeline(found.chosen) / _MIB
             ceiling = max_mib if is_for_time else peak_mib
             assert ceiling is not None
-            # Time steps that have a row are satisfied by the solver, up to its tolerance.
-            timeline[self._moments] = -np.inf
-            broken = np.argsort(-timeline, kind="stable")[:_NUM_MORE_MOMENTS]
-            broken = broken[timeline[broken] > ceiling + _TOLERANCE_MIB]
-            if not len(broken):
+            if not self._add_broken(self.problem.timeline(found.chosen) / _MIB, ceiling):
                 return found if self._seen is None or found.is_proven else self._seen
             if time.monotonic() > deadline:
                 return self._seen
-            self._moments += broken.tolist()
+
+    def _add_rows_of_relaxed(self, deadline: float, max_mib: float | None, *, is_for_time: bool) -> None:
+        """Adds rows for the time steps that the solution of the linear relaxation violates, until it violates none.
+
+        A round of it takes a tenth of one of the integer program, which then needs one or two rounds for most problems.
+        """
+        problem, num_options = self.problem, len(self.problem.options)
+        for _ in range(_MAX_ROUNDS_RELAXED):
+            solver = self._solver(deadline, max_mib, is_for_time=is_for_time, is_relaxed=True)
+            solver.run()
+            if not _is_feasible(solver) or time.monotonic() > deadline:
+                return
+            values = np.array(solver.getSolution().col_value)
+            ceiling = max_mib if is_for_time else float(values[-1])
+            assert ceiling is not None
+            if not self._add_broken((problem.base_bytes + values[:num_options] @ problem.changes) / _MIB, ceiling):
+                return
+
+    def _add_broken(self, timeline: npt.NDArray[np.float64], ceiling: float) -> bool:
+        """Adds rows for the highest time steps above the ceiling, in MiB; False if there is none."""
+        # Time steps that have a row are satisfied by the solver, up to its tolerance.
+        timeline[self._moments] = -np.inf
+        broken = np.argsort(-timeline, kind="stable")[:_NUM_MORE_MOMENTS]
+        broken = broken[timeline[broken] > ceiling + _TOLERANCE_MIB]
+        self._moments += broken.tolist()
+        return len(broken) > 0
 
     def _see(self, found: _Found) -> None:
         seen, peak = self._seen, self.problem.peak_bytes
@@ -205,6 +230,23 @@ class _Program:
         return rows
 
     def _run(self, deadline: float, max_mib: float | None, *, is_for_time: bool) -> tuple[_Found | None, float]:
+        import highspy
+
+        solver = self._solver(deadline, max_mib, is_for_time=is_for_time)
+        solver.run()
+        if not _is_feasible(solver):
+            return None, 0.0
+        info = solver.getInfo()
+        values = solver.getSolution().col_value
+        found = _Found(
+            chosen=tuple(index for index, value in enumerate(values[: len(self.problem.options)]) if value > 0.5),
+            bound=float(info.mip_dual_bound) * 1e-3,
+            is_proven=solver.getModelStatus() == highspy.HighsModelStatus.kOptimal,
+        )
+        return found, 0.0 if is_for_time else values[-1]
+
+    def _solver(self, deadline: float, max_mib: float | None, *, is_for_time: bool, is_relaxed: bool = False) -> Any:
+        """HiGHS with the program; `is_relaxed`: options may be taken in part."""
         try:
             import highspy
         except ModuleNotFoundError as error:
@@ -230,8 +272,9 @@ class _Program:
         program.a_matrix_.start_ = np.cumsum([0, *(len(row.weights) for row in rows)])
         program.a_matrix_.index_ = np.array([i for row in rows for i in row.weights], dtype=np.int32)
         program.a_matrix_.value_ = np.array([w for row in rows for w in row.weights.values()], dtype=np.float64)
-        integer, real = highspy.HighsVarType.kInteger, highspy.HighsVarType.kContinuous
-        program.integrality_ = [integer] * num_options + [real] * has_more
+        if not is_relaxed:
+            integer, real = highspy.HighsVarType.kInteger, highspy.HighsVarType.kContinuous
+            program.integrality_ = [integer] * num_options + [real] * has_more
         solver = made_silently(highspy.Highs)
         solver.silent()
         # One thread and a fixed seed make the search deterministic: the same problem gives the same plan.
@@ -242,17 +285,13 @@ class _Program:
         solver.setOptionValue("mip_allow_restart", False)
         solver.setOptionValue("time_limit", max(0.05, deadline - time.monotonic()))
         solver.passModel(program)
-        solver.run()
-        info = solver.getInfo()
-        if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
-            return None, 0.0
-        values = solver.getSolution().col_value
-        found = _Found(
-            chosen=tuple(index for index, value in enumerate(values[:num_options]) if value > 0.5),
-            bound=float(info.mip_dual_bound) * 1e-3,
-            is_proven=solver.getModelStatus() == highspy.HighsModelStatus.kOptimal,
-        )
-        return found, 0.0 if is_for_time else values[-1]
+        return solver
+
+
+def _is_feasible(solver: Any) -> bool:
+    import highspy
+
+    return bool(solver.getInfo().primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible)
 
 
 def _least(problem: Problem, rows: Sequence[_Row], tricks: Tricks, deadline: float) -> _Found:

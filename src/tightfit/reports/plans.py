@@ -12,7 +12,7 @@ from rich.text import Text
 from tightfit.planner import plan as plain
 from tightfit.planner.explain import groups, reached_limit, sentences, verdict
 from tightfit.reports.text.estimates import MAX_WIDTH, TIMES_ARE_ESTIMATED, console, fitted
-from tightfit.reports.text.table_columns import GAP, Column, shorten_module
+from tightfit.reports.text.table_columns import Column, shorten_module
 from tightfit.units import format_bytes, format_bytes_change, format_seconds, format_seconds_change
 
 _NOTEBOOK_WIDTH = 120
@@ -52,7 +52,7 @@ class PlanText:
         yield Text.assemble((word, "bold green" if plan.fits else "bold red"), ":", rest)
         yield Text(plan.target, style="bold")
         yield ""
-        yield _runs(plan)
+        yield _runs(plan, width)
         if plan.choices:
             yield ""
             yield _choices(plan, width)
@@ -86,15 +86,14 @@ def _why(plan: plain.Plan) -> Iterator[str]:
     yield from list(sentences(plan))[2:]
 
 
-def _runs(plan: plain.Plan) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="dim")
-    for heading in ("", "peak GPU memory", "upper bound", "allocated", "time per step"):
-        table.add_column(heading, justify="left" if not heading else "right", no_wrap=True)
-    runs = [("plain", plan.baseline), *([("planned", plan.run)] if plan.choices else [])]
-    for name, run in runs:
+def _runs(plan: plain.Plan, width: int) -> Table:
+    headings = ("peak GPU memory", "upper bound", "allocated", "time per step")
+    columns = [Column(heading=""), *(Column(heading=heading, is_number=True) for heading in headings)]
+    rows = []
+    for name, run in [("plain", plan.baseline), *([("planned", plan.run)] if plan.choices else [])]:
         sizes = (run.peak.device_bytes, run.peak.device_high_bytes, run.peak.allocated_bytes)
-        table.add_row(name, *map(format_bytes, sizes), format_seconds(run.seconds_per_step))
-    return table
+        rows.append((name, *map(format_bytes, sizes), format_seconds(run.seconds_per_step)))
+    return fitted(columns, rows, width)
 
 
 def _choices(plan: plain.Plan, width: int) -> Table:

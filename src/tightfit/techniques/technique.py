@@ -105,6 +105,17 @@ def check_each(chosen: Iterable[ChosenOption], check: Callable[[ChosenOption], C
     return found
 
 
+def the_only(chosen: Sequence[ChosenOption]) -> ChosenOption:
+    """The choice of a technique that a plan has once.
+
+    Raises:
+        ApplyError: it has several, as a plan that was edited may.
+    """
+    if len(chosen) > 1:
+        raise ApplyError(f"the plan has {len(chosen)} of it, and one can be applied", places=[c.where for c in chosen])
+    return chosen[0]
+
+
 def parse_bool(name: str, value: Any) -> bool:
     """The setting `name` of a choice as a bool: in a plan that was written by hand, or given as arguments, it is a string.
 

@@ -357,9 +357,11 @@ def _last_line(file: int) -> str:
 
 
 def _ended_itself(label: str, code: object, said: str) -> str:
-    how = code if isinstance(code, str) else f"exit code {code or 0}"
+    # What is no number is printed by Python, which exits with 1.
+    has_number = code is None or isinstance(code, int)
+    how = f"exit code {code or 0}" if has_number else " ".join(str(code).split())[:_MOST_BYTES_SAID]
     # A parser of arguments says what it does not understand, and exits.
-    said = f"; it said: {said}" if said and code and not isinstance(code, str) else ""
+    said = f"; it said: {said}" if said and code and has_number else ""
     return f"{label} ended itself before its steps were over: {how}{said} (--show-output shows what it printed)"
 
 

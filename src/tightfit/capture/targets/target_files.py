@@ -108,9 +108,11 @@ def refuse_other_files(text: str) -> None:
         raise UsageError(f"{text} ends as a folder does, and {path} is a file: leave out the last character")
     refuse_launcher(text)
     if path.is_dir() and not (path / "config.json").is_file():
-        raise UsageError(
-            f"the folder {text} has no config.json, so it is no Hugging Face model; give a script (FILE.py)"
-        )
+        name = ".".join(path.parts)
+        # python runs `FOLDER/__main__.py`, and -m finds it from the folder where the command is given.
+        is_program = (path / "__main__.py").is_file() and all(map(str.isidentifier, path.parts))
+        script = f"its program is -m {name}" if is_program else "give a script (FILE.py)"
+        raise UsageError(f"the folder {text} has no config.json, so it is no Hugging Face model; {script}")
     if path.is_file() and path.suffix not in (".py", ".json"):
         raise UsageError(f"{text} is {_kind(path)}")
     if path.is_file() and path.suffix == ".json":

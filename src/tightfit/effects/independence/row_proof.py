@@ -126,6 +126,7 @@ def _run(subject: Computation, run: FakeRun, num_rows: int) -> tuple[Sequence[to
         _without_modes(),
         _uncompiled(),
         _without_cache(),
+        _remembers_calls(run.fake),
         _quiet(),
         saved_apart(),
     ):
@@ -229,6 +230,18 @@ def _without_cache() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(before)
+
+
+@contextlib.contextmanager
+def _remembers_calls(fake: FakeTensorMode) -> Iterator[None]:
+    """Has fake tensors remember calls: blocks that are alike, and runs with other rows, repeat them. The virtual GPU has a cache of its own in its stead,
+    which is not in use here."""
+    before = fake.cache_enabled
+    fake.cache_enabled = True
+    try:
+        yield
+    finally:
+        fake.cache_enabled = before
 
 
 @contextlib.contextmanager

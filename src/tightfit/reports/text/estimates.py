@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -275,8 +276,10 @@ def fitted(
     title: str | None = None,
     styles: Sequence[Sequence[str]] | None = None,
 ) -> Table:
-    """A table of `rows` within `width` cells; `styles` has one per cell."""
+    """A table of `rows` within `width` cells; `styles` has one per cell. Where the columns do not fit beside each other, each row is a paragraph."""
     widths = fit_widths(columns, rows, width)
+    if sum(widths) + GAP * (len(widths) - 1) > width:
+        return _paragraphs(columns, rows, title)
     table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), title=title, title_justify="left")
     table.title_style, table.header_style = "bold", "dim"
     for column, cells in zip(columns, widths, strict=True):
@@ -293,6 +296,18 @@ def fitted(
     plain = [[""] * len(columns)] * len(rows)
     for cells, cell_styles in zip(shortened(columns, rows, widths), styles or plain, strict=True):
         table.add_row(*(Text(cell, style=style) for cell, style in zip(cells, cell_styles, strict=True)))
+    return table
+
+
+def _paragraphs(columns: Sequence[Column], rows: Sequence[Sequence[str]], title: str | None) -> Table:
+    """The rows, each with its first cell on a line and the others after their headings below it: rich would cut the last columns."""
+    table = Table.grid()
+    table.title, table.title_justify, table.title_style = title, "left", "bold"
+    table.add_column(overflow="fold")
+    for first, *others in rows:
+        cells = [(c.heading, cell) for c, cell in zip(columns[1:], others, strict=True) if cell]
+        table.add_row(Text(first))
+        table.add_row(Padding(Text("; ".join(f"{heading} {cell}".strip() for heading, cell in cells)), (0, 0, 0, GAP)))
     return table
 
 

@@ -7,12 +7,12 @@ import torch
 
 from tightfit.errors import ApplyError
 from tightfit.techniques.session import Session
-from tightfit.techniques.technique import ChosenOption
+from tightfit.techniques.technique import ChosenOption, the_only
 
 
 def apply_empty_cache(session: Session, chosen: Sequence[ChosenOption]) -> None:
     """Registers optimizer hooks, or wraps the model's forward."""
-    (choice,) = chosen
+    choice = the_only(chosen)
     border = choice.settings["border"]
     if border in ("before the optimizer", "after the optimizer"):
         if not session.optimizers:

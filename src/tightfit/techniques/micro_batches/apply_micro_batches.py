@@ -10,7 +10,7 @@ from tightfit.techniques.lazy_tensors.asked_gradients import watch_inputs_of_bac
 from tightfit.techniques.micro_batches.split_forward import WRAPPERS, SplitForward
 from tightfit.techniques.micro_batches.split_step import split_step
 from tightfit.techniques.session import Session
-from tightfit.techniques.technique import ChosenOption, parse_bool
+from tightfit.techniques.technique import ChosenOption, parse_bool, the_only
 from tightfit.torch_hooks.backward import leaves_with_hooked_accumulators
 
 _NAME = "micro_batches"
@@ -18,7 +18,7 @@ _NAME = "micro_batches"
 
 def apply_micro_batches(session: Session, chosen: Sequence[ChosenOption]) -> None:
     """Wraps the model's forward, or the loop's step."""
-    (choice,) = chosen
+    choice = the_only(chosen)
     model, loop = session.model, choice.settings.get("loop")
     if loop and session.loop is None:
         raise ApplyError(f"this is for the loop of {loop}, which tightfit run finds; leave micro_batches out")

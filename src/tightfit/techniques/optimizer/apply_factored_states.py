@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from tightfit.techniques.optimizer.states.quantized_states import encode_states
 from tightfit.techniques.optimizer.states.state_codecs import FactoredCodec
 from tightfit.techniques.session import Session
-from tightfit.techniques.technique import ChosenOption
+from tightfit.techniques.technique import ChosenOption, the_only
 
 _NAME = "factored_states"
 
 
 def apply_factored_states(session: Session, chosen: Sequence[ChosenOption]) -> None:
     """Replaces the optimizers' steps."""
-    (choice,) = chosen
+    choice = the_only(chosen)
     encode_states(session, FactoredCodec(), _NAME, choice.settings)

@@ -6,14 +6,14 @@ from tightfit.techniques.optimizer.states.bitsandbytes_codec import Bitsandbytes
 from tightfit.techniques.optimizer.states.quantized_states import encode_states
 from tightfit.techniques.optimizer.states.state_codecs import AbstractCodec, BlockCodec
 from tightfit.techniques.session import Session
-from tightfit.techniques.technique import ChosenOption
+from tightfit.techniques.technique import ChosenOption, the_only
 
 _NAME = "low_bit_states"
 
 
 def apply_low_bit_states(session: Session, chosen: Sequence[ChosenOption]) -> None:
     """Replaces the optimizers' steps."""
-    (choice,) = chosen
+    choice = the_only(chosen)
     encode_states(session, _codec(session, choice), _NAME, choice.settings)
 
 

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 from tightfit.techniques.optimizer.updates.optimizer_kernels import Kernel, check_kernel, set_kernel
 from tightfit.techniques.session import Session
-from tightfit.techniques.technique import ChosenOption
+from tightfit.techniques.technique import ChosenOption, the_only
 
 
 def apply_optimizer_kernel(session: Session, chosen: Sequence[ChosenOption]) -> None:
     """Sets the flags of every optimizer's groups."""
-    (choice,) = chosen
+    choice = the_only(chosen)
     kernel: Kernel = choice.settings["kernel"]
     for optimizer in session.optimizers:
         check_kernel(optimizer, session.model, kernel)

@@ -15,7 +15,7 @@ from tightfit.techniques.optimizer.states.state_sizes import LOST_STATES, MIN_NU
 from tightfit.techniques.optimizer.updates.optimizer_kernels import UPDATED_ON_HOST
 from tightfit.techniques.optimizer.updates.update_settings import UpdateSettings
 from tightfit.techniques.session import Session
-from tightfit.techniques.technique import ChosenOption
+from tightfit.techniques.technique import ChosenOption, the_only
 from tightfit.techniques.wrappers.far_tiers import by_tier, disk_space_for
 
 _NAME = "optimizer_offload"
@@ -28,7 +28,7 @@ def apply_optimizer_offload(session: Session, chosen: Sequence[ChosenOption]) ->
         ApplyError: the parameters are on several devices, the host has too little memory or the disk too little space, or an optimizer cannot be stepped parameter by
             parameter.
     """
-    (choice,) = chosen
+    choice = the_only(chosen)
     device = device_of_optimizers(session)
     on_host = choice.settings.get("executor", "card") == "host"
     if on_host:

@@ -7,14 +7,14 @@ from tightfit.techniques.optimizer.updates.optimizer_kernels import check_kernel
 from tightfit.techniques.optimizer.updates.optimizer_steps import check_separable, update_alone
 from tightfit.techniques.optimizer.updates.update_settings import UpdateSettings
 from tightfit.techniques.session import Session
-from tightfit.techniques.technique import ChosenOption
+from tightfit.techniques.technique import ChosenOption, the_only
 
 _NAME = "update_in_backward"
 
 
 def apply_update_in_backward(session: Session, chosen: Sequence[ChosenOption]) -> None:
     """Takes over the gradients of every parameter of the session's optimizers."""
-    (choice,) = chosen
+    choice = the_only(chosen)
     settings = UpdateSettings.of(choice.settings, in_backward=True)
     for optimizer in session.optimizers:
         check_separable(optimizer, _NAME)

@@ -18,7 +18,7 @@ from tightfit.techniques.precision.apply_pure_bf16 import lower_model
 from tightfit.techniques.precision.coded_host_codec import CodedHostCodec, RoundedCodec
 from tightfit.techniques.precision.master_residual import RESIDUAL, MasterCodec, MasterUpdate
 from tightfit.techniques.session import Session
-from tightfit.techniques.technique import ChosenOption
+from tightfit.techniques.technique import ChosenOption, the_only
 
 _NAME = "low_bit_offload"
 _FORMATS = ("8-bit", "bf16")
@@ -31,7 +31,7 @@ def apply_low_bit_offload(session: Session, chosen: Sequence[ChosenOption]) -> N
         ApplyError: the parameters are on several devices, the host has too little memory, an optimizer cannot be stepped parameter by parameter, or the model
             cannot be in bfloat16.
     """
-    (choice,) = chosen
+    choice = the_only(chosen)
     kept, master = choice.settings.get("format"), choice.settings.get("master", "")
     if kept not in _FORMATS or master not in ("", "residual") or (master and kept != "8-bit"):
         raise ApplyError(

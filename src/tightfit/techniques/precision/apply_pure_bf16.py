@@ -21,7 +21,7 @@ from tightfit.techniques.optimizer.updates.optimizer_steps import check_separabl
 from tightfit.techniques.precision.casts import cast, cast_results, told_of_types
 from tightfit.techniques.precision.stochastic_rounding import LowPrecisionUpdate, WideStates
 from tightfit.techniques.session import Session, Verdict
-from tightfit.techniques.technique import ChosenOption
+from tightfit.techniques.technique import ChosenOption, the_only
 from tightfit.torch_hooks.backward import BackwardPass, on_backward
 from tightfit.torch_hooks.manifest import STORAGE_USES
 from tightfit.torch_hooks.optimizer_step_hooks import is_stepped
@@ -95,7 +95,7 @@ class _PassesUnderWay:
 
 def apply_pure_bf16(session: Session, chosen: Sequence[ChosenOption]) -> None:
     """Casts parameters, buffers, and the model's inputs and outputs, and takes over the optimizers' updates."""
-    (choice,) = chosen
+    choice = the_only(chosen)
     updates: list[LowPrecisionUpdate] = []
 
     def update_of(optimizer: torch.optim.Optimizer, lowered: Mapping[torch.Tensor, None]) -> LowPrecisionUpdate:

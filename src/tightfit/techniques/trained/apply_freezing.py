@@ -6,12 +6,12 @@ import torch
 
 from tightfit.errors import ApplyError
 from tightfit.techniques.session import Session
-from tightfit.techniques.technique import ChosenOption
+from tightfit.techniques.technique import ChosenOption, the_only
 
 
 def apply_freezing(session: Session, chosen: Sequence[ChosenOption]) -> None:
     """Takes the parameters out of the graph; an optimizer skips parameters without a gradient."""
-    (choice,) = chosen
+    choice = the_only(chosen)
     before = [name for name in str(choice.settings["before"]).split(",") if name]
     names = [f"{choice.where}.{i}" for i in range(int(choice.settings["num_blocks"]))]
     # What contains the blocks works before them too, with parameters of its own: the token and the positions of a vision transformer.
