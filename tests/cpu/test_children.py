@@ -109,13 +109,30 @@ def test_all_that_a_program_has_started_dies_with_the_process_that_asked(
     ) as asking:
         assert asking.stderr is not None and asking.stderr.read(5) == "begun"
         asking.send_signal(number)
-        # Ends when nobody has it open any more.
-        _, said = asking.communicate(timeout=PATIENCE_SECONDS)
+        pipe = os.readlink(f"/proc/self/fd/{asking.stderr.fileno()}") if sys.platform == "linux" else ""
+        try:
+            # Ends when nobody has it open any more.
+            _, said = asking.communicate(timeout=PATIENCE_SECONDS)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"not all have ended: {_holding(pipe)}")
     if number == signal.SIGINT:
         assert (asking.returncode, said) == (130, "tightfit: interrupted\n")
     else:
         assert (asking.returncode, said) == (-number, "")
     _wait_until(lambda: list((tmp_path / "temporary").iterdir()) == [])
+
+
+def _holding(pipe: str) -> list[str]:
+    """What is known of each process that has `pipe` open."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if process.name != str(os.getpid()) and any(os.readlink(each) == pipe for each in process.glob("fd/*")):
+                status = re.findall(r"^(?:State|PPid|NSpid|SigPnd|ShdPnd):.*", (process / "status").read_text(), re.M)
+                found.append(f"{(process / 'cmdline').read_text()!r} {status} {(process / 'wchan').read_text()}")
+        except OSError:  # It has ended meanwhile.
+            continue
+    return found
 
 
 @pytest.mark.parametrize("steps", ["0", "2"])

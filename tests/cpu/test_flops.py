@@ -48,6 +48,15 @@ def test_every_fused_kernel_is_counted_so(kernel, way):
     assert count(*causal, out_val=output) == full * 36 // 64
 
 
+def test_heads_of_keys_that_queries_share_are_counted_for_each_head_of_queries():
+    operator = aten._scaled_dot_product_flash_attention.default
+    whole, shared = (
+        [torch.empty(2, heads, 64, 16, device="meta") for heads in (8, num_keys, num_keys)] for num_keys in (8, 2)
+    )
+    results = [formula(operator)(*given, out_val=None) for given in (whole, shared)]
+    assert results == [2 * 2 * 2 * 8 * 64 * 64 * 16] * 2
+
+
 def test_what_has_no_mask_is_counted_as_torch_does():
     assert formula(aten.mm.default) is flop_registry[aten.mm]
     assert formula(aten.add.Tensor) is None

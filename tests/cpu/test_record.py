@@ -297,6 +297,7 @@ def test_one_recording_at_a_time_and_only_where_it_can_be_written(tmp_path: Path
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # torch 2.11
 def test_checkpointing_sparse_tensors_resized_storages_and_higher_order_operators_are_recorded(tmp_path: Path) -> None:
     from torch.nn.attention.flex_attention import flex_attention
     from torch.utils.checkpoint import checkpoint

@@ -208,6 +208,8 @@ def test_a_name_that_is_missing_is_an_error_that_says_so(library: Any) -> None:
 )
 def test_the_names_of_the_manifest_are_there(name: Name) -> None:
     pytest.importorskip(name.library)
+    if not name.is_checked and name.library == "torch" and torch.__version__ < name.first:
+        pytest.skip(f"torch has it since {name.first}")
     value = name.value()
     assert callable(value) or isinstance(value, property) or inspect.isgetsetdescriptor(value)
 

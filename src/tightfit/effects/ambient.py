@@ -77,7 +77,8 @@ def _entered_apart(mode: Any) -> Iterator[None]:
             yield
         return
     # torch enters the program's own within this one, and it would put this one back when the program leaves it.
-    before = mode.prev_mode
+    # Up to torch 2.10 it puts none back.
+    before = vars(mode).get("prev_mode")
     try:
         with DeviceContext(mode.device):
             yield

@@ -231,6 +231,7 @@ def _long_targets(args: Sequence[Any], _: Mapping[str, Any]) -> None:
 MIXED: dict[OpOverload, Check] = {
     aten.mm.default: _product,
     aten.addmm.default: _added_product,
+    aten.bmm.default: _alike,
     aten.addbmm.default: _added_batches,
     aten.mv.default: _alike,
     aten.dot.default: _dot,
@@ -241,6 +242,8 @@ MIXED: dict[OpOverload, Check] = {
     aten.native_layer_norm.default: functools.partial(_normalised, first=2),
     aten.native_group_norm.default: functools.partial(_normalised, first=1),
     aten.native_batch_norm.default: _batch_normalised,
+    # Up to torch 2.12 it is chosen before the operator is called.
+    aten.cudnn_batch_norm.default: _batch_normalised,
     aten.nll_loss_forward.default: _class_loss,
     aten.nll_loss2d_forward.default: _class_loss,
     aten.multi_margin_loss.default: _long_targets,

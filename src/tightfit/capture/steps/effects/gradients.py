@@ -43,6 +43,8 @@ class GradientWatch:
 
     def install(self) -> None:
         """Patches `Tensor.grad` and `Optimizer.zero_grad`."""
+        # torch lists the getter when it is first asked, and the compiler of torch 2.11 is not imported where that is one of ours.
+        torch.overrides.get_default_nowrap_functions()
         plain: Any = torch.Tensor.grad
         watch = self
 
