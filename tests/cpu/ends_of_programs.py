@@ -43,6 +43,19 @@ atexit.register(evaluate)
 for i in range(10):
     step()
 """,
+    "when the process exits, in an object that is called": """
+import atexit
+
+
+class Closes:
+    def __call__(self):
+        evaluate()
+
+
+atexit.register(Closes())
+for i in range(10):
+    step()
+""",
     "when the process exits by itself": """
 import atexit, functools
 
@@ -56,6 +69,41 @@ raise SystemExit
 }
 
 NAMED = {
+    "at the end of a generator that the loop takes its data from": (
+        """
+def data():
+    for i in range(50):
+        yield i
+    evaluate()
+
+
+for i in data():
+    step()
+""",
+        ("evaluate() at", "when its loop at line"),
+    ),
+    "at the end of an iterator": (
+        """
+class Data:
+    def __init__(self):
+        self.number = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.number += 1
+        if self.number > 50:
+            evaluate()
+            raise StopIteration
+        return self.number
+
+
+for i in Data():
+    step()
+""",
+        ("evaluate() at", "if self.number > 50"),
+    ),
     "behind an error when the process exits": (
         """
 import atexit

@@ -1,15 +1,18 @@
 """Which functions of torch some code calls, in order: where they are others than in the run that was proved, the code has taken another way.
 
 A graph has nothing of what is computed without gradients, and no snapshot has all that code may branch on (an array of numpy's, a counter in C, a level of
-logging, the folder): with both the same, a block may begin to take off the mean over all rows, detached. Its calls show it.
+logging, the folder): with both the same, a block may begin to take off the mean over all rows, detached. Its calls show it; at the host, where operators take longer than a look at them, so do the operators.
 """
 
+import contextlib
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
+import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tightfit.effects.dispatched import dispatched
 from tightfit.effects.users_code import FILES_OF_OURS
@@ -55,6 +58,31 @@ def _add(found: list[Any], values: Sequence[Any]) -> None:
             _add(found, value)
         elif isinstance(value, slice):
             _add(found, (value.start, value.stop, value.step))
+
+
+@final
+class Operators(TorchDispatchMode):
+    """Adds the operators to a trail: also those of scripted functions, and those that are called where protocols are switched off."""
+
+    def __init__(self, calls: CallTrail) -> None:
+        super().__init__()
+        self._calls = calls
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Under any other mode torch does not compile."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self._calls.note(func, args, kwargs)
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+
+def operators_at(device: torch.device, calls: CallTrail) -> contextlib.AbstractContextManager[Any]:
+    """Has operators added to `calls`, at the host."""
+    return Operators(calls) if device.type == "cpu" else contextlib.nullcontext()
 
 
 @final

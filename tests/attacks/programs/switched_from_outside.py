@@ -27,6 +27,13 @@ from torch import nn
 LATE, STEPS = 4, 6
 
 
+def _shifted(x: torch.Tensor, late: bool) -> torch.Tensor:
+    shift = torch.full([x.shape[-1]], 0.1, dtype=x.dtype)
+    if late:
+        shift = x.detach().mean(0).mean(0)
+    return x - shift
+
+
 def _switched(t: Trial, put: Callable[[int], Any], is_late: Callable[[], bool]) -> None:
     """Trains; `put` is given the number of each step, and the blocks ask `is_late`."""
 
@@ -253,3 +260,48 @@ def loss_switched_by_numpy(t: Trial) -> None:
             return (each / divisor).mean()
 
     train(t, Divided(), num_steps=STEPS, before=phase.fill)
+
+
+@attack(
+    "parts",
+    "a scripted function is told by an array of numpy's to take off the mean over all tokens, detached",
+    only=EXACT,
+)
+def switched_in_a_scripted_function(t: Trial) -> None:
+    phase = np.zeros(())
+    shifted = torch.jit.script(_shifted)
+
+    class Scripted(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(shifted(x, bool(phase >= LATE)))
+
+    train(t, Net([Scripted(), Scripted()]), num_steps=STEPS, before=phase.fill)
+
+
+@attack("parts", "what begins late is called where torch's protocols are switched off", only=EXACT)
+def switched_without_protocols(t: Trial) -> None:
+    phase = np.zeros(())
+
+    class Hidden(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch._C.DisableTorchFunction():
+                shift = x.detach().mean((0, 1)) if phase >= LATE else torch.full((WIDTH,), 0.1, dtype=x.dtype)
+                x = x - shift
+            return super().forward(x)
+
+    train(t, Net([Hidden(), Hidden()]), num_steps=STEPS, before=phase.fill)
+
+
+@attack("parts", "a part of each block is compiled as one graph", only=EXACT)
+def compiled_as_one_graph(t: Trial) -> None:
+    torch._dynamo.reset()
+
+    class Compiled(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mixed = torch.compile(lambda x: torch.tanh(x) * 2 + x.sin(), backend="eager", fullgraph=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(self.mixed(x))
+
+    train(t, Net([Compiled(), Compiled()]), num_steps=4)

@@ -99,6 +99,10 @@ class Rewriter:
             if following and isinstance(statement, ast.If) and not statement.orelse and _goes_elsewhere(statement.body):
                 condition = f"unless {_text(statement.test)}"
                 out.append(_mark(self._branch("branch", following, condition, statement.test, around), following))
+            # Whoever iterates over a generator may leave it in the middle.
+            if following and isinstance(statement, ast.For | ast.While) and _hands_out(statement):
+                condition = f"when its loop at line {statement.lineno} ends"
+                out.append(_mark(self._branch("branch", following, condition, None, around), following))
         return out
 
     def _statement(self, statement: ast.stmt, around: _Around) -> list[ast.stmt]:
@@ -258,6 +262,18 @@ def _is_endless(loop: ast.For | ast.While) -> bool:
     else:
         goes_on = isinstance(loop.iter, ast.Call) and called(loop.iter) in _ENDLESS
     return goes_on and not any(isinstance(node, ast.Break | ast.Return) for s in loop.body for node in ast.walk(s))
+
+
+def _hands_out(loop: ast.For | ast.While) -> bool:
+    """Whether a loop that ends has a `yield`, not counting those of functions that are defined in it."""
+    waiting: list[ast.AST] = [] if _is_endless(loop) else [*loop.body]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Yield | ast.YieldFrom):
+            return True
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+            waiting += ast.iter_child_nodes(node)
+    return False
 
 
 def _selects(loop: ast.For) -> bool:

@@ -194,7 +194,9 @@ def _unseen(program: RewrittenProgram, source: _Source, left: Sequence[int]) -> 
         return
     lost = set(left)
     files = {program.loops[number].file for number in left}
-    called_there = source.calls(_nodes_of(program, lost))
+    # What a loop iterates over calls these, and no text of the loop does.
+    iterating = [each for name in ("__iter__", "__next__") for each in source.functions.get(name, ())]
+    called_there = source.calls([*_nodes_of(program, lost), *iterating]) | {"__iter__", "__next__"}
     inner: set[int] = set()
     for number, branch in enumerate(program.branches):
         in_loop = bool(lost & set(branch.loops))

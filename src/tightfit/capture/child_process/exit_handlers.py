@@ -51,5 +51,8 @@ def _file_of(function: Callable[..., Any]) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     function = inspect.unwrap(function)
+    if not hasattr(function, "__code__") and not hasattr(function, "__func__"):
+        # An object with a `__call__` of its own.
+        function = type(function).__call__
     code = getattr(getattr(function, "__func__", function), "__code__", None)
     return "<builtin>" if code is None else code.co_filename

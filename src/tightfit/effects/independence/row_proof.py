@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import sys
 import traceback
 import types
 import warnings
@@ -123,6 +124,7 @@ def _run(subject: Computation, run: FakeRun, num_rows: int) -> tuple[Sequence[to
         # the graph.
         torch.enable_grad(),
         _without_modes(),
+        _uncompiled(),
         _without_cache(),
         _remembers_calls(run.fake),
         _quiet(),
@@ -212,6 +214,11 @@ def _as_it_was(module: torch.nn.Module) -> Iterator[Left]:
                 cache.cache_clear()
                 left.filled.append(f"{path} was filled")
         torch.set_rng_state(generator)
+
+
+def _uncompiled() -> contextlib.AbstractContextManager[Any]:
+    """Runs compiled functions as they are written: torch would remember to skip the code that it meets among fake tensors, also in real runs."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from tightfit.capture.observe.host_python import spends
 from tightfit.cost.host_python import HostWork
 from tightfit.effects.ambient import modes_of_program
+from tightfit.effects.call_trails import operators_at
 from tightfit.effects.graph_shapes import graph_shape
 from tightfit.effects.outside_calls import without_outside_calls
 from tightfit.effects.reads import Reads
@@ -177,7 +178,7 @@ class SplitForward:
             watch = LossWatch(end - begin, allows_randomness=self._allows_randomness)
             is_new = proved is None or proved.is_of_first
             try:
-                with watch, Reads() if is_new else contextlib.nullcontext() as reads:
+                with watch, operators_at(batch.device, watch.calls), _reads_if(is_new) as reads:
                     output = forward(*args, **kwargs)
             except Exception as error:
                 if is_new and not isinstance(error, TightfitError):
@@ -294,6 +295,10 @@ class SplitForward:
                 f"two examples together have the loss {together.item():.6g} and one by one {apart.item():.6g}: it depends on what else is in "
                 "the batch; leave micro_batches out"
             )
+
+
+def _reads_if(is_new: bool) -> contextlib.AbstractContextManager[Reads | None]:
+    return Reads() if is_new else contextlib.nullcontext()
 
 
 class _Numbers(TorchFunctionMode):

@@ -13,7 +13,7 @@ import torch
 from torch.autograd import grad  # torch's own, whatever the program puts in its place later
 
 from tightfit.effects.ambient import Ambient
-from tightfit.effects.call_trails import Trail
+from tightfit.effects.call_trails import Trail, operators_at
 from tightfit.effects.graph_shapes import graph_shape
 from tightfit.effects.independence.row_proof import dense
 from tightfit.effects.state import MOVED
@@ -114,7 +114,7 @@ class Tiling:
         part = self.tiles[number].of(value, self.dim)
         if self.prove_again is None:
             return self.run(self.tiles[number], part)
-        with Trail() as trail:
+        with Trail() as trail, operators_at(value.device, trail.calls):
             result = self.run(self.tiles[number], part)
         calls = trail.calls.number()
         if not self.runs.is_proved(number, calls):
