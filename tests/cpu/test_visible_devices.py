@@ -13,7 +13,7 @@ import os, subprocess, sys, torch
 def workload(expected, device_count=1):
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == expected, os.environ.get("CUDA_VISIBLE_DEVICES")
     assert torch.cuda.device_count() == device_count
-    assert not any("TIGHTFIT" in name for name in os.environ)
+    assert "TIGHTFIT_CUDA_VISIBLE_DEVICES" not in os.environ
     text = "import os; print(repr(os.environ['CUDA_VISIBLE_DEVICES']))"
     assert subprocess.run([sys.executable, "-c", text], capture_output=True, text=True).stdout == "''\\n"
     (torch.ones(4, device="cuda", requires_grad=True) ** 2).sum().backward()

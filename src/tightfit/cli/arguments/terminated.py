@@ -1,13 +1,14 @@
 """SIGTERM: a command closes what it has open (temporary folders, the traced program), says one line, and ends as the signal ends a process."""
 
 import contextlib
+import functools
 import os
 import signal
 import sys
 from collections.abc import Iterator
 from types import FrameType
 
-_own_process: list[int] = []
+_masks: list[set[int]] = []
 
 
 class Terminated(BaseException):
@@ -17,17 +18,38 @@ class Terminated(BaseException):
 def close_first() -> None:
     """From now on SIGTERM raises `Terminated`, once. A handler that is there, or that the signal is ignored, is somebody's decision."""
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        _own_process[:] = [os.getpid()]
         signal.signal(signal.SIGTERM, _told)
+        _look_after_forks()
 
 
 def _told(_number: int, _frame: FrameType | None) -> None:
     # A second one ends the process, whatever it is doing.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # What a program of the user's has forked is not the command, and has nothing to close.
-    if os.getpid() not in _own_process:
-        signal.raise_signal(signal.SIGTERM)
     raise Terminated
+
+
+@functools.cache
+def _look_after_forks() -> None:
+    if sys.platform != "win32":
+        os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_release_as_under_python)
+
+
+def _hold() -> None:
+    """Holds the signal back around a fork: Python forgets those that a handler of its own has not been called for in the child, which would go on."""
+    if signal.getsignal(signal.SIGTERM) is _told:
+        _masks.append({int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})})
+
+
+def _release() -> None:
+    if _masks:
+        signal.pthread_sigmask(signal.SIG_SETMASK, _masks.pop())
+
+
+def _release_as_under_python() -> None:
+    """What a program of the user's has forked is not the command, has nothing to close, and ends by the signal."""
+    if _masks:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, _masks.pop())
 
 
 def end(line: str = "terminated") -> None:

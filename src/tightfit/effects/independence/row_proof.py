@@ -218,7 +218,9 @@ def _as_it_was(module: torch.nn.Module) -> Iterator[Left]:
 
 def _uncompiled() -> contextlib.AbstractContextManager[Any]:
     """Runs compiled functions as they are written: torch would remember to skip the code that it meets among fake tensors, also in real runs."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
+    # In a trace `torch._dynamo` alone may be a stand-in (`capture/patches/eager`): nothing is compiled then.
+    is_there = "torch._dynamo.eval_frame" in sys.modules
+    return torch.compiler.set_stance("force_eager") if is_there else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
