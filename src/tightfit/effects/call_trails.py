@@ -51,13 +51,19 @@ class CallTrail:
 
 def _add(found: list[Any], values: Sequence[Any]) -> None:
     for value in values:
-        if isinstance(value, _TOLD):
+        if isinstance(value, int) and value < 0:
+            # Python has one hash for -1 and -2, which are other dimensions.
+            found += ("below zero", -value)
+        elif isinstance(value, _TOLD):
             found.append(value)
         elif isinstance(value, _NESTED):
             found.append(len(value))
             _add(found, value)
         elif isinstance(value, slice):
             _add(found, (value.start, value.stop, value.step))
+        else:
+            # Its place counts: `x[rows, 0]` is not `x[0, rows]`, nor is `x[..., 0]` what `x[0, ...]` is.
+            found.append(type(value))
 
 
 @final

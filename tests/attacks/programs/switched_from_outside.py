@@ -61,6 +61,23 @@ def switched_by_numpy(t: Trial) -> None:
     _switched(t, functools.partial(phase.fill), lambda: float(phase) >= LATE)
 
 
+@attack(
+    "parts",
+    "from step 4 on a detached mean over width is one over tokens: -1 and -2, whose hashes are the same",
+    only=EXACT,
+)
+def another_dimension_by_numpy(t: Trial) -> None:
+    phase = np.zeros(())
+
+    class Centred(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            over = -2 if float(phase) >= LATE else -1
+            rows = x.flatten(0, 1)
+            return super().forward((rows - rows.detach().mean(over, keepdim=True)).view(x.shape))
+
+    train(t, Net([Centred(), Centred()]), num_steps=STEPS, before=phase.fill)
+
+
 @attack("parts", "switched on by a field of a structured array", only=EXACT)
 def switched_by_field(t: Trial) -> None:
     table = np.zeros(3, dtype=[("step", "i4"), ("rate", "f8")])

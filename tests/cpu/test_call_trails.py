@@ -1,0 +1,35 @@
+"""Calls that take rows in other ways have other numbers, also where Python hashes their arguments alike or they differ in the place of a tensor alone."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tightfit.effects.call_trails import Trail
+
+Way = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _number(way: Way) -> int:
+    with Trail() as trail:
+        way(torch.ones(2, 3, 4))
+    return trail.calls.number()
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (lambda x: x.mean(-1), lambda x: x.mean(-2)),
+        (lambda x: x.mean([-1], keepdim=True), lambda x: x.mean([-2], keepdim=True)),
+        (lambda x: x[..., 0], lambda x: x[0, ...]),
+        (lambda x: x[torch.tensor([1]), 0], lambda x: x[0, torch.tensor([1])]),
+        (lambda x: x[:, 0], lambda x: x[0, :]),
+    ],
+)
+def test_another_way_to_take_rows_has_another_number(one: Way, other: Way) -> None:
+    assert _number(one) != _number(other)
+    assert _number(one) == _number(one)
+
+
+def test_a_factor_is_no_other_way() -> None:
+    assert _number(lambda x: x * 0.5) == _number(lambda x: x * 0.25)
