@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tightfit.effects.call_trails import Trail
+from tightfit.effects.users_code import FILES_OF_OURS
 
 Way = Callable[[torch.Tensor], torch.Tensor]
 
@@ -33,3 +34,20 @@ def test_another_way_to_take_rows_has_another_number(one: Way, other: Way) -> No
 
 def test_a_factor_is_no_other_way() -> None:
     assert _number(lambda x: x * 0.5) == _number(lambda x: x * 0.25)
+
+
+# As a technique of ours does in its first runs alone, and as a program does.
+_WITHOUT_GRADIENTS = """
+import torch
+
+def way(x):
+    with torch.no_grad():
+        return x
+"""
+
+
+@pytest.mark.parametrize(("folder", "is_ours"), [(FILES_OF_OURS, True), ("/home/somebody", False)])
+def test_gradients_that_our_own_code_switches_off_are_no_other_way(folder: str, *, is_ours: bool) -> None:
+    code: dict[str, Way] = {}
+    exec(compile(_WITHOUT_GRADIENTS, f"{folder}/some_code.py", "exec"), code)
+    assert (_number(code["way"]) == _number(lambda x: x)) == is_ours
