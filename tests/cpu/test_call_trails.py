@@ -36,18 +36,22 @@ def test_a_factor_is_no_other_way() -> None:
     assert _number(lambda x: x * 0.5) == _number(lambda x: x * 0.25)
 
 
-# As a technique of ours does in its first runs alone, and as a program does.
-_WITHOUT_GRADIENTS = """
+# As our own code does in its first runs alone, and as programs do.
+_CALLS = """
 import torch
 
-def way(x):
+def without_gradients(x):
     with torch.no_grad():
         return x
+
+def an_operator(x):
+    return torch.ops.aten.clone.default(x)
 """
 
 
+@pytest.mark.parametrize("name", ["without_gradients", "an_operator"])
 @pytest.mark.parametrize(("folder", "is_ours"), [(FILES_OF_OURS, True), ("/home/somebody", False)])
-def test_gradients_that_our_own_code_switches_off_are_no_other_way(folder: str, *, is_ours: bool) -> None:
+def test_what_our_own_code_has_torch_call_is_no_other_way(name: str, folder: str, *, is_ours: bool) -> None:
     code: dict[str, Way] = {}
-    exec(compile(_WITHOUT_GRADIENTS, f"{folder}/some_code.py", "exec"), code)
-    assert (_number(code["way"]) == _number(lambda x: x)) == is_ours
+    exec(compile(_CALLS, f"{folder}/some_code.py", "exec"), code)
+    assert (_number(code[name]) == _number(lambda x: x)) == is_ours

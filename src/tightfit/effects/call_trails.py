@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import torch
+import torch._ops
 import torch.autograd.grad_mode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,8 +22,8 @@ from tightfit.effects.users_code import FILES_OF_OURS
 # What a call says of how rows are taken: sizes, dimensions, indices, equations. Factors (float) change no row into another's.
 _TOLD = (int, str, type(None))
 _NESTED = (tuple, list)
-# Contexts such as `torch.no_grad()`, whose calls are made by whoever enters one.
-_GRAD_MODES = torch.autograd.grad_mode.__file__
+# What is called here is called by who enters a context such as `torch.no_grad()`, or calls an operator.
+_PASS_ON = frozenset({torch.autograd.grad_mode.__file__, torch._ops.__file__})
 
 
 @final
@@ -37,7 +38,7 @@ class CallTrail:
         frame = sys._getframe(1).f_back
         while frame is not None and frame.f_code in HANDLERS:
             frame = frame.f_back
-        while frame is not None and frame.f_code.co_filename == _GRAD_MODES:
+        while frame is not None and frame.f_code.co_filename in _PASS_ON:
             frame = frame.f_back
         if frame is not None and frame.f_code.co_filename.startswith(FILES_OF_OURS):
             return
