@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import torch
-import torch._ops
 import torch.autograd.grad_mode
+from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -23,7 +23,7 @@ from tightfit.effects.users_code import FILES_OF_OURS
 _TOLD = (int, str, type(None))
 _NESTED = (tuple, list)
 # What is called here is called by who enters a context such as `torch.no_grad()`, or calls an operator.
-_PASS_ON = frozenset({torch.autograd.grad_mode.__file__, torch._ops.__file__})
+_PASS_ON = frozenset({torch.autograd.grad_mode.__file__, OpOverload.__call__.__code__.co_filename})
 
 
 @final
