@@ -226,9 +226,18 @@ class _Named:
 
 def _with_the_snapshot(device: DeviceRecording) -> DeviceRecording:
     """A recording without events with one for the snapshot itself, as torch records it: its state can be looked at then."""
-    names = ("action", "address", "num_bytes", "lane", "time_us", "stack", "user_metadata", "compile_context")
-    nothing = dict.fromkeys(names, np.zeros(1, dtype=np.int64))
-    return dataclasses.replace(device, **nothing | {"action": np.full(1, Action.OTHER, dtype=np.int64)})
+    zero = np.zeros(1, dtype=np.int64)
+    return dataclasses.replace(
+        device,
+        action=np.full(1, Action.OTHER, dtype=np.int64),
+        address=zero,
+        num_bytes=zero,
+        lane=zero,
+        time_us=zero,
+        stack=zero,
+        user_metadata=zero,
+        compile_context=zero,
+    )
 
 
 _NO_EVENTS = Assumption(
