@@ -16,6 +16,10 @@ from tightfit.errors import UsageError
 # Where transformers writes the names of its model types: the first since version 5, the second before it.
 _FILES = ("auto_mappings.py", "configuration_auto.py")
 NUM_NEAREST = 3
+OF_CARDS = ("flash_attn", "flash_attn_interface")
+"""Packages of which transformers asks at its import whether they can be used, which depends on the card."""
+# And of which the code of some models asks at its own.
+_OF_CARDS_TOO = ("mamba_ssm", "causal_conv1d", "fla", "xformers", "natten", "apex")
 
 
 @functools.cache
@@ -32,6 +36,25 @@ def name_of(source: str) -> str:
 def in_one_spelling(name: str) -> str:
     """A model type in one spelling: some are written with `-`, others with `_`."""
     return name.lower().replace("-", "_")
+
+
+def modules_of(source: str) -> tuple[str, ...]:
+    """The module of transformers that most likely has the code of a model, to be imported before its traces are forked: once for all of them.
+
+    None where it might ask for a card at its import: there is none in the process that is forked from.
+    """
+    if any(importlib.util.find_spec(name) is not None for name in (*OF_CARDS, *_OF_CARDS_TOO)):
+        return ()
+    path = Path(source)
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        preset = presets().get(name_of(source), {"model_type": name_of(source)})
+        fields = json.loads(file.read_bytes()) if file.is_file() else preset
+        model_type = in_one_spelling(str(fields["model_type"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        # The trace says what is wrong with it.
+        return ()
+    return (f"transformers.models.{model_type}.modeling_{model_type}",)
 
 
 def refuse_unknown(source: str) -> None:
