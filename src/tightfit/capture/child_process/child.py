@@ -28,6 +28,7 @@ from tightfit.capture.processes import process_role, visible_devices
 from tightfit.capture.processes.children import die_with_parent
 from tightfit.capture.processes.containment.closed_in import ClosedIn
 from tightfit.capture.processes.trace_progress import StatusFile
+from tightfit.capture.targets.huggingface.target import LEFT_OPEN
 from tightfit.capture.targets.target_kinds import GeneratorFunction, HuggingFaceConfig, Script, Target
 from tightfit.errors import CaptureError, ProgramError, TightfitError, apply_error, faults
 from tightfit.errors import program_errors as programs
@@ -93,7 +94,8 @@ def main(path: str, parent: str) -> None:
     except BaseException as error:  # noqa: BLE001 - whatever the user's code raises is the answer
         answer = _failure(request.label, error, last_line())
         answer["message"] += closed_in.hint(error)
-    answer["notes"] = closed_in.end()
+    left_open = [("", what) for what in dict.fromkeys(LEFT_OPEN)]
+    answer["notes"] = [*left_open, *closed_in.end()]
     leave(path, answer)
 
 
