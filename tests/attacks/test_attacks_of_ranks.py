@@ -12,7 +12,14 @@ IS_SLOW = bool(os.environ.get("TIGHTFIT_SLOW_TESTS"))
 TECHNIQUES = (
     tuple(ranks.TRIED)
     if IS_SLOW
-    else ("selective checkpointing", "micro-batches", "update in backward, clips", "optimizer offload", "pure bf16", "freezing")
+    else (
+        "selective checkpointing",
+        "micro-batches",
+        "update in backward, clips",
+        "optimizer offload",
+        "pure bf16",
+        "freezing",
+    )
 )
 REFUSED = {
     "averaged": {"pure bf16", "freezing"},

@@ -59,9 +59,9 @@ def run_drawn(
     dresses = drawn_dresses(chance) if is_dressed else ()
     verdict = tried(attack, combined(f"{kind} {seed}", combination, kind, dresses))
     # Functions of the program's with a backward pass of their own may know one type alone, and torch's autocast ends in the same error.
-    if verdict.outcome is Outcome.CRASHED and any(":autocast@" in key for key in combination.taken):
-        if not runs_plainly(attack, ("autocast",)):
-            return Verdict(outcome=Outcome.NO_PLACE), []
+    is_cast = any(":autocast@" in key for key in combination.taken)
+    if verdict.outcome is Outcome.CRASHED and is_cast and not runs_plainly(attack, ("autocast",)):
+        return Verdict(outcome=Outcome.NO_PLACE), []
     return verdict, combination.taken
 
 
