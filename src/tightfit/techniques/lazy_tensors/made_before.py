@@ -33,6 +33,6 @@ class _Casts:
         if isinstance(value, torch.Tensor) and value.dtype != tensor.dtype and tensor.is_leaf:
             self._make_all()
 
-    def before_swap(self, _: torch.Tensor, __: torch.Tensor) -> None:
+    def before_swap(self, one: torch.Tensor, other: torch.Tensor) -> None:
         """As `tightfit.torch_hooks.swapped_tensors.SwapOwner`."""
         self._make_all()
