@@ -110,7 +110,7 @@ def trace(
         "until": until,
         "largest_batch_from": largest_batch_from,
         # A technique may do something else in the last micro-batch of a step, and another process what depends on the number of those before.
-        "runs_all_batches": runs_all_batches or preparation is not None or world is not None,
+        "runs_all_batches": runs_all_batches or world is not None,
     }
 
     def once(world: World | None) -> Traced:

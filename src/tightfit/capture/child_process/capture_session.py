@@ -115,7 +115,7 @@ class CaptureSession:
             follows=follows,
             until=until,
             watches_effects=with_effects,
-            batches=None if differs is None else AlikeBatches(self.gpu, differs, process_role.has_plan),
+            batches=None if differs is None else AlikeBatches(self.gpu, differs, process_role.does_batches_alone),
         )
         self._weights = WeightsOnCard(self.gpu)
         self.watch.on_prediction = self._weights.note
