@@ -38,7 +38,7 @@ class DeferredResult:
         """One like it; `differs` is called as soon as it is touched."""
         with torch._C._DisableTorchDispatch():
             tensor = torch.Tensor._make_wrapper_subclass(
-                _Untouched, self.size, strides=self.stride, dtype=self.dtype, device="cuda"
+                _Untouched, self.size, strides=self.stride, dtype=self.dtype, device=torch.device("cuda")
             )
         tensor.__dict__["_differs"] = differs
         return tensor
