@@ -18,6 +18,7 @@ from tightfit.errors.faults import answering, theirs
 from tightfit.fit import cost
 from tightfit.fit.available import Used, with_note
 from tightfit.fit.card_settings import CardSettings, allocator_settings
+from tightfit.fit.only_large import found_for_largest_batch
 from tightfit.fit.planning_progress import OnProgress, ProgressLog
 from tightfit.fit.proof import DEFAULT_SECONDS, Prover
 from tightfit.fit.searching.allowed import Allowed, Without
@@ -189,10 +190,12 @@ def _proven(search: Search, runs: TracedRuns, card: Device, *, prove: bool) -> P
     """The plan that a search finds, with its proof; made again without the techniques whose values are others."""
     prover: Prover | None = None
     while True:
-        found = search.run()
+        found, only_large = found_for_largest_batch(search, runs)
         plan = _plan(found, runs, card, search.budget_bytes)
+        # Batches that are left alone prove nothing: what is proved is recomputed always.
+        said = plan if only_large is None else only_large.said_in(plan)
         if not (prove and plan.fits and plan.choices) or plan.is_interrupted:
-            return plan
+            return said
         prover = prover or Prover(
             runs.target,
             found.base.tape,
@@ -208,9 +211,9 @@ def _proven(search: Search, runs: TracedRuns, card: Device, *, prove: bool) -> P
             continue
         except KeyboardInterrupt:
             proof = Proof(kind="structure", what="not by values: that was interrupted")
-            return dataclasses.replace(plan, proof=proof, is_interrupted=True)
+            return dataclasses.replace(said, proof=proof, is_interrupted=True)
         if isinstance(proof, Proof):
-            return dataclasses.replace(plan, proof=proof)
+            return dataclasses.replace(said, proof=proof)
         for mismatch in proof:
             search.offers.refusals.techniques[mismatch.technique] = (
                 f"its results on the host differ from those of the plain run: {mismatch.what}"
