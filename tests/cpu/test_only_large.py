@@ -118,7 +118,7 @@ def test_a_copy_of_the_model_has_the_same_limit(technique: str) -> None:
 
 @pytest.mark.parametrize("given", [-1, 2.5, "many", True])
 def test_a_limit_that_is_no_number_is_refused(given: object) -> None:
-    with pytest.raises(ApplyError, match="only_above is .*, and takes a whole number of 0 or more"):
+    with pytest.raises(ApplyError, match=r"only_above is .*, and takes a whole number of 0 or more"):
         apply_choices([choice("checkpointing", given)], Net(), [])
 
 

@@ -1,8 +1,8 @@
 """The part of the largest batch that fits without recomputation, from a tape whose last step has the largest batch."""
 
 import pytest
-
 from tests.null.test_estimate_peak import tape_of
+
 from tightfit.fit.only_large import share_that_fits
 from tightfit.tape import Category, SpanKind
 
@@ -13,7 +13,13 @@ def tape():
     """Weights, a short step, and one of the largest batch: activations, a gradient, both freed."""
     sizes = [WEIGHTS, 500, GRADIENT, ACTIVATIONS, GRADIENT]
     events = [0, 1, 2, -2, -3, 3, 4, -4, -5]
-    categories = [Category.PARAMETERS, Category.ACTIVATIONS, Category.GRADIENTS, Category.ACTIVATIONS, Category.GRADIENTS]
+    categories = [
+        Category.PARAMETERS,
+        Category.ACTIVATIONS,
+        Category.GRADIENTS,
+        Category.ACTIVATIONS,
+        Category.GRADIENTS,
+    ]
     spans = [(5, SpanKind.STEP, 1, 5), (6, SpanKind.STEP, 5, 9)]
     return tape_of(sizes, events, categories=categories, spans=spans)
 

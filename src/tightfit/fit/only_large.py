@@ -117,4 +117,3 @@ def _like(best: TracedRun, runs: TracedRuns, options: list[Option]) -> TracedRun
 def _told(option: Option, sizes: Mapping[str, int], share: float) -> Option:
     most = int(share * sizes.get(key_of(option.technique, option), 0))
     return dataclasses.replace(option, settings={**option.settings, SETTING: most}) if most else option
-

@@ -33,6 +33,7 @@ from tightfit.planner.problem import parts_of
 from tightfit.planner.solve import solve
 from tightfit.reports.plans import Plan
 from tightfit.reports.results import Estimate
+from tightfit.techniques.recomputation.only_above import SETTING
 from tightfit.techniques.registry import techniques
 from tightfit.units import format_bytes, to_bytes
 
@@ -367,8 +368,8 @@ def _alternatives(found: Found, runs: TracedRuns, budget_bytes: int) -> Iterable
         fits = trial.needed_bytes <= budget_bytes
         if trial.options == found.best.options or (trial.options and not fits):
             continue
-        # Traced before the proof by values refused a technique of theirs.
-        if any(option.technique in refused for option in trial.options):
+        # Traced before the proof by values refused a technique of theirs, or the same as another but for small batches.
+        if any(option.technique in refused or SETTING in option.settings for option in trial.options):
             continue
         names = list(dict.fromkeys(option.technique for option in trial.options))
         excess = format_bytes(trial.needed_bytes - budget_bytes)

@@ -6,9 +6,7 @@ from tightfit.techniques.technique import ChosenOption
 
 SETTING = "only_above"
 """The setting of a choice: the most elements that the first tensor of a call may have to be left alone."""
-TECHNIQUES = frozenset(
-    {"checkpointing", "nested_checkpointing", "selective_checkpointing", "sequential_checkpointing"}
-)
+TECHNIQUES = frozenset({"checkpointing", "nested_checkpointing", "selective_checkpointing", "sequential_checkpointing"})
 """Those that have it."""
 
 
