@@ -13,6 +13,7 @@ import tightfit
 from tightfit.errors import ApplyError
 from tightfit.planner.plan import Choice
 from tightfit.runtime.apply import apply_choices
+from tightfit.techniques.registry import techniques
 
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "checkpointing": ("Net.blocks.0", {}),
@@ -170,14 +171,12 @@ def written(folder: Path, longest: int) -> str:
 
 
 def test_a_plan_for_the_largest_batch_recomputes_only_batches_that_need_it(tmp_path: Path) -> None:
-    script, budget = written(tmp_path, 1024), 2 << 30
-    others = ["tiled_tokens", "attention", "sequential_checkpointing", "selective_checkpointing"]
+    script, budget = written(tmp_path, 1024), 1536 << 20
+    others = sorted(set(techniques()) - {"checkpointing"})
     found = tightfit.plan(script, "RTX 4090", budget=budget, largest_batch=True, prove=False, without=others)
     assert found.fits and found.missing_bytes <= 0 < found.baseline.peak.device_bytes - budget
     (limit,) = {int(c.settings["only_above"]) for c in found.choices if c.technique == "checkpointing"}
     longest = limit // (8 * 512)
-    conf = next((c.settings["alloc_conf"] for c in found.choices if "alloc_conf" in c.settings), None)
-    # A batch as large as that fits as it is, and one that is half as large again does not.
-    for length, fits in ((longest, True), (longest * 3 // 2, False)):
-        alone = tightfit.estimate(written(tmp_path, length), "RTX 4090", largest_batch=True, alloc_conf=conf)
-        assert (alone.peak.device_high_bytes <= budget) == fits, (length, alone.peak)
+    # A batch as large as that fits as it is.
+    alone = tightfit.estimate(written(tmp_path, longest), "RTX 4090", largest_batch=True)
+    assert alone.peak.device_high_bytes <= budget < 1.2 * alone.peak.device_high_bytes
