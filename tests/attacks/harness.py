@@ -105,6 +105,11 @@ def _plain(attack: Attack, dtype: torch.dtype, dresses: tuple[str, ...]) -> Tria
     return plain.trial
 
 
+def runs_plainly(attack: Attack, dresses: tuple[str, ...]) -> bool:
+    """Whether a program runs at all on a model that is dressed so."""
+    return _plain(attack, torch.float32, dresses) is not None
+
+
 def _run(attack: Attack, variant: Variant | None, dtype: torch.dtype, *, dresses: Sequence[str]) -> _Run:
     trial = Trial(variant, dresses=dresses)
     before = torch.get_default_dtype()

@@ -56,6 +56,8 @@ class Trial:
         self.refusals: list[Refusal] = []
         self.num_choices = 0
         self.volatile: tuple[str, ...] = ()
+        self.compares_models = True
+        """Weights that are shards of a process are not compared; the program notes them whole."""
 
     def apply(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> Session | None:
         """Puts the technique on the model with its optimizers, where it has a place there; the session, None in a plain run."""
@@ -75,7 +77,7 @@ class Trial:
 
     def track(self, model: nn.Module) -> None:
         """Has the state of one more model compared: before the first technique is put on, where a refusal may come of it."""
-        if not any(model is each for each in self.models):
+        if self.compares_models and not any(model is each for each in self.models):
             self.models.append(model)
         if len(self.snapshots) < 2:
             self.snapshots[:] = [self.snapshot()]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tightfit.effects.call_trails import Trail
+from tightfit.effects.users_code import FILES_OF_OURS
 
 Way = Callable[[torch.Tensor], torch.Tensor]
 
@@ -33,3 +34,24 @@ def test_another_way_to_take_rows_has_another_number(one: Way, other: Way) -> No
 
 def test_a_factor_is_no_other_way() -> None:
     assert _number(lambda x: x * 0.5) == _number(lambda x: x * 0.25)
+
+
+# As our own code does in its first runs alone, and as programs do.
+_CALLS = """
+import torch
+
+def without_gradients(x):
+    with torch.no_grad():
+        return x
+
+def an_operator(x):
+    return torch.ops.aten.clone.default(x)
+"""
+
+
+@pytest.mark.parametrize("name", ["without_gradients", "an_operator"])
+@pytest.mark.parametrize(("folder", "is_ours"), [(FILES_OF_OURS, True), ("/home/somebody", False)])
+def test_what_our_own_code_has_torch_call_is_no_other_way(name: str, folder: str, *, is_ours: bool) -> None:
+    code: dict[str, Way] = {}
+    exec(compile(_CALLS, f"{folder}/some_code.py", "exec"), code)
+    assert (_number(code[name]) == _number(lambda x: x)) == is_ours

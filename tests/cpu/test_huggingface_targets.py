@@ -5,6 +5,7 @@ import importlib.util
 import itertools
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from tightfit.capture.targets.huggingface import inputs as huggingface_inputs
 from tightfit.capture.targets.huggingface import target as huggingface
 from tightfit.capture.targets.huggingface import tasks as huggingface_tasks
-from tightfit.capture.targets.huggingface.known_names import in_one_spelling, possible_model_types
+from tightfit.capture.targets.huggingface.known_names import in_one_spelling, possible_model_types, refuse_unknown
 from tightfit.capture.targets.huggingface.target import HuggingFaceTarget, is_huggingface_source, load_config, workload
 from tightfit.errors import MissingExtra, UsageError
 
@@ -166,6 +167,36 @@ def test_a_mistyped_name_is_refused_before_torch_is_imported():
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert "nearest: llama-3-8b" in said
     assert said.endswith("False\n")
+
+
+def test_a_config_that_cannot_be_is_refused_before_torch_is_imported(tmp_path):
+    path = tmp_path / "config.json"
+    for text, says in (
+        ('{"model_type": "lama"}', "does not have; nearest: llama"),
+        ('{"model_type": "mine", "auto_map": {"AutoConfig": "c.C"}}', "its code comes with its weights"),
+        ('{"model_type": "llama", "quantization_config": "fp8"}', "quantization_config is no object"),
+        ('{"model_ty', "is not JSON"),
+        ("[]", "has no model_type"),
+    ):
+        path.write_text(text)
+        with pytest.raises(UsageError, match=re.escape(says)):
+            refuse_unknown(str(tmp_path))
+    path.write_text("\ufeff" + '{"model_type": "llama"}')
+    refuse_unknown(str(path))
+
+
+def test_what_a_config_leaves_open_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface, "LEFT_OPEN", [])
+    path = tmp_path / "config.json"
+    whole = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 99, "n_inner": 8}
+    path.write_text(json.dumps(whole))
+    load_config(str(tmp_path))
+    assert huggingface.LEFT_OPEN == []
+    path.write_text(json.dumps({"model_type": "gpt2", "n_layer": 2, "vocab_size": 99, "architectures": ["Mine"]}))
+    load_config(str(tmp_path))
+    sizes, architecture = huggingface.LEFT_OPEN
+    assert "(n_embd 768, n_head 12)" in sizes
+    assert "names the architecture Mine" in architecture
 
 
 def test_every_model_type_of_transformers_is_a_known_name():

@@ -239,3 +239,22 @@ def test_the_command_prints_json_and_its_exit_code_says_whether_it_starts(
     assert "--price-per-hour: give what a GPU costs per hour, and --lengths" in capfd.readouterr().err
     assert run(["serve", source, "--device", "L4", "--engine", "tgi"]) == 2
     assert "--engine tgi: its start-up is not known; one of vllm" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("m.gguf", "GGUF", "m.gguf has weights in GGUF"),
+        ("adapter_config.json", '{"base_model_name_or_path": "org/base"}', "is an adapter: give the model that it belongs to (org/base)"),
+        ("notes.txt", "", "is no Hugging Face config"),
+    ],
+)  # fmt: skip
+def test_what_is_given_in_place_of_a_config_is_named(name, text, says, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).write_text(text)
+    assert run(["serve", name, "--device", "L4"]) == 2
+    assert says in capsys.readouterr().err
+    assert run(["serve", "https://huggingface.co/gpt2", "--device", "L4"]) == 2
+    assert "is an address, and nothing is downloaded" in capsys.readouterr().err
+    assert run(["serve", "", "--device", "L4"]) == 2
+    assert "the name of the model is empty" in capsys.readouterr().err

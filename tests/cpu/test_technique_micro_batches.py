@@ -1,6 +1,7 @@
 """Micro-batches: the gradient of the whole batch from its parts, or a reason why not."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from tests.cpu.module_training import DEVICE, Trained, assert_same, choice, time
 
 from tightfit.analysis.profile import Profile
 from tightfit.devices.catalogue import find
+from tightfit.effects.independence import row_proof
 from tightfit.errors import ApplyError
 from tightfit.runtime.apply import apply_choices
+from tightfit.techniques.micro_batches import example_wise_check
 from tightfit.techniques.micro_batches.micro_batches import MicroBatches
 from tightfit.techniques.recomputation.selective_checkpointing import SelectiveCheckpointing
 
@@ -254,3 +257,17 @@ def test_a_contrastive_loss_is_refused_on_the_virtual_card() -> None:
     option = next(iter(MicroBatches().options(Profile(plain, find(DEVICE)))))
     with pytest.raises(ApplyError, match="as many classes"):
         traced(models.__file__, "contrastive", [option])
+
+
+def test_what_checkpoints_do_in_their_first_runs_repeats_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    proved = []
+
+    def prove(*args: Any, **kwargs: Any) -> Any:
+        proved.append(args)
+        return row_proof.prove(*args, **kwargs)
+
+    monkeypatch.setattr(example_wise_check, "prove", prove)
+    chosen = [*parts(2), *(choice("checkpointing", f"Regression.body.layers.{number}") for number in range(2))]
+    planned = train(models.Regression, lambda model, step: model(*numbers_of(step, 4)), chosen)
+    assert_same(train(models.Regression, lambda model, step: model(*numbers_of(step, 4))), planned, **CLOSE)
+    assert len(proved) == 1

@@ -1,6 +1,7 @@
 """The process that traces are forked from begins early, and is the one that the trace then asks."""
 
 import dataclasses
+import importlib.util
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from tightfit.capture.child_process import trace_server
 from tightfit.capture.collectives.world import World
 from tightfit.capture.processes import fork_server
 from tightfit.capture.processes.containment.policy import Policy
+from tightfit.capture.targets.huggingface import known_names
 
 
 @pytest.mark.parametrize(
@@ -87,3 +89,24 @@ def test_one_server_is_begun_before_what_computes_is_imported(tmp_path: Path, ki
         [sys.executable, "-c", _PROGRAM, target], capture_output=True, text=True, env=dict(os.environ), check=False
     )
     assert found.stderr.splitlines()[-1] == "[False]", found.stderr
+
+
+@pytest.mark.parametrize("name", sorted(known_names.presets()))
+def test_the_code_of_each_preset_is_imported_before_forks(name: str) -> None:
+    (module,) = known_names.modules_of(name)
+    assert importlib.util.find_spec(module) is not None
+
+
+def test_the_code_of_a_config_is_imported_before_forks(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "xlm-roberta"}')
+    assert known_names.modules_of(str(tmp_path)) == ("transformers.models.xlm_roberta.modeling_xlm_roberta",)
+    (tmp_path / "config.json").write_text("[]")
+    assert known_names.modules_of(str(tmp_path)) == ()
+
+
+def test_code_that_may_ask_for_a_card_is_imported_by_each_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mamba_ssm.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert known_names.modules_of("gpt2") == ()

@@ -2,16 +2,19 @@
 
 import io
 import json
+import pickle
 
 import numpy as np
 import pytest
 from rich.console import Console
 from tests.null.history_runs import CARD, FORWARD, LEAK, Recorder, tape_of, training
 
+from tightfit.cli.shared.recorded_devices import shown_device
 from tightfit.diagnosis.diagnose import diagnose
 from tightfit.diagnosis.diagnosed_run import subject_of_recording, subject_of_tape
 from tightfit.diagnosis.histories import history_of_tape
 from tightfit.diagnosis.step_spans import saved_bytes
+from tightfit.errors import UsageError
 from tightfit.recordings.read import read_recording
 from tightfit.reports.text.diagnosis import DiagnosisText
 from tightfit.reports.text.folders import without_common_folder
@@ -82,6 +85,50 @@ def test_an_error_is_told_with_what_was_asked_for_and_what_was_free(tmp_path):
     assert (found.oom.allocated_bytes, found.oom.largest_free_bytes) == (100 * MIB, 40 * MIB)
     assert found.fragmentation.returnable_bytes == 40 * MIB
     assert "out of memory" in text_of(found)
+
+
+def test_the_first_of_several_errors_is_told_with_the_gpus_free_memory(tmp_path):
+    recorder = Recorder()
+    recorder.malloc(40 * MIB, FORWARD)
+    for _ in range(3):
+        recorder.write("oom", 0, 90 * MIB, 0, LEAK)
+        recorder.events[-1]["device_free"] = 10 * MIB
+    text = " ".join(text_of(diagnosis_of(recorder.save(tmp_path / "run.pickle"))).split())
+    assert "10.0 MiB free on the GPU" in text
+    assert "the first of 3 such errors" in text
+
+
+def test_a_snapshot_without_events_is_its_state(tmp_path):
+    recorder = Recorder()
+    recorder.malloc(40 * MIB, FORWARD)
+    path = recorder.save(tmp_path / "run.pickle")
+    whole = pickle.loads(path.read_bytes())
+    path.write_bytes(pickle.dumps({"segments": whole["segments"]}))
+    found = diagnosis_of(path)
+    assert found.peak_allocated_bytes == 40 * MIB == sum(found.at_peak.values())
+    assert found.holders[0].where == "model.py:7", "blocks have stacks of their own"
+    assert "this is the state at the snapshot" in " ".join(text_of(found).split())
+
+
+def test_of_several_gpus_the_one_that_failed_is_shown(tmp_path, capsys):
+    recorder = Recorder()
+    recorder.malloc(40 * MIB, FORWARD)
+    whole = pickle.loads(recorder.save(tmp_path / "run.pickle").read_bytes())
+    trace, segments = whole["device_traces"][0], whole["segments"]
+    failed = {"action": "oom", "size": 90 * MIB, "device_free": 0, "stream": 0, "frames": []}
+    whole["device_traces"] = [list(trace), [], [*trace, failed], list(trace)]
+    whole["segments"] = [one | {"device": at} for at in (0, 2, 3) for one in segments]
+    path = tmp_path / "several.pickle"
+    path.write_bytes(pickle.dumps(whole))
+    recording = read_recording(path)
+    assert shown_device(recording, [None]) == 2
+    said = capsys.readouterr().err
+    assert "cuda:2, which ran out of memory" in said
+    assert "cuda:0, cuda:3" in said
+    assert shown_device(recording, ["RTX 4090", "cuda:3"]) == 3
+    assert not capsys.readouterr().err
+    with pytest.raises(UsageError, match="nothing of device 9; it has 0, 1, 2, 3"):
+        shown_device(recording, ["cuda:9"])
 
 
 def test_who_pins_a_segment_is_named(tmp_path):

@@ -145,6 +145,8 @@ def test_versions_and_settings_that_cannot_be_are_one_clear_line() -> None:
         ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8-block"),
         ({"quant_method": "fbgemm_fp8"}, "fp8"),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "int8"),
+        ({"load_in_8bit": True}, "int8"),
+        ({"load_in_4bit": True}, "bitsandbytes"),
         (
             {
                 "quant_method": "compressed-tensors",
@@ -183,5 +185,12 @@ def test_a_checkpoint_of_another_format_is_refused() -> None:
     groups = {"group_0": {"weights": {"type": "int", "num_bits": 2}}}
     with pytest.raises(UsageError, match="weights of int of 2 bits"):
         checkpoint_format({"quant_method": "compressed-tensors", "config_groups": groups})
+    for lacking, says in (
+        ({"bits": 4}, "names no quant_method: give --quantization"),
+        ({"quant_method": "gptq"}, "gptq without bits"),
+        ({"quant_method": "compressed-tensors"}, "weights of no type"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            checkpoint_format(lacking)
     with pytest.raises(UsageError, match="vptq"):
         checkpoint_format({"quant_method": "vptq"})

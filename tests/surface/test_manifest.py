@@ -28,15 +28,24 @@ NOT_OF_TORCH = {
         "_fields",
         "_lru_cache_wrapper",
         "_queue",
+        "_registry",
+        "_shutdown",
         "_SimpleCData",
+        "_threads_queues",
     ),
     "numpy": ("_rand", "_bit_generator"),
     "lightning": ("_compiler_ctx", "_step_fn", "_current_fx_name"),
     "native symbols": (of_child.GUARD_REGISTRY.name, of_child.CUDA_HOOKS.name),
     "ours": ("_JoinedBackward", "_NONE"),
-    # What no module or class of torch has by its name: a mark on parameters, a parameter of softmax, attributes of compiled modules and of
-    # a mode.
-    "torch's, as no name": ("_is_param", "_stacklevel", "_orig_mod", "_allow_unsafe_data_ptr_access"),
+    # What no module or class of torch has by its name: a mark on parameters, a parameter of softmax, attributes of compiled modules, of a mode
+    # and of fused optimizers.
+    "torch's, as no name": (
+        "_is_param",
+        "_stacklevel",
+        "_orig_mod",
+        "_allow_unsafe_data_ptr_access",
+        "_step_supports_amp_scaling",
+    ),
 }
 # Beginnings of names of operators and of their namespaces, which they are compared with.
 BEGINNINGS = ("_foreach_", "_scaled_dot_product_", "_c10d")

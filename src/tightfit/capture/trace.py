@@ -8,7 +8,7 @@ import dataclasses
 import json
 import signal
 import subprocess
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +110,7 @@ def trace(
         "until": until,
         "largest_batch_from": largest_batch_from,
         # A technique may do something else in the last micro-batch of a step, and another process what depends on the number of those before.
-        "runs_all_batches": runs_all_batches or preparation is not None or world is not None,
+        "runs_all_batches": runs_all_batches or world is not None,
     }
 
     def once(world: World | None) -> Traced:
@@ -146,9 +146,7 @@ def _with_threads(
                 raise
         # Threads that take turns are not quite what the program has, so only one that needs it is traced so.
         _programs_with_threads.add(program)
-    return _attempt(
-        {**fields, "follows_threads": True, "runs_all_batches": True}, words_of(target), policy, on_progress
-    )
+    return _attempt({**fields, "follows_threads": True, "runs_all_batches": True}, target, policy, on_progress)
 
 
 def _with_alike_batches(
@@ -162,27 +160,27 @@ def _with_alike_batches(
     program = repr(target)
     if not fields["runs_all_batches"] and program not in _programs_with_other_batches:
         try:
-            return _attempt(fields, words_of(target), policy, on_progress, meanwhile)
+            return _attempt(fields, target, policy, on_progress, meanwhile)
         except errors.CaptureError as error:
             if str(error) != BATCHES_DIFFER:
                 raise
         _programs_with_other_batches.add(program)
         meanwhile = None
-    return _attempt({**fields, "runs_all_batches": True}, words_of(target), policy, on_progress, meanwhile)
+    return _attempt({**fields, "runs_all_batches": True}, target, policy, on_progress, meanwhile)
 
 
 def _attempt(
     fields: dict[str, Any],
-    words: Sequence[str],
+    target: Target,
     policy: Policy,
     on_progress: Callable[[TraceProgress], None] | None,
     meanwhile: Callable[[], None] | None = None,
 ) -> Traced:
-    """One trace, by a child that is given `fields`; `words` are those of the target."""
+    """One trace of `target`, by a child that is given `fields`."""
     label = fields["label"]
     with shared_folder() as folder:
         request, tape = folder / "request.json", folder / "tape.npz"
-        containment = contained(policy, folder, words)
+        containment = contained(policy, folder, words_of(target))
         closed_in = None if containment is None else dataclasses.asdict(containment)
         request.write_text(json.dumps({**fields, "tape": str(tape), "containment": closed_in}))
         with forked_child(
@@ -190,9 +188,9 @@ def _attempt(
             request,
             environment=trace_server.trace_environment(policy, fields["world"]),
             reads_errors=not fields["show_output"],
-            preloaded=trace_server.preloaded(is_huggingface=fields["target"]["kind"] == HuggingFaceConfig.__name__),
+            preloaded=trace_server.preloaded(is_huggingface=isinstance(target, HuggingFaceConfig)),
             containment=containment,
-            imports=(fields["preparation"] or {}).get("imports", ()),
+            imports=(*trace_server.imports_of(target), *(fields["preparation"] or {}).get("imports", ())),
         ) as process:
             if meanwhile is not None:
                 meanwhile()

@@ -14,6 +14,7 @@ from cyclopts import Parameter
 
 from tightfit.cli.arguments.options import AS_USUAL, SEVERAL, TraceOptions
 from tightfit.cli.shared.progress import ProgressLine
+from tightfit.cli.shared.recorded_devices import recorded_index, shown_device
 from tightfit.errors import UsageError
 from tightfit.output_files import check_outputs, write_text
 from tightfit.reports.redacted import redacted, redacted_text
@@ -59,6 +60,7 @@ def report(
         The file to write. Default: the name of the target with another ending; json and text go to stdout.
     device
         A GPU by name or TOML file, that of the run first; repeat it to compare several. With fewer than two, common GPUs are added.
+        cuda:1 is the GPU of a recording to show, by default the one that ran out of memory.
     parameter
         NAME=VALUE, a keyword argument of the generator function; repeatable.
     alloc_conf
@@ -213,15 +215,13 @@ def _estimated(tape: "Tape", names: Sequence[str], alloc_conf: str | None) -> "t
 
 def _recorded(target: str, names: Sequence[str], alloc_conf: str | None) -> "tuple[History, Summary]":
     from tightfit.allocator.settings import AllocatorSettings
-    from tightfit.diagnosis.histories import device_of, history_of_recording
+    from tightfit.diagnosis.histories import history_of_recording
     from tightfit.recordings.read import read_recording
     from tightfit.reports.summary import fit_of_recording, summarize
 
     recording = read_recording(target)
-    shown = device_of(recording, None).device
-    others = [device.device for device in recording.devices if device.num_events and device.device != shown]
-    if others:
-        sys.stderr.write(f"tightfit: shown is device {shown}, which has most events; there are others: {others}\n")
+    shown = shown_device(recording, names)
+    names = [name for name in names if recorded_index(name) is None]
     settings = None if alloc_conf is None else AllocatorSettings.parse(alloc_conf)
     history = history_of_recording(recording, shown, settings=settings)
     return history, summarize(

@@ -58,7 +58,7 @@ class PinnedBy:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedOutOfMemory:
-    """An out-of-memory error in a recording: the request, allocated and reserved bytes then, and the largest free block."""
+    """The first out-of-memory error of a recording: the request, allocated and reserved bytes then, the largest free block, and the GPU's free memory if known."""
 
     event: int
     where: str
@@ -66,6 +66,8 @@ class RecordedOutOfMemory:
     allocated_bytes: int
     reserved_bytes: int
     largest_free_bytes: int
+    gpu_free_bytes: int | None
+    num_failures: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,6 +250,8 @@ def _out_of_memory(subject: DiagnosedRun, found: Fragmentation) -> RecordedOutOf
         allocated_bytes=found.allocated_bytes,
         reserved_bytes=found.reserved_bytes,
         largest_free_bytes=found.largest_free_bytes,
+        gpu_free_bytes=failure.gpu_free_bytes,
+        num_failures=failure.num_failures,
     )
 
 

@@ -41,11 +41,13 @@ _NEARLY = 0.8
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """A recorded out-of-memory error: its event, the rounded request, and its stack."""
+    """The first recorded out-of-memory error: its event, the rounded request, its stack, the GPU's free memory if known, and how many there are."""
 
     event: int
     requested_bytes: int
     stack: int
+    gpu_free_bytes: int | None
+    num_failures: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +193,8 @@ def subject_of_recording(recording: Recording, device_index: int | None = None) 
             event=int(failed[0]),
             requested_bytes=int(chosen.num_bytes[failed[0]]),
             stack=int(chosen.stack[failed[0]]),
+            gpu_free_bytes=chosen.free_bytes_at_oom.get(int(failed[0])),
+            num_failures=len(failed),
         ),
         again=lambda watch: history_of_recording(recording, chosen.device, watch=watch),
         try_settings=try_settings,

@@ -104,7 +104,7 @@ def history_of_recording(
     settings: AllocatorSettings | None = None,
     watch: Watch | None = None,
 ) -> History:
-    """The history of a recording, by default of the device with most events.
+    """The history of a recording, by default of the device that `device_of` chooses.
 
     Steps, categories and modules come from the recording's marks; without those they are guessed, which its assumptions say. `settings` are
     those that were recorded unless given. `watch` is called after each event, with the blocks by recorded address.
@@ -114,6 +114,9 @@ def history_of_recording(
         RecordingError: its marks cannot be read.
     """
     chosen = device_of(recording, device_index)
+    if not chosen.num_events:
+        chosen = _with_the_snapshot(chosen)
+        recording = dataclasses.replace(recording, devices=(chosen,))
     follower = _Follower(chosen, watch)
     # Replayed rather than read off: events have requested sizes, and only the allocator knows the size of a block.
     replay(recording, settings=settings, device=chosen.device, watch=follower.look)
@@ -145,15 +148,19 @@ def history_of_recording(
 
 
 def device_of(recording: Recording, index: int | None = None) -> DeviceRecording:
-    """The device of that index, by default the one with most events.
+    """The device of that index, by default the one that ran out of memory, or else the one with most events.
 
     Raises:
         UsageError: the recording does not have that device.
     """
-    found = [device for device in recording.devices if index in (None, device.device)]
+    found = recording.busy if index is None else [one for one in recording.devices if one.device == index]
     if not found:
-        raise UsageError(f"{recording.path} has nothing of device {index}")
-    return max(found, key=lambda device: (device.num_events, len(device.segments), -device.device))
+        there = ", ".join(str(one.device) for one in recording.devices)
+        raise UsageError(f"{recording.path} has nothing of device {index}; it has {there}")
+    return max(
+        found,
+        key=lambda one: ((one.action == Action.OOM).any(), one.num_events, len(one.segments), -one.device),
+    )
 
 
 class _Follower:
@@ -217,6 +224,29 @@ class _Named:
     assumptions: tuple[Assumption, ...]
 
 
+def _with_the_snapshot(device: DeviceRecording) -> DeviceRecording:
+    """A recording without events with one for the snapshot itself, as torch records it: its state can be looked at then."""
+    zero = np.zeros(1, dtype=np.int64)
+    return dataclasses.replace(
+        device,
+        action=np.full(1, Action.OTHER, dtype=np.int64),
+        address=zero,
+        num_bytes=zero,
+        lane=zero,
+        time_us=zero,
+        stack=zero,
+        user_metadata=zero,
+        compile_context=zero,
+    )
+
+
+_NO_EVENTS = Assumption(
+    where="recording",
+    what="no event was recorded (torch.cuda.memory._record_memory_history was not called before): this is the state at the snapshot, "
+    "not the peak of the run",
+)
+
+
 def _as_guessed(recording: Recording, columns: Mapping[str, Column], chosen: DeviceRecording) -> _Named:
     places = [place_of(stack) for stack in recording.stacks]
     lives = Lives(
@@ -238,6 +268,7 @@ def _as_guessed(recording: Recording, columns: Mapping[str, Column], chosen: Dev
                 where="categories and steps",
                 what="guessed from the stacks and lifetimes of the blocks, since the recording does not say",
             ),
+            *([] if (chosen.action != Action.OTHER).any() else [_NO_EVENTS]),
         ),
     )
 

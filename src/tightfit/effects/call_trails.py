@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import torch
+import torch.autograd.grad_mode
+from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,6 +22,8 @@ from tightfit.effects.users_code import FILES_OF_OURS
 # What a call says of how rows are taken: sizes, dimensions, indices, equations. Factors (float) change no row into another's.
 _TOLD = (int, str, type(None))
 _NESTED = (tuple, list)
+# What is called here is called by who enters a context such as `torch.no_grad()`, or calls an operator.
+_PASS_ON = frozenset({torch.autograd.grad_mode.__file__, OpOverload.__call__.__code__.co_filename})
 
 
 @final
@@ -33,6 +37,8 @@ class CallTrail:
         """Adds a call that the caller of this, a `__torch_function__`, handles, unless our own code makes it."""
         frame = sys._getframe(1).f_back
         while frame is not None and frame.f_code in HANDLERS:
+            frame = frame.f_back
+        while frame is not None and frame.f_code.co_filename in _PASS_ON:
             frame = frame.f_back
         if frame is not None and frame.f_code.co_filename.startswith(FILES_OF_OURS):
             return

@@ -1,7 +1,9 @@
 """`serve`: the wiring from a Hugging Face config to the estimate of a server that runs it."""
 
 import dataclasses
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from tightfit.capture.targets.huggingface.known_names import presets, refuse_unknown
@@ -23,7 +25,37 @@ from tightfit.serving.traced_server import AskedLoad, Server, TracedModel
 _RUN = "tightfit.capture.inference.inference_run"
 # More than it has.
 _NUM_STEPS = 256
+_ADAPTER = "adapter_config.json"
 _DTYPES = (None, "bfloat16", "float16", "float32")
+
+
+def _no_config(model: str) -> str:
+    """What was given in place of a config, and what to give."""
+    path, instead = Path(model), "give a config.json, its folder, a preset (llama-3-8b) or a model type"
+    if not model.strip():
+        return f"the name of the model is empty: {instead}"
+    if model.startswith(("http:", "https:")):
+        return f"{model} is an address, and nothing is downloaded: {instead}"
+    adapter = path / _ADAPTER if path.is_dir() else path
+    if adapter.name == _ADAPTER and adapter.is_file():
+        return f"{model} is an adapter: give the model that it belongs to ({_base_of(adapter)}); what the adapter adds is not counted"
+    if path.suffix == ".gguf" or (path.is_dir() and any(path.glob("*.gguf"))):
+        return (
+            f"{model} has weights in GGUF: give the config.json of the model that they were made from, and their format, "
+            "such as --quantization q4_0"
+        )
+    return (
+        f"the folder {model} has no config.json: {instead}"
+        if path.is_dir()
+        else f"{model!r} is no Hugging Face config: {instead}"
+    )
+
+
+def _base_of(adapter: Path) -> str:
+    try:
+        return str(json.loads(adapter.read_bytes())["base_model_name_or_path"])
+    except (ValueError, TypeError, KeyError):
+        return "its base model"
 
 
 @answering("the estimate of serving")
@@ -113,10 +145,8 @@ def traced_model(
         UsageError: no such model or device, or a setting that cannot be.
         CaptureError: the model could not be run.
     """
-    if not is_huggingface_source(model):
-        raise UsageError(
-            f"{model} is no Hugging Face config: give a config.json, its folder, a preset (llama-3-8b) or a model type"
-        )
+    if not is_huggingface_source(model) or Path(model).name == _ADAPTER:
+        raise UsageError(_no_config(model))
     refuse_unknown(model)
     if dtype not in _DTYPES:
         raise UsageError(f"--dtype {dtype}: one of bfloat16, float16, float32")

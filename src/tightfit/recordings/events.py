@@ -209,7 +209,7 @@ class EventTable:
         user_metadata, compile_context = get("user_metadata", ""), get("compile_context", "")
         add_action, add_address, add_bytes, add_lane, add_time, add_stack, add_metadata, add_context = self._append
         if action == _FIRST_WITHOUT_ADDRESS:
-            self._note_failure(get("device_free", 0))
+            self._note_failure(get("device_free"))
         add_lane(stream if pool_id == DEFAULT_POOL else self.lanes.of(stream, pool_id))
         add_stack(shared.stack(frames) if frames is not None else 0)
         add_metadata(shared.note(user_metadata, "user_metadata") if user_metadata != "" else 0)
@@ -220,6 +220,8 @@ class EventTable:
         add_time(time_us)
 
     def _note_failure(self, free_bytes: Any) -> None:
+        if free_bytes is None:
+            return
         if type(free_bytes) is not int or not 0 <= free_bytes <= MOST:
             raise _wrong_figure({"device_free": free_bytes})
         self.free_bytes_at_oom[len(self)] = free_bytes

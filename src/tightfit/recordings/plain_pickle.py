@@ -7,6 +7,7 @@ The file is read through a window, and the number of containers and their depth 
 """
 
 import io
+import re
 import struct
 from collections.abc import Callable
 from typing import Any, Final
@@ -23,6 +24,8 @@ _MAX_DIGITS = 100
 _MAX_DEPTH = 1000
 # Picklers number the memo consecutively. A forged index of 2**31 must not make a list of that length.
 _WIDEST_GAP = 1 << 10
+_GLOBAL, _STACK_GLOBAL = ord("c"), 0x93
+_NAME = re.compile(r"[\w.]{1,60}", re.ASCII)
 
 
 class _Gone:
@@ -134,7 +137,7 @@ class Reader:
                 window.at = at
                 carry_out = RARE.get(op)
                 if carry_out is None:
-                    raise NotPlain(f"opcode {op:#04x} at byte {window.position - 1} is not one of plain data")
+                    raise NotPlain(_refused(self, op))
                 try:
                     carry_out(self)
                 except (ValueError, TypeError, OverflowError) as error:
@@ -180,6 +183,17 @@ class Reader:
     def text(self, data: bytes) -> str:
         """Decodes UTF-8; surrogates pass, as pickle writes them."""
         return data.decode("utf-8", "surrogatepass")
+
+
+def _refused(reader: Reader, op: int) -> str:
+    """Why an opcode is not carried out: most often it names a class or function, which is called to make an object."""
+    at = f"at byte {reader.window.position - 1}"
+    if op not in (_GLOBAL, _STACK_GLOBAL):
+        return f"opcode {op:#04x} {at} is not one of plain data"
+    names = reader.stack[-2:] if op == _STACK_GLOBAL else [reader.window.line().decode("latin-1") for _ in range(2)]
+    is_named = len(names) == 2 and all(type(name) is str and _NAME.fullmatch(name) for name in names)
+    what = f"{'.'.join(names)} {at}" if is_named else at
+    return f"it is not plain data: it holds an object ({what}), and making one can run code"
 
 
 def cut_to_mark(reader: Reader) -> list[Any]:

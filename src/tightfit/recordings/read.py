@@ -12,6 +12,7 @@ from typing import Any
 from tightfit.allocator.settings import NUM_INTERVALS, AllocatorSettings
 from tightfit.errors import RecordingError, UsageError
 from tightfit.recordings.byte_window import NotPlain
+from tightfit.recordings.completed_events import completed
 from tightfit.recordings.events import (
     DEFAULT_POOL,
     MAX_DEVICES,
@@ -26,6 +27,7 @@ from tightfit.recordings.events import (
     Stack,
     table_of,
 )
+from tightfit.recordings.file_kinds import kind_of
 from tightfit.recordings.stream import EventList, load_recording
 
 __all__ = [
@@ -41,6 +43,7 @@ __all__ = [
 
 _MAX_BLOCKS = 1 << 22
 _DEEPEST = 16
+_NUM_BYTES_LOOKED_AT = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +125,12 @@ class Recording:
     annotations: tuple[Annotation, ...]
     extra: Mapping[str, Any] | None
 
+    @property
+    def busy(self) -> tuple[DeviceRecording, ...]:
+        """The devices with events of memory, else those with segments, else the first: others have a context and nothing else."""
+        moving = tuple(device for device in self.devices if (device.action != Action.OTHER).any())
+        return moving or tuple(device for device in self.devices if device.segments) or self.devices[:1]
+
 
 def read_recording(path: str | os.PathLike[str], *, progress: Callable[[str, float], None] | None = None) -> Recording:
     """Reads the recording at `path` through a window: its events are never held other than as columns.
@@ -135,6 +144,10 @@ def read_recording(path: str | os.PathLike[str], *, progress: Callable[[str, flo
     shared = Shared()
     try:
         with open(path, "rb") as file:
+            kind = kind_of(file.read(_NUM_BYTES_LOOKED_AT))
+            if kind is not None:
+                raise NotPlain(kind)
+            file.seek(0)
             total_bytes = max(1, os.fstat(file.fileno()).st_size)
             done_bytes = 0
 
@@ -181,11 +194,15 @@ def _text(table: Mapping[str, Any], key: str) -> str:
 
 
 def _recording(name: str, value: Any, shared: Shared) -> Recording:
-    whole = _mapping(value, "the whole")
-    if "segments" not in whole or "device_traces" not in whole:
-        raise Malformed("it lacks 'segments' or 'device_traces'")
+    whole = _mapping(_as_snapshot(value), "the whole")
+    if "segments" not in whole or not (whole["segments"] or "device_traces" in whole):
+        raise Malformed(
+            "it lacks 'segments', the state at its end"
+            if "device_traces" in whole
+            else "it lacks 'segments' or 'device_traces'"
+        )
     segments = [_mapping(s, "a segment") for s in _sequence(whole["segments"], "'segments'")]
-    traces = _sequence(whole["device_traces"], "'device_traces'")
+    traces = _sequence(whole.get("device_traces", ()), "'device_traces'")
     if len(traces) > MAX_DEVICES:
         raise Malformed(f"it has more than {MAX_DEVICES} devices")
     tables = [_table(_sequence(trace, "a trace"), shared) for trace in traces]
@@ -213,6 +230,13 @@ def _recording(name: str, value: Any, shared: Shared) -> Recording:
     )
 
 
+def _as_snapshot(value: Any) -> Any:
+    """The snapshot around the bare list of segments that `torch.cuda.memory_snapshot()` returns."""
+    is_list = type(value) is EventList and value.table is None
+    are_segments = is_list and value and all(type(one) is dict and "total_size" in one for one in value)
+    return {"segments": value} if are_segments else value
+
+
 def _table(trace: Sequence[Any], shared: Shared) -> EventTable:
     return trace.table if type(trace) is EventList and trace.table is not None else table_of(trace, shared)
 
@@ -223,9 +247,11 @@ def _device(device: int, table: EventTable, segments: Sequence[Mapping[str, Any]
     # Rebuilding the start of the recording bisects by address, which overlapping segments would break.
     if any(end > following.address for end, following in zip(ends, found[1:], strict=False)):
         raise Malformed("segments overlap")
-    return DeviceRecording(
-        device=device, segments=tuple(found), free_bytes_at_oom=table.free_bytes_at_oom, **table.columns()
+    at_end = frozenset(
+        block.address for segment in found for block in segment.blocks if block.is_live or block.is_waiting
     )
+    columns, free_bytes_at_oom = completed(table.columns(), table.free_bytes_at_oom, at_end if found else None)
+    return DeviceRecording(device=device, segments=tuple(found), free_bytes_at_oom=free_bytes_at_oom, **columns)
 
 
 def _segment(segment: Mapping[str, Any], table: EventTable) -> RecordedSegment:
@@ -244,7 +270,7 @@ def _segment(segment: Mapping[str, Any], table: EventTable) -> RecordedSegment:
                 is_live=state == "active_allocated",
                 # torch/cuda/memory.py documents active_awaiting_free, torch/csrc/cuda/Module.cpp writes active_pending_free.
                 is_waiting=state in ("active_awaiting_free", "active_pending_free"),
-                stack=table.shared.stack(block.get("frames", ())),
+                stack=table.shared.stack(_frames(block)),
             )
         )
         at += size
@@ -259,6 +285,13 @@ def _segment(segment: Mapping[str, Any], table: EventTable) -> RecordedSegment:
         is_expandable=segment.get("is_expandable") is True,
         blocks=tuple(blocks),
     )
+
+
+def _frames(block: Mapping[str, Any]) -> Any:
+    """The frames of a block; torch up to 2.0 wrote them into a history of its allocations, as `_memory_viz` reads it."""
+    if "frames" in block or not block.get("history"):
+        return block.get("frames", ())
+    return _mapping(_sequence(block["history"], "'history'")[0], "a block's history").get("frames", ())
 
 
 def _annotations(recorded: Any) -> tuple[Annotation, ...]:

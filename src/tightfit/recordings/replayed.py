@@ -149,7 +149,7 @@ def devices_of(recording: Recording, device: int | None) -> list[int]:
                 f"{recording.path} has nothing of device {device}; it has {', '.join(map(str, there)) or 'none'}"
             )
         return [device]
-    return [one.device for one in recording.devices if one.num_events] or there[:1]
+    return [one.device for one in recording.busy]
 
 
 class _Places:

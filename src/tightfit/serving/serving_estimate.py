@@ -178,7 +178,7 @@ def _refusal(kv_bytes: int, longest: int, share: int, settings: ResolvedSettings
 
 
 def _assumptions(facts: ModelFacts, settings: ResolvedSettings, rules: EngineRules) -> tuple[str, ...]:
-    found = [f"{rules.engine} {rules.version}: {rules.source}"]
+    found = [*facts.left_open, f"{rules.engine} {rules.version}: {rules.source}"]
     if not settings.enforce_eager:
         when = "before it sizes the cache" if rules.charges_graphs else "beside its share of the GPU"
         found.append(

@@ -3,6 +3,7 @@
 Ours are in the order in which they are applied to a model: techniques inside of a module before those that wrap it.
 """
 
+import difflib
 import importlib
 from functools import cache
 from importlib.metadata import entry_points
@@ -66,7 +67,9 @@ def technique(name: str) -> AbstractTechnique:
     """
     known = techniques()
     if name not in known:
-        raise PlanError(f"there is no technique '{name}'; there are {', '.join(sorted(known))}")
+        near = difflib.get_close_matches(str(name), known, n=1)
+        nearest = f" (did you mean {near[0]}?)" if near else ""
+        raise PlanError(f"there is no technique '{name}'{nearest}; there are {', '.join(sorted(known))}")
     return known[name]
 
 

@@ -1,6 +1,6 @@
-"""Notifies owners of outermost module calls, of new optimizers, and of the training steps of a framework's loop.
+"""Notifies owners of outermost module calls, of new optimizers and wrappers, and of the training steps of a framework's loop.
 
-What is called is not changed: owners are notified before a call, or after an optimizer was constructed, and an exception of theirs ends the call.
+What is called is not changed: owners are notified before a call, or after an optimizer or a wrapper was constructed, and an exception of theirs ends the call.
 The owner of a training step may make the call itself, and more than once.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from tightfit.errors.faults import note
-from tightfit.torch_hooks.manifest import GRAPH_TASK_ID, MODULE_CALL, OPTIMIZER_INIT, Name
+from tightfit.torch_hooks.manifest import GRAPH_TASK_ID, MODULE_CALL, OPTIMIZER_INIT, REDUCER_INIT, Name
 from tightfit.torch_hooks.replaced import Leave, Replaced
 
 
@@ -29,6 +29,14 @@ class OptimizerOwner(Protocol):
 
     def after_optimizer_was_made(self, optimizer: torch.optim.Optimizer) -> None:
         """The base class has been set up; the optimizer's own class may have more to do."""
+        ...
+
+
+class ReducerOwner(Protocol):
+    """Is notified of new wrappers of DistributedDataParallel. It is held weakly."""
+
+    def after_reducer_was_made(self, wrapper: torch.nn.Module) -> None:
+        """Gradients of the module inside are averaged from now on."""
         ...
 
 
@@ -59,6 +67,15 @@ def on_new_optimizer(owner: OptimizerOwner) -> Leave:
         ApplyError: this torch has no such name.
     """
     return _MADE.enter(owner)
+
+
+def on_new_reducer(owner: ReducerOwner) -> Leave:
+    """Notifies `owner` of new wrappers of DistributedDataParallel, likewise.
+
+    Raises:
+        ApplyError: this torch has no such name.
+    """
+    return _REDUCED.enter(owner)
 
 
 def on_training_step(name: Name, owner: StepOwner) -> Leave:
@@ -110,6 +127,16 @@ def _put_init(inner: Callable[..., Any], owners: Callable[[], list[OptimizerOwne
     return __init__
 
 
+def _put_reducer(inner: Callable[..., Any], owners: Callable[[], list[ReducerOwner]]) -> Callable[..., Any]:
+    @functools.wraps(inner)
+    def __init__(wrapper: torch.nn.Module, /, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        inner(wrapper, *args, **kwargs)
+        for owner in owners():
+            _told(owner.after_reducer_was_made, wrapper)
+
+    return __init__
+
+
 def _put_step(name: Name, inner: Callable[..., Any], owners: Callable[[], list[StepOwner]]) -> Callable[..., Any]:
     @functools.wraps(inner)
     def training_step(self: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -135,4 +162,5 @@ def _told(tell: Callable[..., None], *args: Any) -> None:
 
 _CALL: Replaced[CallOwner] = Replaced(MODULE_CALL, _put_call)
 _MADE: Replaced[OptimizerOwner] = Replaced(OPTIMIZER_INIT, _put_init)
+_REDUCED: Replaced[ReducerOwner] = Replaced(REDUCER_INIT, _put_reducer)
 _STEPS: dict[Name, Replaced[StepOwner]] = {}

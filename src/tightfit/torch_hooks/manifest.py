@@ -22,6 +22,11 @@ from tightfit.errors.private_names import Name, known, operators, require
 OPTIMIZER_INIT = known(
     "torch.optim.optimizer:Optimizer.__init__", "to apply a plan to the optimizers of a script", "torch_hooks"
 )
+REDUCER_INIT = known(
+    "torch.nn.parallel.distributed:DistributedDataParallel.__init__",
+    "to tell whose gradients are averaged over processes as they arrive",
+    "torch_hooks",
+)
 MODULE_CALL = known(
     "torch.nn.modules.module:Module.__call__", "to apply a plan to the models of a script", "torch_hooks"
 )
@@ -113,6 +118,9 @@ SET_ATTRIBUTE = known(
     "to tell before the data of a tensor is set to that of one that has no memory",
     "torch_hooks",
 )
+SWAP_TENSORS = known(
+    "torch.utils:swap_tensors", "to tell before a streamed weight is exchanged for another tensor", "torch_hooks"
+)
 _SAVED = "to find what a graph has saved and the program may write to, before the graph is run twice"
 SAVED_DATA = known(
     "torch._C._autograd:SavedTensor.data", f"{_SAVED}, and what a kept graph retains", "runtime techniques"
@@ -154,6 +162,7 @@ PUSH_DISPATCH_MODE = known("torch.utils._python_dispatch:_push_mode", _OF_SELECT
 REPLACED = (
     RUN_BACKWARD,
     OPTIMIZER_INIT,
+    REDUCER_INIT,
     MODULE_CALL,
     MODULE_APPLY,
     LOADER_ITER,
@@ -166,6 +175,7 @@ REPLACED = (
     TENSOR_HOOK,
     RETAIN_GRAD,
     SET_ATTRIBUTE,
+    SWAP_TENSORS,
     NODE_HOOK,
     SAVE_FOR_BACKWARD,
 )

@@ -323,7 +323,10 @@ def hooks_on_many_gradients(t: Trial) -> None:
     leaves = [p for p in model.parameters() if p.requires_grad]
     handles = [
         torch.autograd.graph.register_multi_grad_hook(
-            leaves, lambda g: seen.append(("first", tuple(g.shape))), mode="any"
+            # Whether a layer's weight or its bias comes first is not in the program.
+            leaves,
+            lambda g: seen.append(("first", len(g))),
+            mode="any",
         ),
         torch.autograd.graph.register_multi_grad_hook(
             leaves, lambda gs: seen.append(("all", sum(g is not None for g in gs)))

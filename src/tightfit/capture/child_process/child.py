@@ -17,6 +17,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -28,6 +29,8 @@ from tightfit.capture.processes import process_role, visible_devices
 from tightfit.capture.processes.children import die_with_parent
 from tightfit.capture.processes.containment.closed_in import ClosedIn
 from tightfit.capture.processes.trace_progress import StatusFile
+from tightfit.capture.replace import replace
+from tightfit.capture.targets.huggingface.target import LEFT_OPEN
 from tightfit.capture.targets.target_kinds import GeneratorFunction, HuggingFaceConfig, Script, Target
 from tightfit.errors import CaptureError, ProgramError, TightfitError, apply_error, faults
 from tightfit.errors import program_errors as programs
@@ -87,14 +90,28 @@ def main(path: str, parent: str) -> None:
         in_threads(failed)
 
     threading.excepthook = thread_failed
+    _look_at_futures(thread_failed)
     try:
         with quiet(request.show_output) as last_line:
             answer = {"ok": True, "report": _trace(request, path, closed_in), "num_examples": _num_examples()}
     except BaseException as error:  # noqa: BLE001 - whatever the user's code raises is the answer
         answer = _failure(request.label, error, last_line())
         answer["message"] += closed_in.hint(error)
-    answer["notes"] = closed_in.end()
+    left_open = [("", what) for what in dict.fromkeys(LEFT_OPEN)]
+    answer["notes"] = [*left_open, *closed_in.end()]
     leave(path, answer)
+
+
+def _look_at_futures(thread_failed: Callable[[threading.ExceptHookArgs], None]) -> None:
+    """Errors in the tasks of pools end their threads no more than the program: a future has them, which nobody may ask."""
+    set_exception = Future.set_exception
+
+    def noted(future: "Future[Any]", error: BaseException | None) -> None:
+        if error is not None and programs.is_of_a_thread(error):
+            thread_failed(threading.ExceptHookArgs((type(error), error, error.__traceback__, None)))
+        set_exception(future, error)
+
+    replace(Future, set_exception=noted)
 
 
 def leave(path: str, answer: dict[str, Any]) -> NoReturn:

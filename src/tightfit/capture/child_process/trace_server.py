@@ -11,6 +11,8 @@ from tightfit.capture.collectives.world import World
 from tightfit.capture.processes import visible_devices
 from tightfit.capture.processes.containment.policy import Policy
 from tightfit.capture.processes.fork_server import begin
+from tightfit.capture.targets.huggingface.known_names import modules_of
+from tightfit.capture.targets.target_kinds import HuggingFaceConfig, Target
 
 # What every trace imports, and the catalogue that it reads. Three are imported by torch itself, when it makes the first tensor without data and runs
 # the first backward pass; safetensors is patched where it is installed.
@@ -31,6 +33,11 @@ _SAVED = (".npz", ".pickle")
 def preloaded(*, is_huggingface: bool) -> tuple[str, ...]:
     """What the server imports, and calls, for traces of such a target."""
     return (*PRELOADED, _OF_HUGGING_FACE) if is_huggingface else PRELOADED
+
+
+def imports_of(target: Target) -> tuple[str, ...]:
+    """What it imports when such a target is traced for the first time."""
+    return modules_of(target.source) if isinstance(target, HuggingFaceConfig) else ()
 
 
 def trace_environment(policy: Policy, world: dict[str, Any] | None) -> dict[str, str]:

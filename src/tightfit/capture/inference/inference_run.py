@@ -19,6 +19,7 @@ from tightfit.capture.inference.call_count import CallCount
 from tightfit.capture.inference.inference_model import build, input_width, widest_window
 from tightfit.capture.inference.sampler import sample
 from tightfit.capture.inference.weight_rows import cut_layers, plan_of, weight_rows
+from tightfit.capture.targets.huggingface.target import LEFT_OPEN
 from tightfit.errors import UsageError
 
 REPORT: dict[str, Any] = {}
@@ -143,6 +144,7 @@ class _Run:
         dtype = next(p.dtype for p in self.model.parameters() if p.is_floating_point())
         REPORT.update(
             model_type=self.config.model_type,
+            left_open=list(dict.fromkeys(LEFT_OPEN)),
             quantization=quantization if isinstance(quantization, dict) else {},
             has_plan=bool(plan_of(self.model)),
             dtype=str(dtype).removeprefix("torch."),

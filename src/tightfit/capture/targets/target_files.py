@@ -17,6 +17,7 @@ from tightfit.errors.program_errors import one_line, program_trace
 _NUM_BYTES_READ = 4096
 _ALIKE = 0.8  # of two names, as difflib counts
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
+_COMPRESSED = (b"\x1f\x8b", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"BZh")
 _SETTINGS = (".yaml", ".yml", ".toml", ".ini", ".cfg")
 _WEIGHTS = (".safetensors", ".gguf", ".pt", ".pth", ".ckpt", ".bin", ".h5")
 _LAUNCHERS = ("python", "python3", "torchrun", "accelerate", "deepspeed")
@@ -147,6 +148,7 @@ def _kind(path: Path) -> str:
             start.startswith(_ZIP) or path.suffix in _WEIGHTS,
             "a checkpoint or an archive, which says nothing of a run: give the script that trains or runs the model",
         ),
+        (start.startswith(_COMPRESSED), "compressed: unpack it first (gunzip, unxz, zstd -d or tar)"),
         (
             start.startswith(_PICKLE),
             "a pickle: recordings are read by tightfit doctor, report, replay and diff; other commands take a script",

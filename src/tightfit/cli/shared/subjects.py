@@ -8,6 +8,7 @@ from tightfit.capture.targets.target_files import refuse_other_files
 from tightfit.cli.arguments.options import AS_USUAL, TraceOptions
 from tightfit.cli.shared.local_cards import own_card
 from tightfit.cli.shared.progress import ProgressLine
+from tightfit.cli.shared.recorded_devices import shown_device
 from tightfit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def subject_of(
         if not Path(target).is_file():
             raise UsageError(f"there is no file {target}")
     return (
-        _recorded(target, alloc_conf)
+        _recorded(target, device, alloc_conf)
         if is_recording
         else _traced(target, device, arguments=arguments, parameters=parameters, alloc_conf=alloc_conf, tracing=tracing)
     )
@@ -59,7 +60,7 @@ def _is_pickle(target: str) -> bool:
         return file.read(1) == _PICKLE
 
 
-def _recorded(target: str, alloc_conf: str | None) -> "DiagnosedRun":
+def _recorded(target: str, device: str | None, alloc_conf: str | None) -> "DiagnosedRun":
     from tightfit.diagnosis.diagnosed_run import subject_of_recording
     from tightfit.recordings.read import read_recording
 
@@ -68,7 +69,8 @@ def _recorded(target: str, alloc_conf: str | None) -> "DiagnosedRun":
         raise UsageError(
             f"{target} was recorded with its own settings; tightfit replay --alloc-conf replays it with others"
         )
-    return subject_of_recording(read_recording(target))
+    recording = read_recording(target)
+    return subject_of_recording(recording, shown_device(recording, [device]))
 
 
 def _traced(

@@ -6,7 +6,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from tightfit.diagnosis.diagnose import Diagnosis, Moment
+from tightfit.diagnosis.diagnose import Diagnosis, Moment, RecordedOutOfMemory
 from tightfit.reports.advice import LABELS
 from tightfit.reports.text.estimates import MAX_WIDTH, category_table, console, fitted
 from tightfit.reports.text.folders import without_common_folder
@@ -72,13 +72,7 @@ def _figures(diagnosis: Diagnosis) -> Table:
     table.add_column(no_wrap=True, min_width=_LABEL_CELLS)
     table.add_column(overflow="fold")
     if diagnosis.oom is not None:
-        oom = diagnosis.oom
-        said = (
-            f"{format_bytes(oom.requested_bytes)} requested{f' at {oom.where}' if oom.where else ''}, with "
-            f"{format_bytes(oom.allocated_bytes)} allocated and {format_bytes(oom.reserved_bytes)} reserved; "
-            f"largest free block {format_bytes(oom.largest_free_bytes)}"
-        )
-        table.add_row(Text("out of memory", style="bold red"), said)
+        table.add_row(Text("out of memory", style="bold red"), _failure(diagnosis.oom))
     allocated, reserved = diagnosis.peak_allocated_bytes, diagnosis.peak_reserved_bytes
     table.add_row("peak allocated", f"{format_bytes(allocated)} {_when(diagnosis.moment)}")
     # A cache from before the recording can be larger than anything that the recording needs.
@@ -94,6 +88,16 @@ def _figures(diagnosis: Diagnosis) -> Table:
         verdict = (f", {format_bytes(too_much)} more than its capacity", "bold red") if too_much > 0 else ""
         table.add_row("peak GPU memory", Text.assemble(said, verdict))
     return table
+
+
+def _failure(oom: RecordedOutOfMemory) -> str:
+    at = f" at {oom.where}" if oom.where else ""
+    free = "" if oom.gpu_free_bytes is None else f", {format_bytes(oom.gpu_free_bytes)} free on the GPU"
+    first = "" if oom.num_failures == 1 else f" (the first of {oom.num_failures} such errors)"
+    return (
+        f"{format_bytes(oom.requested_bytes)} requested{at}, with {format_bytes(oom.allocated_bytes)} allocated and "
+        f"{format_bytes(oom.reserved_bytes)} reserved{free}; largest free block {format_bytes(oom.largest_free_bytes)}{first}"
+    )
 
 
 def _start(diagnosis: Diagnosis) -> str:

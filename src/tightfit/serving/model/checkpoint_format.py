@@ -34,16 +34,22 @@ def checkpoint_format(quantization: Mapping[str, Any]) -> WeightFormat | None:
 
 
 def _name(quantization: Mapping[str, Any]) -> str:
-    method = str(quantization.get("quant_method", "")).lower()
+    # transformers before 4.31 named no method: it had that of bitsandbytes alone.
+    is_of_bitsandbytes = quantization.get("load_in_8bit") or quantization.get("load_in_4bit")
+    method = str(quantization.get("quant_method") or ("bitsandbytes" if is_of_bitsandbytes else "")).lower()
+    if not method:
+        raise UsageError("quantization_config names no quant_method: give --quantization")
     bits = quantization.get("bits", quantization.get("w_bit"))
-    if method in _OF_FOUR_BITS and bits not in (None, 4):
+    if method in _OF_FOUR_BITS and bits is None:
+        raise UsageError(f"quantization_config: {method} without bits: its size is not known; give --quantization")
+    if method in _OF_FOUR_BITS and bits != 4:
         raise UsageError(f"quantization_config: {method} with {bits} bits: its size is not known; give --quantization")
     if method == "bitsandbytes" and quantization.get("load_in_8bit"):
         return "int8"
     if method == "fp8" and quantization.get("weight_block_size"):
         return "fp8-block"
-    if method == "compressed-tensors" and quantization.get("config_groups"):
-        return _of_groups(quantization["config_groups"])
+    if method == "compressed-tensors":
+        return _of_groups(quantization.get("config_groups") or {})
     return method
 
 

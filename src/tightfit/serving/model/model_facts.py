@@ -63,7 +63,7 @@ class CacheTensor:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """A model as a server sees it. `max_positions` is None where its config names no limit."""
+    """A model as a server sees it. `max_positions` is None where its config names no limit, `left_open` what was assumed where it says nothing."""
 
     model_type: str
     dtype: str
@@ -73,6 +73,7 @@ class ModelFacts:
     is_encoder_decoder: bool
     has_parallel_plan: bool
     quantization: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
+    left_open: tuple[str, ...] = ()
 
     @classmethod
     def from_report(cls, report: Mapping[str, Any]) -> Self:
@@ -103,6 +104,7 @@ class ModelFacts:
             is_encoder_decoder=report["is_encoder_decoder"],
             has_parallel_plan=report["has_plan"],
             quantization=report.get("quantization") or {},
+            left_open=tuple(report.get("left_open", ())),
         )
 
     @property

@@ -391,12 +391,19 @@ class KeptPass:
 @contextmanager
 def told_of_gradients(parameters: Iterable[torch.Tensor], told: Told) -> Iterator[None]:
     """Calls `told` with each of `parameters` whose gradient has just been accumulated."""
-    handles = [parameter.register_post_accumulate_grad_hook(told) for parameter in parameters]
+    told_of = list(parameters)
+    without = [parameter for parameter in told_of if parameter._post_accumulate_grad_hooks is None]
+    handles = [parameter.register_post_accumulate_grad_hook(told) for parameter in told_of]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+        for parameter in without:
+            # Where torch finds an empty table it takes that as known to the engine, which it no longer is after `torch.utils.swap_tensors`: a hook that the
+            # program registers then would never be called.
+            if not parameter._post_accumulate_grad_hooks:
+                parameter._post_accumulate_grad_hooks = None
 
 
 def is_held_elsewhere(parameter: torch.Tensor) -> bool:

@@ -25,6 +25,7 @@ from tightfit.engine.weights.streamed_weights import SavedWeight, StreamedBlock,
 from tightfit.engine.weights.use_order import Pass
 from tightfit.engine.weights.weights_in_files import bytes_on_disk
 from tightfit.errors import ApplyError
+from tightfit.techniques.offload.not_swapped import refuse_swaps
 from tightfit.techniques.offload.streamable import seen_by_others, streamable
 from tightfit.techniques.session import Session, Verdict
 from tightfit.techniques.technique import ChosenOption, check_each
@@ -99,6 +100,7 @@ def stream_weights(
     )
     session.when_undone(functools.partial(_forget_moved, weakref.ref(session.model)))
     session.when_undone(streamed.end)
+    refuse_swaps(session, technique)
     slabs = [streamed.slab] if streamed.files is None else [streamed.slab, streamed.files.slab]
     session.notes.extend(notes_on(device, slabs, "weights"))
     _move_others({module: parameters for module, (_, parameters) in blocks.items()}, device)

@@ -22,6 +22,8 @@ from tightfit.techniques.precision.casts import cast, cast_results, told_of_type
 from tightfit.techniques.precision.stochastic_rounding import LowPrecisionUpdate, WideStates
 from tightfit.techniques.session import Session, Verdict
 from tightfit.techniques.technique import ChosenOption, the_only
+from tightfit.techniques.wrappers.reduced_gradients import ReducedGradients
+from tightfit.techniques.wrappers.tensors_of_tensors import check_plain
 from tightfit.torch_hooks.backward import BackwardPass, on_backward
 from tightfit.torch_hooks.manifest import STORAGE_USES
 from tightfit.torch_hooks.optimizer_step_hooks import is_stepped
@@ -129,6 +131,7 @@ def lower_model(
     lowered: dict[torch.Tensor, None] = {p: None for p in session.model.parameters() if p.dtype == torch.float32}
     if not lowered:
         raise ApplyError(f"{type(session.model).__name__} has no float32 parameter; {remedy}")
+    check_plain(lowered, technique)
     # DistributedDataParallel's buckets and hand-written flat buffers: the optimizer would read another
     # gradient than the buffer's owner.
     if any(p.grad is not None and p.grad._is_view() for p in lowered):
@@ -141,6 +144,12 @@ def lower_model(
         raise ApplyError(
             "the program holds on to where gradients of parameters arrive (register_multi_grad_hook, or a hook on such a node), which a cast "
             f"replaces; {remedy}"
+        )
+    # It holds them too, in C++, and would go on without a word: each process would train by itself.
+    if ReducedGradients().is_any_of(lowered):
+        raise ApplyError(
+            "DistributedDataParallel was made around the model before the plan was put on, and would not average the gradients of weights that are cast; "
+            f"make it afterwards, or {remedy}"
         )
     refuse = _Refusing(session.verdict, technique)
     _lower(session, lowered, [update_of(optimizer, lowered) for optimizer in session.optimizers], refuse)

@@ -7,6 +7,7 @@ import torch
 from tightfit.errors import ApplyError
 from tightfit.techniques.session import Session
 from tightfit.techniques.technique import ChosenOption, the_only
+from tightfit.techniques.wrappers.reduced_gradients import ReducedGradients
 
 
 def apply_freezing(session: Session, chosen: Sequence[ChosenOption]) -> None:
@@ -25,6 +26,12 @@ def apply_freezing(session: Session, chosen: Sequence[ChosenOption]) -> None:
     # An optimizer would go on applying a gradient that no backward pass replaces.
     if any(p.grad is not None for p in frozen.values()):
         raise ApplyError("what would be frozen has gradients already; freeze before the first backward pass")
+    # It averages no gradient of a bucket before all of it are there.
+    if ReducedGradients().is_any_of(list(frozen.values())):
+        raise ApplyError(
+            "DistributedDataParallel was made around the model before the plan was put on, and waits for gradients of what would be frozen; "
+            "make it afterwards, or leave freezing out"
+        )
     for parameter in frozen.values():
         parameter.requires_grad_(False)
     session.notes.append(

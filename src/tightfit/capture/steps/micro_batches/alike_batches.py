@@ -78,12 +78,12 @@ class _Open:
 
 
 class AlikeBatches:
-    """Runs or answers the calls of root modules with gradients. `differs` ends the trace, which is begun again without this. `has_plan` says whether the program has
-    put techniques on a model, which may do something else in the last micro-batch of a step: then all are run.
+    """Runs or answers the calls of root modules with gradients. `differs` ends the trace, which is begun again without this. `runs_all` says whether techniques
+    were put on a model that may do something else in the last micro-batch of a step: then all are run.
     """
 
-    def __init__(self, gpu: VirtualGpu, differs: Callable[[], NoReturn], has_plan: Callable[[], bool]) -> None:
-        self._has_plan = has_plan
+    def __init__(self, gpu: VirtualGpu, differs: Callable[[], NoReturn], runs_all: Callable[[], bool]) -> None:
+        self._runs_all = runs_all
         self.answers = AnsweredBatches(gpu, differs)
         self._gpu = gpu
         self._histories: dict[Key, _History] = {}
@@ -174,7 +174,7 @@ class AlikeBatches:
 
     def _key(self, module: torch.nn.Module, leaves: Sequence[Any], structure: Any) -> Key | None:
         """All but the state that a call depends on; None for one that is always run."""
-        if self._has_plan():
+        if self._runs_all():
             return None
         in_transform = torch._C._functorch.peek_interpreter_stack() is not None
         if torch.jit.is_tracing() or in_transform or self._gpu.has_side_streams or _hooks_saved_tensors():

@@ -2,7 +2,9 @@
 
 import difflib
 import functools
+import importlib.metadata
 import importlib.util
+import json
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -14,6 +16,10 @@ from tightfit.errors import UsageError
 # Where transformers writes the names of its model types: the first since version 5, the second before it.
 _FILES = ("auto_mappings.py", "configuration_auto.py")
 NUM_NEAREST = 3
+OF_CARDS = ("flash_attn", "flash_attn_interface")
+"""Packages of which transformers asks at its import whether they can be used, which depends on the card."""
+# And of which the code of some models asks at its own.
+_OF_CARDS_TOO = ("mamba_ssm", "causal_conv1d", "fla", "xformers", "natten", "apex")
 
 
 @functools.cache
@@ -32,20 +38,76 @@ def in_one_spelling(name: str) -> str:
     return name.lower().replace("-", "_")
 
 
+def modules_of(source: str) -> tuple[str, ...]:
+    """The module of transformers that most likely has the code of a model, to be imported before its traces are forked: once for all of them.
+
+    None where it might ask for a card at its import: there is none in the process that is forked from.
+    """
+    if any(importlib.util.find_spec(name) is not None for name in (*OF_CARDS, *_OF_CARDS_TOO)):
+        return ()
+    path = Path(source)
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        preset = presets().get(name_of(source), {"model_type": name_of(source)})
+        fields = json.loads(file.read_bytes()) if file.is_file() else preset
+        model_type = in_one_spelling(str(fields["model_type"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        # The trace says what is wrong with it.
+        return ()
+    return (f"transformers.models.{model_type}.modeling_{model_type}",)
+
+
 def refuse_unknown(source: str) -> None:
-    """Returns for a file, a folder, a preset, or what may be a model type of the transformers that is installed.
+    """Returns for a preset, or a config or a name of what may be a model type of the transformers that is installed.
 
     Raises:
         UsageError: `source` is none of them.
     """
-    name = name_of(source)
-    if Path(source).exists() or name in presets():
-        return
+    name, path = name_of(source), Path(source)
     words = possible_model_types()
+    if path.exists():
+        file = path / "config.json" if path.is_dir() else path
+        fields = read_config(file)
+        if words and in_one_spelling(str(fields["model_type"])) not in map(in_one_spelling, words):
+            raise UsageError(no_such_type(file, fields, words))
+        return
+    if name in presets():
+        return
     if words and in_one_spelling(name) not in map(in_one_spelling, words):
         raise UsageError(
             f"{source!r} is neither a file nor a preset nor a model type of transformers; nearest: {nearest_to(name, words)}"
         )
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """The fields of a `config.json`.
+
+    Raises:
+        UsageError: it is no JSON, or has no model type.
+    """
+    try:
+        # Some editors write a byte order mark.
+        fields = json.loads(file.read_text(encoding="utf-8-sig"))
+    except ValueError as error:
+        raise UsageError(f"{file} is not JSON: {error}") from error
+    if not isinstance(fields, dict) or "model_type" not in fields:
+        raise UsageError(f"{file} is not a Hugging Face config: it has no model_type")
+    if not isinstance(fields.get("quantization_config") or {}, dict):
+        raise UsageError(f"{file}: quantization_config is no object")
+    return fields
+
+
+def no_such_type(file: Path, fields: Mapping[str, Any], model_types: Iterable[str]) -> str:
+    """A message that transformers has no model of the type that the config in `file` names."""
+    model_type = fields["model_type"]
+    said = f"{file} has model_type {model_type!r}, which transformers {importlib.metadata.version('transformers')} does not have"
+    if fields.get("auto_map"):
+        return (
+            f"{said}: its code comes with its weights (auto_map), and such code is not run from a config; "
+            "estimate and plan take a script that makes the model"
+        )
+    nearest = nearest_to(str(model_type), model_types)
+    return said if nearest == "none" else f"{said}; nearest: {nearest}"
 
 
 def nearest_to(name: str, model_types: Iterable[str]) -> str:

@@ -4,14 +4,13 @@ import importlib
 import importlib.util
 
 from tightfit.capture.patches import eager
-
-# transformers asks at its import whether these can be used, which depends on the card; there is none in the process that is forked from.
-_OF_CARDS = ("flash_attn", "flash_attn_interface")
+from tightfit.capture.targets.huggingface.known_names import OF_CARDS
 
 
 def import_transformers() -> None:
     """Imports what all models of transformers have in common, and keeps torch's compiler out as a trace does."""
-    if any(importlib.util.find_spec(name) is not None for name in _OF_CARDS):
+    # There is no card in the process that is forked from.
+    if any(importlib.util.find_spec(name) is not None for name in OF_CARDS):
         return
     eager.keep_compiler_out()
     importlib.import_module("transformers.modeling_utils")

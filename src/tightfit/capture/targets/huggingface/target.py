@@ -11,14 +11,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
-import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tightfit.capture.targets.huggingface import inputs as huggingface_inputs
 from tightfit.capture.targets.huggingface import tasks as huggingface_tasks
-from tightfit.capture.targets.huggingface.known_names import in_one_spelling, name_of, nearest_to, presets
+from tightfit.capture.targets.huggingface.known_names import (
+    in_one_spelling,
+    name_of,
+    nearest_to,
+    no_such_type,
+    presets,
+    read_config,
+)
 from tightfit.errors import MissingExtra, UsageError
 
 if TYPE_CHECKING:
@@ -42,6 +48,11 @@ NUM_CHARACTERS = 32
 """The vocabulary of a speech recogniser whose config names none (`vocab_size` of facebook/wav2vec2-base-960h)."""
 
 DTYPES = ("float32", "bfloat16", "float16")
+
+LEFT_OPEN: list[str] = []
+"""What was assumed of the configs that this process has loaded."""
+
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,28 +111,52 @@ def load_config(source: str) -> Any:
         UsageError: no such file, preset or model type, or a type that this transformers does not have.
         MissingExtra: transformers is not installed.
     """
-    transformers = _require("transformers", "tightfit[hf]")
+    _require("transformers", "tightfit[hf]")
     path = Path(source)
     file = path / "config.json" if path.is_dir() else path
-    if file.is_file():
-        fields = _read_json(file)
-        model_type = fields.pop("model_type", None)
-        known_in = f"{file} has model_type {model_type!r}, which transformers {transformers.__version__} does not have"
+    is_file = file.is_file()
+    if is_file:
+        fields = read_config(file)
     else:
         name = name_of(source)
         preset = presets().get(name, {"model_type": name, "config": {}})
-        model_type, fields = preset["model_type"], dict(preset["config"])
-        known_in = f"{source!r} is neither a file nor a preset nor a model type of transformers"
+        fields = {"model_type": preset["model_type"], **preset["config"]}
+    model_type = str(fields["model_type"])
     model_types = importlib.import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING
-    found = next((key for key in model_types if in_one_spelling(key) == in_one_spelling(str(model_type))), None)
+    found = next((key for key in model_types if in_one_spelling(key) == in_one_spelling(model_type)), None)
+    if found is None and is_file:
+        raise UsageError(no_such_type(file, fields, list(model_types)))
     if found is None:
-        raise UsageError(f"{known_in}; nearest: {nearest_to(str(model_type), list(model_types))}")
+        raise UsageError(
+            f"{source!r} is neither a file nor a preset nor a model type of transformers; nearest: {nearest_to(model_type, list(model_types))}"
+        )
+    del fields["model_type"]
     strict = getattr(importlib.import_module("huggingface_hub.errors"), "StrictDataclassError", ValueError)
     try:
-        return model_types[found].from_dict(fields)
-    except (ValueError, TypeError, strict) as error:
+        config = model_types[found].from_dict(fields)
+    except (AttributeError, ValueError, TypeError, strict) as error:
         reason = " ".join(str(error).split())
         raise UsageError(f"{source} is not a config that a {found} model can have: {reason}") from error
+    if is_file:
+        LEFT_OPEN.extend(_left_open(file, fields, config))
+    return config
+
+
+def _left_open(file: Path, fields: Mapping[str, Any], config: Any) -> Iterator[str]:
+    """What is assumed where a config does not say it: sizes that are then those of its class, and a class that is none."""
+    names = {name: config.attribute_map.get(name, name) for name in _SIZES}
+    missing = {
+        own: getattr(config, own)
+        for name, own in names.items()
+        if name not in fields and own not in fields and isinstance(getattr(config, own, None), int)
+    }
+    if missing:
+        sizes = ", ".join(f"{name} {value}" for name, value in missing.items())
+        yield f"{file} does not say all sizes: those of the model type in transformers are assumed ({sizes})"
+    classes = fields.get("architectures")
+    transformers = importlib.import_module("transformers")
+    if isinstance(classes, list) and classes and not hasattr(transformers, str(classes[0])):
+        yield f"{file} names the architecture {classes[0]}, which is no class of transformers: a {config.model_type} model is assumed"
 
 
 def workload(target: HuggingFaceTarget, *, device: str = "cuda") -> Iterator[Tensor]:
@@ -280,13 +315,3 @@ def _require(module: str, package: str) -> ModuleType:
 def _one_of(what: str, value: str | None, choices: tuple[str, ...]) -> None:
     if value is not None and value not in choices:
         raise UsageError(f"no {what} {value!r}; choose one of {', '.join(choices)}")
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UsageError(f"{file} is not JSON: {error}") from error
-    if not isinstance(fields, dict) or "model_type" not in fields:
-        raise UsageError(f"{file} is not a Hugging Face config: it has no model_type")
-    return fields

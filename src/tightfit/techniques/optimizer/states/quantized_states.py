@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol, final
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tightfit.errors import ApplyError
@@ -32,6 +33,7 @@ from tightfit.techniques.optimizer.updates.optimizer_steps import (
 from tightfit.techniques.optimizer.updates.update_settings import UpdateSettings
 from tightfit.techniques.session import Session
 from tightfit.techniques.wrappers.first_order import Refuse
+from tightfit.techniques.wrappers.tensors_of_tensors import check_plain
 
 # What checkpoints in memory have been given, with the states that they were made from, and the number of updates on the host by then.
 _SAVED_FROM: MutableMapping[torch.Tensor, "tuple[weakref.ref[AbstractElementSource] | None, int]"] = (
@@ -243,6 +245,7 @@ class EncodedStates:
         return (
             isinstance(value, torch.Tensor)
             and not isinstance(value, LazyTensor)
+            and not is_traceable_wrapper_subclass(value)
             # Step counters are states too, of one element.
             and value.shape == parameter.shape
             and (self._only is None or parameter in self._only)
@@ -317,11 +320,12 @@ def encode_states(
     clips gradients by their norm, for which the backward pass runs twice. With `kernel: fused` the optimizer runs its fused implementation.
 
     Raises:
-        ApplyError: an optimizer is not known to update each parameter by itself, or has no fused implementation.
+        ApplyError: an optimizer is not known to update each parameter by itself, has no fused implementation, or holds parameters that are made of other tensors.
     """
     given = UpdateSettings.of(settings)
     for optimizer in session.optimizers:
         check_separable(optimizer, technique)
+        check_plain(groups_by_parameter(optimizer), technique)
         if given.kernel == "fused":
             check_kernel(optimizer, session.model, "fused")
     refuse = functools.partial(session.verdict.refuse, technique=technique)

@@ -29,6 +29,7 @@ from tightfit.techniques.lazy_tensors.code_in_graphs import CodeInGraph, runs_ow
 from tightfit.techniques.lazy_tensors.data_of_stand_ins import refuse_data_of_stand_ins
 from tightfit.techniques.lazy_tensors.deferred_gradients import REMEDY, deferred_gradient, settle
 from tightfit.techniques.lazy_tensors.lazy_tensor import is_in_compiled_code
+from tightfit.techniques.lazy_tensors.made_before import make_before_casts_and_swaps
 from tightfit.techniques.lazy_tensors.programs_code import ProgramsCode, RegionStates
 from tightfit.techniques.lazy_tensors.retained_graphs import (
     KeptPass,
@@ -38,6 +39,7 @@ from tightfit.techniques.optimizer.updates.optimizer_steps import UpdateOne, gro
 from tightfit.techniques.session import Session
 from tightfit.techniques.wrappers.first_order import are_transforms_active
 from tightfit.techniques.wrappers.forwards import OnlyHere
+from tightfit.techniques.wrappers.reduced_gradients import ReducedGradients
 from tightfit.torch_hooks.backward import BackwardPass, leaves_with_hooked_accumulators, on_backward
 from tightfit.torch_hooks.node_hooks import is_any_node_hooked, on_node_hooks
 from tightfit.torch_hooks.tensor_hooks import is_hooked, on_tensor_hooks
@@ -304,6 +306,7 @@ class Updates:
         self._inputs: list[torch.Tensor] = []  # of the model's calls since the last backward pass
         self._question = ClassQuestion(session.model)
         self._states = RegionStates()
+        self._reduced = ReducedGradients()
         self._steps = _Steps(session, self._steppers, self._passes)
         self.is_over = False
 
@@ -323,7 +326,7 @@ class Updates:
             update_within_step(self.session, optimizer, functools.partial(self._steps.step, optimizer))
         self.session.wrap_forward(self.session.model, _Inputs(self))
         watched = on_backward(self), on_tensor_hooks(self), on_node_hooks(self), _before_other_steps(self)
-        leaves = *watched, refuse_data_of_stand_ins()
+        leaves = *watched, refuse_data_of_stand_ins(), make_before_casts_and_swaps(self._passes.make_all)
 
         def leave() -> None:
             for each in leaves:
@@ -439,6 +442,9 @@ class Updates:
         # Each optimizer would update it with the one gradient, and the first update frees that.
         if sum(len(group["params"]) for o in self._steppers for group in o.param_groups) > _num_held(self._steppers):
             return "a parameter is held by two optimizers"
+        # By hooks in C++, which a second pass would call once more, with the gradients of the first one.
+        if self._reduced.is_any_of(reached):
+            return "DistributedDataParallel averages gradients as they arrive"
         if backward.is_shared:
             # Each would free the graph that the other is to run again.
             return "a backward pass also reaches parameters that another plan updates"

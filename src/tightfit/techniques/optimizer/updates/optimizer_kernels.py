@@ -14,6 +14,9 @@ from tightfit.techniques.session import Session
 UPDATED_ON_HOST = frozenset({"Adam", "AdamW", "SGD", "Adagrad"})
 """The classes of torch.optim that have a fused implementation for the host's processor (aten/src/ATen/native/cpu/FusedAdamKernel.cpp and beside it)."""
 
+# torch/amp/grad_scaler.py, `GradScaler.step`: an optimizer made with fused=True says so of itself.
+_STEP_UNSCALES = "_step_supports_amp_scaling"
+
 Kernel = Literal["fused", "foreach", "for-loop"]
 
 # What the groups of an optimizer say where torch is to run each implementation (torch/optim/optimizer.py, `_fused_doc`).
@@ -55,11 +58,15 @@ def set_kernel(session: Session, optimizer: torch.optim.Optimizer, kernel: Kerne
     holders: list[dict[str, Any]] = [optimizer.defaults, *optimizer.param_groups]
     before = [{name: holder[name] for name in flags if name in holder} for holder in holders]
     was_fused = any(flags_before.get("fused") for flags_before in before)
+    unscales = getattr(optimizer, _STEP_UNSCALES, False)
 
     def put(_: object = None) -> None:
         for holder in (optimizer.defaults, *optimizer.param_groups):
             holder.update({name: value for name, value in flags.items() if name in holder})
         _place_counts(optimizer, beside_parameters=kernel == "fused")
+        if unscales and kernel != "fused":
+            # Only the fused kernel divides gradients by the scale itself: a GradScaler is to do it before the step.
+            setattr(optimizer, _STEP_UNSCALES, False)
 
     def as_before(holder: dict[str, Any], index: int) -> None:
         holder.update(before[min(index, len(before) - 1)])
@@ -79,6 +86,8 @@ def set_kernel(session: Session, optimizer: torch.optim.Optimizer, kernel: Kerne
         for index, holder in enumerate((optimizer.defaults, *optimizer.param_groups)):
             as_before(holder, index)
         _place_counts(optimizer, beside_parameters=was_fused)
+        if unscales:
+            setattr(optimizer, _STEP_UNSCALES, True)
 
     session.when_undone(undo)
     session.hook(optimizer.register_state_dict_post_hook, saved)
