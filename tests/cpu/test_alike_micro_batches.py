@@ -409,13 +409,41 @@ def test_with_techniques_micro_batches_that_differ_are_run(name: str, tmp_path: 
     assert not tape_differences(every, alike)
 
 
+_HEAD_WITH_LOSS = """
+class WithLoss(Model):
+    def forward(self, ids):
+        logits = super().forward(ids)
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), ids.flatten()), "logits": logits}
+"""
+_CHUNKS = [choice("chunked_loss", "WithLoss.head", num_chunks=4, gradients_in="forward")]
+_LOSS_AND_LOGITS = ("out = model(batch())", "loss, logits = out['loss'], out['logits']")
+
+
+@pytest.mark.parametrize(
+    ("body", "is_alike"),
+    [
+        (("model(batch())['loss'].backward()",), True),
+        ((*_LOSS_AND_LOGITS, "seen = logits if number == 4 else None", "del out, logits", "loss.backward()"), False),
+        (
+            (*_LOSS_AND_LOGITS, "found = logits.argmax() if number == 4 else 0", "del out, logits", "loss.backward()"),
+            False,
+        ),
+        ((*_LOSS_AND_LOGITS, "loss.backward()"), False),
+    ],
+    ids=["dropped", "kept in the last one", "read in the last one", "kept beyond the backward pass"],
+)
+def test_logits_that_are_not_computed_are_returned_and_no_obstacle(
+    body: tuple[str, ...], *, is_alike: bool, tmp_path: Path
+) -> None:
+    program = _loop(*body, before=_HEAD_WITH_LOSS).replace("model = Model()", "model = WithLoss()")
+    every, alike = both_tapes(tmp_path, program, _CHUNKS)
+    assert is_repeated(alike) == is_alike
+    assert not tape_differences(every, alike)
+
+
 def test_a_program_with_a_technique_that_tells_batches_apart_has_all_micro_batches_run(tmp_path: Path) -> None:
-    program = ALIKE["a loss that the program computes"].replace(
-        "for step in",
-        "from tightfit.runtime.apply import apply_choices\n"
-        "from tightfit.planner.plan import Choice\n"
-        "halves = Choice(technique='micro_batches', where='batch', settings={'num_parts': 2}, saves_bytes=0, adds_seconds=0.0, exact=True)\n"
-        "other = Model().cuda()\n"
-        "session = apply_choices([halves], other, [torch.optim.SGD(other.parameters())])\nfor step in",
-    )
-    assert not is_repeated(both_tapes(tmp_path, program)[1])
+    program = _loop("model(batch())['loss'].backward()", before=_HEAD_WITH_LOSS)
+    halves = choice("micro_batches", "batch", num_parts=2, draws_anew=True)
+    every, alike = both_tapes(tmp_path, program.replace("model = Model()", "model = WithLoss()"), [halves])
+    assert not is_repeated(alike)
+    assert not tape_differences(every, alike)
