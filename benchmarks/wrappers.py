@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tightfit.analysis.profile import Profile
@@ -31,8 +32,10 @@ from tightfit.techniques.micro_batches import split_forward
 from tightfit.techniques.micro_batches.saved_by_parts import SavedByParts
 from tightfit.techniques.recomputation import recompute
 from tightfit.techniques.registry import technique
+from tightfit.techniques.tiling import tile_function
 
 NUM_LAYERS = 12
+NUM_TILES = 4
 _WARM_UP = 10
 _CARD = "RTX 4090"
 TECHNIQUES = (
@@ -46,6 +49,7 @@ TECHNIQUES = (
     "trained_weight_streaming",
     "micro_batches",
     "chunked_loss",
+    "tiled_tokens",
 )
 Step = Callable[[], None]
 
@@ -107,6 +111,10 @@ def training(choices: Sequence[Choice] = (), way_of_torch: str = "") -> Step:
             parameter.register_post_accumulate_grad_hook(functools.partial(_update, own))
     elif way_of_torch == "micro_batches":
         num_parts = 2
+    elif way_of_torch == "tiled_tokens":
+        for module in model.modules():
+            if type(module).__name__ in ("LlamaMLP", "LlamaRMSNorm"):
+                module.forward = functools.partial(_in_tiles, module.forward)
     if choices:
         apply_choices(list(choices), model, [optimizer])
     ids = torch.randint(0, 64, (2, 8))
@@ -121,6 +129,10 @@ def training(choices: Sequence[Choice] = (), way_of_torch: str = "") -> Step:
             optimizer.zero_grad()
 
     return step
+
+
+def _in_tiles(forward: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
+    return torch.cat([checkpoint(forward, part, use_reentrant=False) for part in rows.chunk(NUM_TILES, dim=1)], dim=1)
 
 
 def _update(optimizer: torch.optim.Optimizer, _: torch.Tensor) -> None:
@@ -162,6 +174,9 @@ def as_on_a_card() -> Iterator[None]:
         # On a card calls are watched in the first steps alone.
         mock.patch.object(recompute, "without_outside_calls", _unwatched),
         mock.patch.object(split_forward, "without_outside_calls", _unwatched),
+        # Nor are operators looked at beside the functions that call them.
+        mock.patch.object(split_forward, "operators_at", _unwatched),
+        mock.patch.object(tile_function, "operators_at", _unwatched),
         # And the graphs of parts are walked in those.
         mock.patch.object(SavedByParts, "add", _not_walked),
     ):
@@ -180,7 +195,7 @@ def choice_of(option: Option) -> Choice:
     )
 
 
-OF_TORCH = ("checkpointing", "activation_offload", "update_in_backward", "micro_batches")
+OF_TORCH = ("checkpointing", "activation_offload", "update_in_backward", "micro_batches", "tiled_tokens")
 
 
 def main() -> None:

@@ -56,6 +56,56 @@ atexit.register(Closes())
 for i in range(10):
     step()
 """,
+    "when an object is let go of at the end": """
+import weakref
+
+
+class Keeper:
+    pass
+
+
+keeper = Keeper()
+weakref.finalize(keeper, evaluate)
+for i in range(10):
+    step()
+""",
+    "in a __del__ of what is left, deep in objects": """
+class Logger:
+    def __del__(self):
+        evaluate()
+        raise RuntimeError("which Python prints and forgets")
+
+
+class Trainer:
+    pass
+
+
+trainer = Trainer()
+trainer.loggers = [{"first": Logger()}]
+for i in range(10):
+    step()
+""",
+    "in a task of a pool that nobody waits for": """
+from concurrent.futures import ThreadPoolExecutor
+
+pool = ThreadPoolExecutor(1)
+for i in range(10):
+    step()
+pool.submit(torch.randn, ROWS, 64, device="cuda")
+""",
+    "in a thread that begins late": """
+import threading, time
+
+
+def later():
+    time.sleep(0.3)
+    torch.randn(ROWS, 64, device="cuda")
+
+
+for i in range(10):
+    step()
+threading.Thread(target=later).start()
+""",
     "when the process exits by itself": """
 import atexit, functools
 
@@ -69,6 +119,44 @@ raise SystemExit
 }
 
 NAMED = {
+    "a model in a task of a pool that nobody waits for": (
+        """
+from concurrent.futures import ThreadPoolExecutor
+
+pool = ThreadPoolExecutor(1)
+for i in range(10):
+    step()
+pool.submit(evaluate)
+""",
+        ("runs a model in a thread of the program's own",),
+    ),
+    "a thread that goes on for ever": (
+        """
+import threading, time
+
+
+def beats():
+    while True:
+        time.sleep(0.1)
+
+
+for i in range(10):
+    step()
+threading.Thread(target=beats).start()
+""",
+        ("its threads went on for",),
+    ),
+    "an error that the program reports by itself": (
+        """
+import sys
+
+sys.excepthook = lambda *error: evaluate()
+for i in range(10):
+    step()
+raise ValueError("wrong in the end")
+""",
+        ("it raised ValueError",),
+    ),
     "at the end of a generator that the loop takes its data from": (
         """
 def data():

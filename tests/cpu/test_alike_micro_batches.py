@@ -1,17 +1,16 @@
 """A trace that repeats the rows of micro-batches that are alike has the tape of one that runs them all, and runs those that are not."""
 
-import dataclasses
 import itertools
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.cpu.alike_tapes import both_tapes, is_repeated, tape_differences
+from tests.cpu.module_training import choice
 
 from tightfit.capture.targets.target_kinds import Script
 from tightfit.capture.trace import trace
-from tightfit.tape import EventKind, Phase, Tape
-
-_REPEATED = "the micro-batches of a step are alike"
+from tightfit.tape import Phase
 
 _HEAD = """
 import random
@@ -338,81 +337,30 @@ class Model(Model):
 }
 
 
-def _differences(one: Tape, other: Tape) -> list[str]:
-    found = []
-    for field in dataclasses.fields(Tape):
-        name = field.name
-        a, b = getattr(one, name), getattr(other, name)
-        if name == "assumptions":
-            b = tuple(each for each in b if _REPEATED not in each.what)
-        if not dataclasses.is_dataclass(a):
-            found += [name] if a != b and name != "strings" else []
-            continue
-        for column in (each.name for each in dataclasses.fields(a)):
-            x, y = getattr(a, column), getattr(b, column)
-            if (name, column) in _NAMES:
-                x, y = np.array(one.strings)[x], np.array(other.strings)[y]
-            if (name, column) == ("events", "storage"):
-                x, y = _frees_in_order(one), _frees_in_order(other)
-            if not np.array_equal(x, y):
-                found.append(f"{name}.{column}")
-    return found
-
-
-def _frees_in_order(tape: Tape) -> list[int]:
-    """The storages of the events. Autocast's copies of weights are freed in the order of their addresses, which is another one in each run."""
-    rows = list(
-        zip(tape.events.operator.tolist(), tape.events.kind.tolist(), tape.events.storage.tolist(), strict=True)
-    )
-    groups = itertools.groupby(rows, key=lambda row: (row[:2], None if row[1] == EventKind.FREE else row[2]))
-    return [storage for _, group in groups for storage in sorted(row[2] for row in group)]
-
-
-# Indices of strings, which are found in another order.
-_NAMES = {
-    *(("operators", name) for name in ("name", "module", "line", "dtype")),
-    *(("weights", "module"), ("spans", "name"), ("spans", "kind")),
-}
-
-
-def _tapes(folder: Path, program: str, *, with_effects: bool) -> tuple[Tape, Tape]:
-    path = folder / "train.py"
-    path.write_text(program)
-    script = Script(path=str(path), arguments=())
-    return tuple(
-        trace(script, label="train.py", device="RTX 4090", with_effects=with_effects, runs_all_batches=runs_all).tape
-        for runs_all in (True, False)
-    )
-
-
-def _is_repeated(tape: Tape) -> bool:
-    return any(_REPEATED in each.what for each in tape.assumptions)
-
-
 @pytest.mark.by_turns(2)
 @pytest.mark.parametrize("name", ALIKE)
 def test_the_tape_of_alike_micro_batches_is_that_of_a_trace_that_runs_them_all(name: str, tmp_path: Path) -> None:
-    every, alike = _tapes(tmp_path, ALIKE[name], with_effects=len(name) % 2 == 0)
-    assert _is_repeated(alike)
-    assert not _is_repeated(every)
-    assert not _differences(every, alike)
+    every, alike = both_tapes(tmp_path, ALIKE[name], with_effects=len(name) % 2 == 0)
+    assert is_repeated(alike)
+    assert not is_repeated(every)
+    assert not tape_differences(every, alike)
 
 
 @pytest.mark.by_turns(2)
 @pytest.mark.parametrize("name", OTHERS)
 def test_micro_batches_that_may_differ_are_run(name: str, tmp_path: Path) -> None:
-    every, alike = _tapes(tmp_path, OTHERS[name], with_effects=False)
-    assert not _is_repeated(alike)
-    assert not _differences(every, alike)
+    every, alike = both_tapes(tmp_path, OTHERS[name], with_effects=False)
+    assert not is_repeated(alike)
+    assert not tape_differences(every, alike)
 
 
 @pytest.mark.parametrize("name", CHANGED_LATER)
 def test_a_trace_is_begun_again_where_a_micro_batch_that_was_answered_goes_on_otherwise(
     name: str, tmp_path: Path
 ) -> None:
-    every, alike = _tapes(tmp_path, CHANGED_LATER[name], with_effects=False)
-    assert not _is_repeated(alike)
-    assert not _differences(every, alike)
+    every, alike = both_tapes(tmp_path, CHANGED_LATER[name], with_effects=False)
+    assert not is_repeated(alike)
+    assert not tape_differences(every, alike)
 
 
 def test_operators_of_a_backward_pass_have_the_places_of_their_forward_beside_recomputed_ones(tmp_path: Path) -> None:
@@ -429,10 +377,73 @@ def test_operators_of_a_backward_pass_have_the_places_of_their_forward_beside_re
     assert len(set(places)) == 2
 
 
-def test_a_program_that_puts_a_plan_on_its_model_has_all_micro_batches_run(tmp_path: Path) -> None:
-    program = ALIKE["a loss that the program computes"].replace(
-        "for step in",
-        "from tightfit.runtime.apply import apply_choices\n"
-        "session = apply_choices([], model, [optimizer])\nfor step in",
-    )
-    assert not _is_repeated(_tapes(tmp_path, program, with_effects=False)[1])
+# What a plan puts on each of the programs; what they do in one micro-batch does not depend on others.
+PLANS = {
+    "nothing": [],
+    "checkpoints": [choice("checkpointing", f"Model.blocks.{number}") for number in range(2)],
+    "products kept": [
+        choice("selective_checkpointing", f"Model.blocks.{number}", keep=[0], outputs=["up"]) for number in range(2)
+    ],
+    "another kernel and states of 8 bits": [choice("low_bit_states", "optimizer", bits=8, kernel="fused")],
+    "factored states": [choice("factored_states", "optimizer")],
+    "the fused kernel": [choice("optimizer_kernel", "optimizer", kernel="fused")],
+}
+
+
+@pytest.mark.by_turns(2)
+@pytest.mark.parametrize(("name", "plan"), list(zip(ALIKE, itertools.cycle(PLANS), strict=False)))
+def test_the_tape_with_techniques_is_that_of_a_trace_that_runs_all_micro_batches(
+    name: str, plan: str, tmp_path: Path
+) -> None:
+    every, alike = both_tapes(tmp_path, ALIKE[name], PLANS[plan])
+    assert is_repeated(alike)
+    assert not is_repeated(every)
+    assert not tape_differences(every, alike)
+
+
+@pytest.mark.by_turns(3)
+@pytest.mark.parametrize("name", [*OTHERS, *CHANGED_LATER])
+def test_with_techniques_micro_batches_that_differ_are_run(name: str, tmp_path: Path) -> None:
+    every, alike = both_tapes(tmp_path, {**OTHERS, **CHANGED_LATER}[name], PLANS["checkpoints"])
+    assert not is_repeated(alike)
+    assert not tape_differences(every, alike)
+
+
+_HEAD_WITH_LOSS = """
+class WithLoss(Model):
+    def forward(self, ids):
+        logits = super().forward(ids)
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), ids.flatten()), "logits": logits}
+"""
+_CHUNKS = [choice("chunked_loss", "WithLoss.head", num_chunks=4, gradients_in="forward")]
+_LOSS_AND_LOGITS = ("out = model(batch())", "loss, logits = out['loss'], out['logits']")
+
+
+@pytest.mark.parametrize(
+    ("body", "is_alike"),
+    [
+        (("model(batch())['loss'].backward()",), True),
+        ((*_LOSS_AND_LOGITS, "seen = logits if number == 4 else None", "del out, logits", "loss.backward()"), False),
+        (
+            (*_LOSS_AND_LOGITS, "found = logits.argmax() if number == 4 else 0", "del out, logits", "loss.backward()"),
+            False,
+        ),
+        ((*_LOSS_AND_LOGITS, "loss.backward()"), False),
+    ],
+    ids=["dropped", "kept in the last one", "read in the last one", "kept beyond the backward pass"],
+)
+def test_logits_that_are_not_computed_are_returned_and_no_obstacle(
+    body: tuple[str, ...], *, is_alike: bool, tmp_path: Path
+) -> None:
+    program = _loop(*body, before=_HEAD_WITH_LOSS).replace("model = Model()", "model = WithLoss()")
+    every, alike = both_tapes(tmp_path, program, _CHUNKS)
+    assert is_repeated(alike) == is_alike
+    assert not tape_differences(every, alike)
+
+
+def test_a_program_with_a_technique_that_tells_batches_apart_has_all_micro_batches_run(tmp_path: Path) -> None:
+    program = _loop("model(batch())['loss'].backward()", before=_HEAD_WITH_LOSS)
+    halves = choice("micro_batches", "batch", num_parts=2, draws_anew=True)
+    every, alike = both_tapes(tmp_path, program.replace("model = Model()", "model = WithLoss()"), [halves])
+    assert not is_repeated(alike)
+    assert not tape_differences(every, alike)

@@ -180,3 +180,17 @@ def test_what_is_added_is_what_the_longer_side_takes() -> None:
     # What the host has to spare is there once, however many share it.
     assert step.added(more + more + more) == pytest.approx(3.0)
     assert Sides(on_card=1.0, on_host=5.0).added(Sides(on_card=2.0, on_host=1.0)) == 1.0
+
+
+def test_tiles_cost_their_calls() -> None:
+    # The most tiles for the modules that are offered in them, which are the least.
+    options = {
+        option.where: option for option in offered(*SMALL, "tiled_tokens") if "recomputed" not in option.settings
+    }
+    assert options
+    planned = tape_of(*SMALL, tuple(option.key for option in options.values()), "tiled_tokens")
+    num_tiles = sum(option.settings["num_tiles"] for option in options.values())
+    expected = len(options) * HostWork.TILED_CALL.value + num_tiles * HostWork.TILE.value
+    assert in_python(planned) == pytest.approx(expected, rel=0.001)
+    added = seconds_of(planned) - seconds_of(tape_of(*SMALL))
+    assert added == pytest.approx(promised([*options.values()]), rel=0.1)

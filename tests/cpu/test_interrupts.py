@@ -57,6 +57,36 @@ def test_a_trace_that_is_interrupted(tmp_path: Path, number: int, code: int, sai
     assert os.listdir(tmp_path / "temporary") == []
 
 
+def test_a_guarded_program_that_is_terminated_says_where_it_was(tmp_path: Path) -> None:
+    text = "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGTERM)\nfinally:\n    print('left')\n"
+    (tmp_path / "waits.py").write_text(text)
+    done = subprocess.run(
+        [sys.executable, "-m", "tightfit", "run", "--guard", "waits.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    *before, last = done.stderr.splitlines()
+    assert (done.returncode, done.stdout, last) == (-signal.SIGTERM, "", "tightfit: terminated at waits.py:3")
+    assert before == ["tightfit: guard: found no training loop in the script that could be guarded; it ran without"]
+    # What it forks is not the command, and a handler of its own is its own.
+    child = (
+        "child = os.fork()\nif not child:\n    os.kill(os.getpid(), signal.SIGTERM)\nprint(os.waitpid(child, 0)[1])\n"
+    )
+    own = "signal.signal(signal.SIGTERM, lambda *_: print('own'))\nos.kill(os.getpid(), signal.SIGTERM)\n"
+    (tmp_path / "waits.py").write_text(f"import os, signal\n{child}{own}")
+    done = subprocess.run(
+        [sys.executable, "-m", "tightfit", "run", "--guard", "waits.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, f"{signal.SIGTERM.value}\nown\n")
+    assert "terminated" not in done.stderr
+
+
 def test_a_program_that_is_terminated_ends_as_under_python(tmp_path: Path) -> None:
     (tmp_path / "waits.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\n")
     a_plan().save(tmp_path / "plan.json")

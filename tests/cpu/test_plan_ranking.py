@@ -46,6 +46,7 @@ def run(*techniques: str, seconds: float, exact: bool = True, settings: str = ""
         roots=(),
         notes=(),
         margin="safe",
+        call_sizes={},
     )
 
 

@@ -39,6 +39,7 @@ def traced(seconds: float) -> TracedRun:
         roots=(),
         notes=(),
         margin="safe",
+        call_sizes={},
     )
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -143,3 +144,35 @@ def test_the_answer_is_said_in_words() -> None:
     said = "\n".join(sentences(a_plan()))
     assert "+20.0%" in said
     assert "One more GiB would save about 10.0 ms per step" in said
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "says"),
+    [
+        ("margin", "margn", "the plan has a field 'margn' (did you mean margin?)"),
+        ("baseline", "base_line", "(did you mean baseline?)"),
+        ("coverage", "Coverage", "(did you mean coverage?)"),
+    ],
+)
+def test_a_misspelt_field_is_not_ignored(right: str, wrong: str, says: str) -> None:
+    value = a_plan().to_json()
+    value[wrong] = value.pop(right)
+    with pytest.raises(PlanError, match=re.escape(says)):
+        Plan.from_json(value)
+
+
+def test_fields_of_others_are_left_alone() -> None:
+    assert Plan.from_json({**a_plan().to_json(), "comment": "for the large model"}) == a_plan()
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"setings": {}}, "a@b has a field 'setings' (did you mean settings?)"),
+        ({"colour": "red"}, "a@b has a field 'colour', which no choice has"),
+    ],
+)
+def test_a_choice_has_its_fields_alone(changes: dict[str, object], says: str) -> None:
+    choice = {"technique": "a", "where": "b", "settings": {}, "saves_bytes": 1, "adds_seconds": 0.0, "exact": True}
+    with pytest.raises(PlanError, match=re.escape(says)):
+        Plan.from_json({**a_plan().to_json(), "choices": [{**choice, **changes}]})

@@ -2,7 +2,7 @@
 
 Eager torch is as fast as its host: a plan whose wrappers keep the processor busy takes longer on a card that waits for it. Measured by
 `python -m benchmarks.wrappers` on one core of a server of 2.5 GHz (`NUM_LAYERS` small layers, where a plain step takes 14 ms): what a step takes beyond the plain one
-and beyond the forwards that are run again, by place; for recomputation by twelve kinds of blocks with 3 to 160 saved tensors, on which it hangs: 80 modules
+and beyond the forwards that are run again, by place, for tiles with 2, 4 and 8 of them; for recomputation by twelve kinds of blocks with 3 to 160 saved tensors, on which it hangs: 80 modules
 that save nothing take 0.15 ms. `tightfit calibrate` times a fixed piece of Python
 on another processor, by which all of it is scaled: what a kernel takes to be issued is the driver's time as well.
 """
@@ -42,8 +42,12 @@ class HostWork(enum.Enum):
     """Each weight of it."""
     MICRO_BATCHED_MODULE = 0.02e-3
     """Each module of a model whose batch is run in parts, whose state is looked at in each step."""
-    MODULE_IN_PART = 0.025e-3
+    MODULE_IN_PART = 0.037e-3
     """The same in each part: the functions of torch that it calls, and its nodes in the graph, are looked at."""
+    TILED_CALL = 1.2e-3
+    """A call of a module that is run in tiles, both passes together."""
+    TILE = 0.2e-3
+    """Each of its tiles, whose calls of functions of torch are compared with those that were proved."""
     CHUNKED_LOSS = 0.5e-3
     """A call of a loss head whose logits are not computed at once, beside the kernels of its chunks."""
 

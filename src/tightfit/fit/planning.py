@@ -18,6 +18,7 @@ from tightfit.errors.faults import answering, theirs
 from tightfit.fit import cost
 from tightfit.fit.available import Used, with_note
 from tightfit.fit.card_settings import CardSettings, allocator_settings
+from tightfit.fit.only_large import found_for_largest_batch
 from tightfit.fit.planning_progress import OnProgress, ProgressLog
 from tightfit.fit.proof import DEFAULT_SECONDS, Prover
 from tightfit.fit.searching.allowed import Allowed, Without
@@ -32,6 +33,7 @@ from tightfit.planner.problem import parts_of
 from tightfit.planner.solve import solve
 from tightfit.reports.plans import Plan
 from tightfit.reports.results import Estimate
+from tightfit.techniques.recomputation.only_above import SETTING
 from tightfit.techniques.registry import techniques
 from tightfit.units import format_bytes, to_bytes
 
@@ -189,10 +191,12 @@ def _proven(search: Search, runs: TracedRuns, card: Device, *, prove: bool) -> P
     """The plan that a search finds, with its proof; made again without the techniques whose values are others."""
     prover: Prover | None = None
     while True:
-        found = search.run()
+        found, only_large = found_for_largest_batch(search, runs)
         plan = _plan(found, runs, card, search.budget_bytes)
+        # Batches that are left alone prove nothing: what is proved is recomputed always.
+        said = plan if only_large is None else only_large.said_in(plan)
         if not (prove and plan.fits and plan.choices) or plan.is_interrupted:
-            return plan
+            return said
         prover = prover or Prover(
             runs.target,
             found.base.tape,
@@ -208,9 +212,9 @@ def _proven(search: Search, runs: TracedRuns, card: Device, *, prove: bool) -> P
             continue
         except KeyboardInterrupt:
             proof = Proof(kind="structure", what="not by values: that was interrupted")
-            return dataclasses.replace(plan, proof=proof, is_interrupted=True)
+            return dataclasses.replace(said, proof=proof, is_interrupted=True)
         if isinstance(proof, Proof):
-            return dataclasses.replace(plan, proof=proof)
+            return dataclasses.replace(said, proof=proof)
         for mismatch in proof:
             search.offers.refusals.techniques[mismatch.technique] = (
                 f"its results on the host differ from those of the plain run: {mismatch.what}"
@@ -364,8 +368,8 @@ def _alternatives(found: Found, runs: TracedRuns, budget_bytes: int) -> Iterable
         fits = trial.needed_bytes <= budget_bytes
         if trial.options == found.best.options or (trial.options and not fits):
             continue
-        # Traced before the proof by values refused a technique of theirs.
-        if any(option.technique in refused for option in trial.options):
+        # Traced before the proof by values refused a technique of theirs, or the same as another but for small batches.
+        if any(option.technique in refused or SETTING in option.settings for option in trial.options):
             continue
         names = list(dict.fromkeys(option.technique for option in trial.options))
         excess = format_bytes(trial.needed_bytes - budget_bytes)

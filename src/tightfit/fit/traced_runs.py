@@ -37,6 +37,7 @@ class TracedRun:
     """The workload with `options` on it. `settings_option` are the allocator's settings that it was replayed with, None for the user's own.
 
     `tape` is the whole run, `profile` that of its steps, and `later` that of the whole, None where nothing is allocated after the steps.
+    `call_sizes`: see `tightfit.techniques.recomputation.only_above.CallSizes`.
     """
 
     options: tuple[Option, ...]
@@ -48,6 +49,7 @@ class TracedRun:
     roots: tuple[Mapping[str, Any], ...]
     notes: tuple[str, ...]
     margin: str
+    call_sizes: Mapping[str, int]
 
     @property
     def high_bytes(self) -> int:
@@ -139,7 +141,7 @@ class TracedRuns:
             if not options:
                 self._effects, self.num_examples = traced.tape.effects, traced.num_examples
             tape = dataclasses.replace(traced.tape, effects=self._effects)
-            self._made[key] = self._costed(options, tape, roots=traced.report["roots"], notes=traced.report["notes"])
+            self._made[key] = self._costed(options, tape, traced.report)
         return self._made[key]
 
     def _followed(self, options: tuple[Option, ...]) -> Coverage | None:
@@ -153,9 +155,7 @@ class TracedRuns:
         if options and plain is not None and stopped and not plain.tape.coverage.stopped:
             raise CaptureError(f"{self.label} does not run to its end with {options[-1].technique}: {stopped}")
 
-    def _costed(
-        self, options: tuple[Option, ...], tape: Tape, *, roots: Iterable[Mapping[str, Any]], notes: Iterable[str]
-    ) -> TracedRun:
+    def _costed(self, options: tuple[Option, ...], tape: Tape, report: Mapping[str, Any]) -> TracedRun:
         return TracedRun(
             options=options,
             settings_option=None,
@@ -163,9 +163,10 @@ class TracedRuns:
             profile=Profile(tape.of_steps(), self.card),
             later=Profile(tape, self.card) if _allocates_later(tape) else None,
             estimate=self._estimate(tape, self.on.settings),
-            roots=tuple(roots),
-            notes=tuple(notes),
+            roots=tuple(report["roots"]),
+            notes=tuple(report["notes"]),
             margin=self.on.margin,
+            call_sizes=report["call_sizes"],
         )
 
     def all(self) -> list[TracedRun]:

@@ -1,10 +1,11 @@
 """A plan as plain data: the chosen options, peak and time of the traced run with them, and the alternatives."""
 
 import dataclasses
+import difflib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -156,12 +157,13 @@ class Plan:
         """
         _check_schema(value)
         try:
+            _check_names(value, "the plan", (*_TOP, *(field.name for field in dataclasses.fields(cls))))
             plan = cls(
                 run=_run(value),
                 baseline=_run(value["baseline"]),
                 device=value["device"]["name"],
                 capacity_bytes=value["device"]["capacity_bytes"],
-                choices=tuple(Choice(**choice) for choice in value["choices"]),
+                choices=tuple(_choice(choice) for choice in value["choices"]),
                 bound=Bound(**value["bound"]),
                 alternatives=tuple(Alternative(**a) for a in value["alternatives"]),
                 frontier=tuple(ParetoPoint(**p) for p in value["frontier"]),
@@ -256,6 +258,29 @@ _AS_THEY_ARE = (
     "disk_bytes",
     "versions",
 )
+
+
+# Beside the fields of `Plan`.
+_TOP = ("schema", "peak", "seconds_per_step", "exact", "elapsed_seconds", "layout")
+_ALIKE = 0.8  # of two names, as difflib counts
+
+
+def _check_names(value: Mapping[str, Any], what: str, known: Sequence[str]) -> None:
+    """Refuses a field that nearly has the name of another: it would be ignored. Those of a newer tightfit have names of their own."""
+    for name in value:
+        near = [] if name in known else difflib.get_close_matches(str(name), known, n=1, cutoff=_ALIKE)
+        if near:
+            raise _OtherForm(f"{what} has a field {name!r} (did you mean {near[0]}?)")
+
+
+def _choice(value: Mapping[str, Any]) -> Choice:
+    known = [field.name for field in dataclasses.fields(Choice)]
+    where = f"{value.get('technique', 'a choice')}@{value.get('where', '')}"
+    _check_names(value, where, known)
+    unknown = [name for name in value if name not in known]
+    if unknown:
+        raise _OtherForm(f"{where} has a field {unknown[0]!r}, which no choice has")
+    return Choice(**value)
 
 
 def _check(part: Any) -> None:

@@ -77,7 +77,8 @@ def apply_choices(
     last: Callable[[Session], object] | None = None,
 ) -> Session:
     """The same for choices without a plan, in the order in which their techniques are applied; `last` is called after them, under the same guarantee."""
-    begin_plan()
+    choices = list(choices)
+    begin_plan(is_alike=all(technique(choice.technique).is_alike_in_batches for choice in choices))
     session = Session(model=model, optimizers=optimizers, check_steps=check_steps, disk_folder=disk_folder)
     # A deep copy of a model with a plan brings the wrappers along, without a session that could take them off.
     copied = copied_wrappers(model)

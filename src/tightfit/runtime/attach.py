@@ -34,6 +34,7 @@ from tightfit.runtime.framework_loops import LoopWatch, is_of_loop
 from tightfit.runtime.input_shapes import InputCheck, Inputs, Tell, input_shapes
 from tightfit.runtime.left_at_host import LeftAtHost
 from tightfit.runtime.predictions import Predictions
+from tightfit.techniques.recomputation.only_above import CallSizes
 from tightfit.techniques.session import CHECK_STEPS, Session
 from tightfit.torch_hooks.calls import on_new_optimizer, on_outermost_call
 from tightfit.torch_hooks.replaced import Leave
@@ -42,13 +43,14 @@ from tightfit.torch_hooks.weak_references import WeakTable
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Root:
-    """A model of the program: its class, the number of its parameters, its inputs, and the notes and statistics of its session."""
+    """A model of the program: its class, the number of its parameters, its inputs, and the notes, statistics and `CallSizes` of its session."""
 
     name: str
     num_parameters: int
     inputs: Inputs
     notes: list[str]
     statistics: Mapping[str, int]
+    call_sizes: Mapping[str, int]
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -256,6 +258,7 @@ class Attachment:
             inputs=Inputs(),
             notes=session.notes,
             statistics=session.statistics,
+            call_sizes=session.shared.get(CallSizes, {}),
         )
         live = self._live[module] = _Live(root=root, choices=choices, planned=planned, check=weakref.ref(check))
         for part in module.modules():
@@ -304,10 +307,11 @@ class Attachment:
         )
         check = self._keep(session, live.choices, live.planned)
         live.root.notes, live.root.statistics, live.check = session.notes, session.statistics, weakref.ref(check)
+        live.root.call_sizes = session.shared.get(CallSizes, {})
         self._applied |= {(c.technique, c.where) for c in live.choices}
 
     def report(self) -> dict[str, Any]:
-        """The roots that were called, with the notes and statistics of their sessions.
+        """The roots that were called, with the notes and statistics of their sessions, and how large calls were.
 
         Raises:
             ApplyError: the plan names a model that was never called, or a place that no model has.
@@ -325,6 +329,7 @@ class Attachment:
             "notes": [*(note for root in self.roots for note in root.notes), *self._loops.notes],
             "statistics": {key: n for root in self.roots for key, n in root.statistics.items()}
             | self._loops.statistics,
+            "call_sizes": {key: n for root in self.roots for key, n in root.call_sizes.items()},
         }
 
 

@@ -3,6 +3,7 @@
 Ours are in the order in which they are applied to a model: techniques inside of a module before those that wrap it.
 """
 
+import difflib
 import importlib
 from functools import cache
 from importlib.metadata import entry_points
@@ -11,17 +12,18 @@ from tightfit.errors import PlanError
 from tightfit.techniques.technique import AbstractTechnique
 
 # A wrapper that is applied later is outside of the earlier ones: checkpoints must see attention and tiles
-# inside of them, and micro-batches run the checkpointed model.
+# inside of them, and micro-batches run the checkpointed model. Ranges of a Sequential replace its forward and come
+# before all that wraps a whole model, which may be a Sequential itself.
 _OURS: tuple[str, ...] = (
     "tightfit.techniques.lifetimes.allocator_settings:ExpandableSegments",
-    "tightfit.techniques.lifetimes.empty_cache:EmptyCache",
     "tightfit.techniques.lifetimes.zero_grad:ZeroGrad",
     "tightfit.techniques.optimizer.optimizer_kernel:OptimizerKernel",
-    "tightfit.techniques.optimizer.update_in_backward:UpdateInBackward",
     "tightfit.techniques.attention.attention_kernels:Attention",
     "tightfit.techniques.tiling.tiled_tokens:TiledTokens",
     "tightfit.techniques.tiling.tiled_convolutions:TiledConvolutions",
     "tightfit.techniques.recomputation.sequential_checkpointing:SequentialCheckpointing",
+    "tightfit.techniques.lifetimes.empty_cache:EmptyCache",
+    "tightfit.techniques.optimizer.update_in_backward:UpdateInBackward",
     "tightfit.techniques.precision.autocast:Autocast",
     "tightfit.techniques.precision.pure_bf16:PureBf16",
     "tightfit.techniques.optimizer.low_bit_states:LowBitStates",
@@ -65,7 +67,9 @@ def technique(name: str) -> AbstractTechnique:
     """
     known = techniques()
     if name not in known:
-        raise PlanError(f"there is no technique '{name}'; there are {', '.join(sorted(known))}")
+        near = difflib.get_close_matches(str(name), known, n=1)
+        nearest = f" (did you mean {near[0]}?)" if near else ""
+        raise PlanError(f"there is no technique '{name}'{nearest}; there are {', '.join(sorted(known))}")
     return known[name]
 
 

@@ -214,9 +214,6 @@ IN_USERS_PROCESS: tuple[Name, ...] = (
         "to run operators on lazy tensors, and to look at tensors of a program's own classes",
         "runtime techniques",
     ),
-    known(
-        "torch:Tensor._make_wrapper_subclass", "to have tensors that are computed when they are needed", "techniques"
-    ),
     known("torch:Tensor._base", "to tell what a saved view is of, and what a view keeps", "engine techniques"),
     # Autograd.
     known("torch._C._functorch:is_batchedtensor", "to refuse backward passes for many gradients at once", "techniques"),

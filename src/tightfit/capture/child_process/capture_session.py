@@ -10,7 +10,7 @@ import torch
 
 from tightfit.capture.after_steps.fast_forward import EndOfCapture, FastForward
 from tightfit.capture.after_steps.running_lines import places_of
-from tightfit.capture.child_process.exit_handlers import ExitHandlers
+from tightfit.capture.child_process.exit_handlers import SECONDS_FOR_THREADS, ExitHandlers, wait_for_threads
 from tightfit.capture.child_process.weights_on_card import WeightsOnCard
 from tightfit.capture.collectives.world import World
 from tightfit.capture.dispatch import one_card
@@ -115,7 +115,7 @@ class CaptureSession:
             follows=follows,
             until=until,
             watches_effects=with_effects,
-            batches=None if differs is None else AlikeBatches(self.gpu, differs, process_role.has_plan),
+            batches=None if differs is None else AlikeBatches(self.gpu, differs, process_role.does_batches_alone),
         )
         self._weights = WeightsOnCard(self.gpu)
         self.watch.on_prediction = self._weights.note
@@ -207,9 +207,18 @@ class CaptureSession:
                     held = run_script(script, compiled=after.program.compiled)
                 except SystemExit as error:
                     if error.code not in (None, 0):
+                        if after.is_on:
+                            at_exit.run_after(error)
                         raise
                     # It also keeps the globals of the script, which live as long as the handlers run.
                     held, ended = None, error
+                except Exception as error:
+                    # An error before the steps is the answer, whatever the program does with it.
+                    if after.is_on and faults.our_error(error, "the capture") is None:
+                        at_exit.run_after(error)
+                    raise
+                if not wait_for_threads(threads.is_of_the_program):
+                    after.stopped(f"its threads went on for {SECONDS_FOR_THREADS:g} s after the end of the script", ())
                 at_exit.run()
             if ended is not None:
                 raise ended

@@ -122,6 +122,11 @@ IN_BOTH: tuple[Name, ...] = (
     NUM_DISPATCH_MODES,
     TOP_SAVED_HOOKS,
     known(
+        "torch:Tensor._make_wrapper_subclass",
+        "to have tensors that are computed when they are needed, or not at all",
+        "capture/steps techniques",
+    ),
+    known(
         "torch._C._functorch:peek_interpreter_stack",
         "to compare and repeat nothing within torch.func transforms",
         "capture/steps techniques",

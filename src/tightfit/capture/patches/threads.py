@@ -16,6 +16,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ class ThreadsFollowed:
             if self.turns.members.own() is None:
                 start(thread)
                 return
-            if not _is_of_the_program(thread):
+            if not is_of_the_program(thread):
                 with self.turns.members.aside():
                     start(thread)
                 return
@@ -89,8 +90,21 @@ class ThreadsFollowed:
             join(thread, timeout)
 
         replace(threading.Thread, start=started, join=joined)
+        self._look_at_futures()
         self._select_in_turns()
         _load_without_a_pinning_thread()
+
+    def _look_at_futures(self) -> None:
+        """What a task of a pool raises goes to a future, which nobody may ask: that the trace cannot follow it is told to the main thread all the same."""
+        set_exception = Future.set_exception
+
+        def noted(future: "Future[Any]", error: BaseException | None) -> None:
+            if isinstance(error, TightfitError):
+                self._failed = error
+                self.turns.must_ask = True
+            set_exception(future, error)
+
+        replace(Future, set_exception=noted)
 
     def _select_in_turns(self) -> None:
         """An event loop waits for what its executor's threads do in a call of the system, which passes no turn on."""
@@ -183,7 +197,7 @@ def _load_without_a_pinning_thread() -> None:
     replace(DataLoader, __iter__=begun)
 
 
-def _is_of_the_program(thread: threading.Thread) -> bool:
+def is_of_the_program(thread: threading.Thread) -> bool:
     """Whether a thread runs the program's own code, or the tasks of a pool."""
     target: Any = vars(thread).get("_target")
     if type(thread).run is not threading.Thread.run:

@@ -5,8 +5,9 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
-from tightfit.cli.arguments.terminated import Terminated, as_under_python
+from tightfit.cli.arguments.terminated import Terminated, as_under_python, with_last_words
 from tightfit.errors import TightfitError
 from tightfit.errors.faults import is_ours, noted, our_error
 
@@ -20,17 +21,25 @@ class Enough(BaseException):
     """Raised to end a program after the requested steps; a BaseException, so that `except Exception` does not catch it."""
 
 
-def exit_code_of(run: Callable[[], None], path: str, *, closes_first: bool = False) -> int:
+def exit_code_of(
+    run: Callable[[], None], path: str, *, closes_first: bool = False, at_the_end: Callable[[], None] | None = None
+) -> int:
     """Runs the program at `path`. Its own errors are printed as python would print them, an interrupt is one line that says where it was.
 
-    With `closes_first` what `run` has open is closed at SIGTERM too, and nothing is said about either signal: the caller has more to say.
+    With `at_the_end` SIGTERM is such a line too, after what that function says. With `closes_first` what `run` has open is closed at SIGTERM too, and nothing is said about either signal: the caller has more to say.
 
     Raises:
         TightfitError: an error of ours ended it, or a bug of ours passed through it.
     """
     noted()  # of an earlier program
     try:
-        with contextlib.nullcontext() if closes_first else as_under_python():
+        with (
+            _told_to_end(path, at_the_end)
+            if at_the_end
+            else contextlib.nullcontext()
+            if closes_first
+            else as_under_python()
+        ):
             run()
     except TightfitError:
         raise
@@ -48,6 +57,18 @@ def exit_code_of(run: Callable[[], None], path: str, *, closes_first: bool = Fal
     if fault is not None:
         raise fault
     return 0
+
+
+def _told_to_end(path: str, at_the_end: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
+    """SIGTERM says where the program was, and then ends it as it would under python."""
+
+    def say(frame: FrameType | None) -> None:
+        at_the_end()
+        files = (path, str(Path(path).resolve()))
+        lines = [number for each, number in traceback.walk_stack(frame) if each.f_code.co_filename in files]
+        sys.stderr.write(f"tightfit: terminated{f' at {Path(path).name}:{lines[0]}' if lines else ''}\n")
+
+    return with_last_words(say)
 
 
 def _shown(error: BaseException, path: str) -> int:

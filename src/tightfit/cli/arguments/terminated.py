@@ -5,7 +5,7 @@ import functools
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 _masks: list[set[int]] = []
@@ -28,6 +28,9 @@ def _told(_number: int, _frame: FrameType | None) -> None:
     raise Terminated
 
 
+_handlers: list[Callable[[int, FrameType | None], None]] = [_told]
+
+
 @functools.cache
 def _look_after_forks() -> None:
     if sys.platform != "win32":
@@ -36,7 +39,7 @@ def _look_after_forks() -> None:
 
 def _hold() -> None:
     """Holds the signal back around a fork: Python forgets those that a handler of its own has not been called for in the child, which would go on."""
-    if signal.getsignal(signal.SIGTERM) is _told:
+    if signal.getsignal(signal.SIGTERM) in _handlers:
         _masks.append({int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})})
 
 
@@ -71,3 +74,27 @@ def as_under_python() -> Iterator[None]:
     finally:
         if is_ours and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, _told)
+
+
+@contextlib.contextmanager
+def with_last_words(say: Callable[[FrameType | None], None]) -> Iterator[None]:
+    """The same, but `say` is called first with the frame where the program is."""
+
+    def last_words(_number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        say(frame)
+        sys.stderr.flush()
+        signal.raise_signal(signal.SIGTERM)
+
+    is_ours = signal.getsignal(signal.SIGTERM) is _told
+    if is_ours:
+        # Nothing is raised: what the program does when it is left would be done twice, or where plain python would not do it.
+        _handlers.append(last_words)
+        signal.signal(signal.SIGTERM, last_words)
+    try:
+        yield
+    finally:
+        if is_ours and signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, last_words):
+            signal.signal(signal.SIGTERM, _told)
+        if is_ours:
+            _handlers.remove(last_words)

@@ -81,17 +81,20 @@ def run_guarded(
     plans = [Plan.load(each) for each in ([] if plan is None else [plan]) + list(guarding.fallback)]
     folder = None if disk_folder is None else str(disk_folder)
     ballast_bytes = 0 if guarding.ballast is None else parse(with_unit("--ballast", guarding.ballast))
+    found: list[GuardedScript] = []
     return exit_code_of(
         lambda: _run(
             script,
             plans,
             guarding,
+            found,
             has_plan=plan is not None,
             check_steps=check_steps,
             disk_folder=folder,
             ballast_bytes=ballast_bytes,
         ),
         script.path,
+        at_the_end=lambda: _tell_all(found),
     )
 
 
@@ -128,16 +131,16 @@ def _run(
     script: Script,
     plans: Sequence[Plan],
     guarding: Guarding,
+    found: "list[GuardedScript]",
     *,
     has_plan: bool,
     check_steps: int,
     disk_folder: str | None,
     ballast_bytes: int,
 ) -> None:
+    """Runs the script; what guards it is put into `found`."""
     from tightfit.runtime.run_script import run
     from tightfit.torch_hooks import manifest
-
-    found: list[GuardedScript] = []
 
     def running() -> Any:
         # Imports torch, which reads the allocator's settings of the plan.
@@ -160,8 +163,12 @@ def _run(
             with running() as compiled:
                 run_script(script, compiled=compiled)
     finally:
-        for guarded in found:
-            _tell(guarded, say)
+        _tell_all(found)
+
+
+def _tell_all(found: "Sequence[GuardedScript]") -> None:
+    for guarded in found:
+        _tell(guarded, say)
 
 
 def _tell(guarded: "GuardedScript", tell: Callable[[str], None]) -> None:

@@ -69,14 +69,28 @@ class Search:
         host_bytes: int = 0,
         disk_bytes: int = 0,
         is_rough: bool = False,
+        offers: Offers | None = None,
     ) -> None:
         self.budget_bytes = budget_bytes
-        self.offers = Offers(runs, allowed)
+        self.offers = offers or Offers(runs, allowed)
         self.candidates = Candidates(runs, self.offers, budget_bytes, host_bytes=host_bytes, disk_bytes=disk_bytes)
         self._runs = runs
+        self._allowed = allowed
         self._host_bytes, self._disk_bytes = host_bytes, disk_bytes
         self._fits = self.candidates.fits
         self._is_rough = is_rough
+
+    def within(self, budget_bytes: int) -> "Search":
+        """The same search within another budget; what one is told of refusals, both know."""
+        return Search(
+            self._runs,
+            budget_bytes,
+            self._allowed,
+            host_bytes=self._host_bytes,
+            disk_bytes=self._disk_bytes,
+            is_rough=self._is_rough,
+            offers=self.offers,
+        )
 
     def run(self) -> Found:
         """Searches. Interrupted (Ctrl-C), it is over, with the best candidate so far.

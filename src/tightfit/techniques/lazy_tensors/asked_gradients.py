@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from tightfit.capture.steps.micro_batches import deferred_results
 from tightfit.effects.reads import is_called_by_us
 from tightfit.techniques.lazy_tensors.deferral import name_of
 from tightfit.techniques.lazy_tensors.seen_as_tensor import SeenAsTensor
@@ -31,6 +32,9 @@ class DeferredTensor(torch.Tensor, metaclass=SeenAsTensor):
             ApplyError: no gradient goes through it.
         """
         raise NotImplementedError
+
+
+deferred_results.KINDS.add(DeferredTensor)
 
 
 def refuse_lost_gradients(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

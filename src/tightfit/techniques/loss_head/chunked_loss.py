@@ -24,6 +24,7 @@ class ChunkedLoss(AbstractTechnique):
     exact = True
     needs = Needs.DIVISIBLE
     exactness = "the same up to the order of sums and one rounding; the gradient of a weight in half precision is summed in float32"
+    is_alike_in_batches = True
 
     def options(self, profile: Profile) -> Iterable[Option]:
         """For each head several numbers of chunks, with the gradients in either pass."""

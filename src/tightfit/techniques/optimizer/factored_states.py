@@ -32,6 +32,7 @@ class FactoredStates(AbstractTechnique):
         "lossy: averages of squared gradients are reduced to the means of rows and columns; vectors keep theirs whole"
     )
     tolerance = 0.15
+    is_alike_in_batches = True
 
     def options(self, profile: Profile) -> Iterable[Option]:
         """For Adam and AdamW, with and without updates in the backward pass."""

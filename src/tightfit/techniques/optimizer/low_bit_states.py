@@ -57,6 +57,7 @@ class LowBitStates(AbstractTechnique):
     needs = Needs.STEPS
     exactness = "lossy: averages of gradients and of their squares are rounded to 8 or 4 bits after each step; the update itself is that of the parameter's type"
     tolerance = 0.15
+    is_alike_in_batches = True
 
     def options(self, profile: Profile) -> Iterable[Option]:
         """8 and 4 bits, each with and without updates in the backward pass, for an optimizer with running averages."""

@@ -39,6 +39,7 @@ class OptimizerKernel(AbstractTechnique):
         "may round the last bit differently"
     )
     tolerance = 0.1
+    is_alike_in_batches = True
 
     def options(self, profile: Profile) -> Iterable[Option]:
         """One option for each other implementation that this optimizer is known to have."""

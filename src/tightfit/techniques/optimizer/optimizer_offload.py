@@ -67,6 +67,7 @@ class OptimizerOffload(AbstractTechnique):
     needs = Needs.STEPS
     exactness = "the optimizer itself updates one parameter after the other: bit for bit with its own implementation, up to rounding with the fused kernel"
     tolerance = 0.15
+    is_alike_in_batches = True
 
     def options(self, profile: Profile) -> Iterable[Option]:
         """With the optimizer's present implementation, tensor by tensor, and with the fused one; each in its step, and in the backward pass where there

@@ -45,6 +45,7 @@ class Autocast(AbstractTechnique):
     exact = False
     exactness = "lossy: products are computed from operands rounded to 8 significant bits, and summed in float32; parameters stay float32"
     tolerance = 0.6
+    is_alike_in_batches = True
 
     def options(self, profile: Profile) -> Iterable[Option]:
         """One option, in bfloat16, for a run in float32."""

@@ -59,6 +59,7 @@ class LowBitOffload(AbstractTechnique):
     needs = Needs.STEPS
     exactness = "lossy: states are rounded to 8 bits, or to bfloat16 at random, after each step; with master weights in 24 bits, passes in bfloat16"
     tolerance = 0.4
+    is_alike_in_batches = True
 
     def options(self, profile: Profile) -> Iterable[Option]:
         """8 bits and bfloat16, each with and without updates in the backward pass; and 8 bits with weights in bfloat16 for a run in float32."""

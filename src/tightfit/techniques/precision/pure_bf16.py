@@ -32,6 +32,7 @@ class PureBf16(AbstractTechnique):
     needs = Needs.STEPS
     exactness = "lossy: forward and backward pass in 8 significant bits; updates in float32, rounded at random (right on average) or kept to 16 bits"
     tolerance = 0.4
+    is_alike_in_batches = True
 
     def options(self, profile: Profile) -> Iterable[Option]:
         """Two options for a run in float32: stochastic rounding, and compensated summation, which needs two bytes more per parameter."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from tightfit.techniques.recomputation.large_calls import large_calls
 from tightfit.techniques.recomputation.recompute import Recomputed
 from tightfit.techniques.session import Session
 from tightfit.techniques.technique import ChosenOption, check_each
@@ -20,4 +21,4 @@ def apply_checkpointing(session: Session, chosen: Sequence[ChosenOption]) -> Non
             verdict=session.verdict,
             check_steps=session.check_steps,
         )
-        session.wrap_forward(module, around)
+        session.wrap_forward(module, large_calls(session, _NAME, choice).only(around))

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from tightfit.errors import ApplyError
+from tightfit.techniques.recomputation.large_calls import large_calls
 from tightfit.techniques.recomputation.recompute import Recomputed
 from tightfit.techniques.recomputation.recomputed_inputs import Segment
 from tightfit.techniques.session import Session
@@ -28,8 +29,9 @@ def apply_nested_checkpointing(session: Session, chosen: Sequence[ChosenOption])
             for module in modules
         ]
         segment = Segment(around)
+        calls = large_calls(session, _NAME, choice)
         for number, module in enumerate(modules):
-            session.wrap_forward(module, segment.around(number))
+            session.wrap_forward(module, calls.only(segment.around(number)))
 
 
 def _modules(session: Session, choice: ChosenOption) -> list[torch.nn.Module]:

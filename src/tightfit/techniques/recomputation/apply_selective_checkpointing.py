@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
 
 from tightfit.cost.classes import TENSOR_CORE_CLASSES, operator_class
+from tightfit.techniques.recomputation.large_calls import large_calls
 from tightfit.techniques.recomputation.recompute import Recomputed
 from tightfit.techniques.session import Session
 from tightfit.techniques.technique import ChosenOption, check_each
@@ -34,7 +35,7 @@ def apply_selective_checkpointing(session: Session, chosen: Sequence[ChosenOptio
             check_steps=session.check_steps,
             contexts=contexts,
         )
-        session.wrap_forward(module, around)
+        session.wrap_forward(module, large_calls(session, _NAME, choice).only(around))
 
 
 def keeping_contexts(keep: frozenset[int]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

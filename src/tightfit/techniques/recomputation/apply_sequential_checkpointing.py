@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from tightfit.techniques.recomputation.large_calls import LargeCalls, large_calls
 from tightfit.techniques.recomputation.recompute import Recomputed
 from tightfit.techniques.session import Session
 from tightfit.techniques.technique import ChosenOption, check_each
@@ -17,10 +18,11 @@ def apply_sequential_checkpointing(session: Session, chosen: Sequence[ChosenOpti
     check_each(chosen, lambda c: check_sequential(session, c.where, c.settings["begin"], c.settings["end"]))
     for choice in chosen:
         begin, end = choice.settings["begin"], choice.settings["end"]
-        put_range(session, choice.where, begin, end, _maker(session, choice.where))
+        calls = large_calls(session, _NAME, choice)
+        put_range(session, choice.where, begin, end, _maker(session, choice.where, calls))
 
 
-def _maker(session: Session, where: str) -> MakeRunner:
+def _maker(session: Session, where: str, calls: LargeCalls) -> MakeRunner:
     """Makes a function that creates the runner of a segment; it refers to the session's verdict, and not to the session."""
     verdict, check_steps = session.verdict, session.check_steps
 
@@ -29,6 +31,7 @@ def _maker(session: Session, where: str) -> MakeRunner:
         chain = torch.nn.Sequential()
         chain._modules.update({str(i): child for i, child in enumerate(children)})
         around = Recomputed(chain, where=where, technique=_NAME, verdict=verdict, check_steps=check_steps)
-        return lambda value: around(chain.forward, value)
+        run = calls.only(around)
+        return lambda value: run(chain.forward, value)
 
     return make

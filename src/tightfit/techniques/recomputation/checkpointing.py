@@ -25,6 +25,7 @@ class Checkpointing(AbstractTechnique):
     exact = True
     needs = Needs.REPEATABLE
     exactness = "bit for bit, random state and autocast included; up to the order of a reduction where a decoder would fill a key-value cache"
+    is_alike_in_batches = True
 
     def options(self, profile: Profile) -> Iterable[Option]:
         """One option for each block; it shares slots with the modules inside and around it."""

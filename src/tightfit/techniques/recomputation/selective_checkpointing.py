@@ -26,6 +26,7 @@ class SelectiveCheckpointing(AbstractTechnique):
     exact = True
     needs = Needs.REPEATABLE
     exactness = "bit for bit, random state and autocast included; up to the order of a reduction where a decoder would fill a key-value cache"
+    is_alike_in_batches = True
 
     def options(self, profile: Profile) -> Iterable[Option]:
         """One for each block, if saving some differs from saving all or none.

@@ -12,6 +12,7 @@ import numpy as np
 
 from tightfit.analysis.modules import ModuleCall, ModuleCalls
 from tightfit.analysis.profile import Profile
+from tightfit.cost.host_python import HostWork
 from tightfit.planner.option import Change
 from tightfit.planner.sides import Sides
 from tightfit.tape import Category, Column
@@ -172,5 +173,7 @@ class TileAccount:
         passed = traffic / (self.profile.device.dram_bytes_per_second * efficiency.of_bandwidth["elementwise"])
         return Sides(
             on_card=again + more + num_more * efficiency.launch_seconds + ramps + passed,
-            on_host=(in_forward + num_more) * efficiency.issue_seconds,
+            on_host=(in_forward + num_more) * efficiency.issue_seconds
+            + HostWork.TILED_CALL.value
+            + self.num_tiles * HostWork.TILE.value,
         )

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.autograd import grad  # torch's own, whatever the program puts in its place later
 
+from tightfit.capture.observe.host_python import spends
+from tightfit.cost.host_python import HostWork
 from tightfit.effects.ambient import Ambient
 from tightfit.effects.call_trails import Trail, operators_at
 from tightfit.effects.graph_shapes import graph_shape
@@ -159,6 +161,7 @@ class _Tiled(torch.autograd.Function):
         length = max(tile.out_end for tile in tiling.tiles)
         output = None
         ctx.sums, ctx.results = [], []
+        _spends(tiling)
         with torch.autocast(**autocast):
             for number, tile in enumerate(tiling.tiles):
                 part = tiling.first_run(number, value)
@@ -179,6 +182,7 @@ class _Tiled(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:  # pyrefly: ignore[bad-override]
         (gradient,) = grad_outputs
         tiling = ctx.tiling
+        _spends(tiling)
         value, *trained = ctx.saved_tensors
         changed = tiling.first_state.lost()
         if not changed and ctx.addresses != _addresses(tiling.parameters):
@@ -223,6 +227,12 @@ class _Tiled(torch.autograd.Function):
                     _put(whole.narrow(tiling.dim, tile.begin, tile.end - tile.begin), found.pop(0), adds=tiling.overlap)
                 _add(sums, found)
         return (None, None, whole, *(_cast(s, p) for s, p in zip(sums, trained, strict=True)))
+
+
+def _spends(tiling: Tiling) -> None:
+    """Of what a call costs the host, one of its passes has half."""
+    spends(HostWork.TILED_CALL, 0.5)
+    spends(HostWork.TILE, 0.5 * len(tiling.tiles))
 
 
 def _addresses(parameters: Iterable[torch.Tensor]) -> list[int]:

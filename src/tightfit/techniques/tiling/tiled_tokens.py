@@ -25,6 +25,7 @@ class TiledTokens(AbstractTechnique):
     exact = True
     needs = Needs.DIVISIBLE
     exactness = "the same up to the order of sums; the gradient of a weight in half precision is summed in float32"
+    is_alike_in_batches = True
 
     def options(self, profile: Profile) -> Iterable[Option]:
         """For each module several numbers of tiles, with and without a recomputed module around it."""

@@ -35,6 +35,7 @@ class Freezing(AbstractTechnique):
     exact = False
     exactness = "lossy: the first blocks keep their weights"
     tolerance = 0.2
+    is_alike_in_batches = True
 
     def options(self, profile: Profile) -> Iterable[Option]:
         """A quarter, a half and three quarters of the blocks.

@@ -22,6 +22,7 @@ from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.capture.steps.micro_batches.answered_batches import AnsweredBatches
 from tightfit.capture.steps.micro_batches.answered_call import Layout, Returned, layout_of, returned_by
 from tightfit.capture.steps.micro_batches.batch_state import BatchState
+from tightfit.capture.steps.micro_batches.deferred_results import Gone
 from tightfit.capture.steps.micro_batches.graph_entries import Edge, entries
 from tightfit.capture.steps.micro_batches.micro_batch import BatchPlaces, Kept, MicroBatch, observed, order_of_frees
 from tightfit.capture.steps.micro_batches.object_trees import PLAIN
@@ -62,7 +63,7 @@ class _Arguments:
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _Open:
     """A call whose backward pass has not begun. Its nodes have the sequence numbers from `first_node` up to but not including `end_of_nodes`; `edges` are those of
-    the tensors that it has returned with a node.
+    the tensors that it has returned with a node; `are_gone` is of the results that are not computed.
     """
 
     history: _History
@@ -75,15 +76,16 @@ class _Open:
     end_of_nodes: int
     returned: Returned
     edges: tuple[Edge, ...]
+    are_gone: tuple[Gone, ...]
 
 
 class AlikeBatches:
-    """Runs or answers the calls of root modules with gradients. `differs` ends the trace, which is begun again without this. `has_plan` says whether the program has
-    put techniques on a model, which may do something else in the last micro-batch of a step: then all are run.
+    """Runs or answers the calls of root modules with gradients. `differs` ends the trace, which is begun again without this. `runs_all` says whether techniques
+    were put on a model that may do something else in the last micro-batch of a step: then all are run.
     """
 
-    def __init__(self, gpu: VirtualGpu, differs: Callable[[], NoReturn], has_plan: Callable[[], bool]) -> None:
-        self._has_plan = has_plan
+    def __init__(self, gpu: VirtualGpu, differs: Callable[[], NoReturn], runs_all: Callable[[], bool]) -> None:
+        self._runs_all = runs_all
         self.answers = AnsweredBatches(gpu, differs)
         self._gpu = gpu
         self._histories: dict[Key, _History] = {}
@@ -147,7 +149,7 @@ class AlikeBatches:
         is_plain = not any(args[1:4]) and kwargs.get("accumulate_grad", True) and not _hooks_saved_tensors()
         if self.answers.is_waiting:
             return self.answers.backward(roots, run, is_plain=is_plain)
-        if opened is None:
+        if opened is None or not all(is_gone() for is_gone in opened.are_gone):
             return run()
         found = entries(roots, opened.first_node, opened.end_of_nodes) if is_plain else None
         if not found or not found.keys() <= set(opened.edges):
@@ -174,7 +176,7 @@ class AlikeBatches:
 
     def _key(self, module: torch.nn.Module, leaves: Sequence[Any], structure: Any) -> Key | None:
         """All but the state that a call depends on; None for one that is always run."""
-        if self._has_plan():
+        if self._runs_all():
             return None
         in_transform = torch._C._functorch.peek_interpreter_stack() is not None
         if torch.jit.is_tracing() or in_transform or self._gpu.has_side_streams or _hooks_saved_tensors():
@@ -225,7 +227,7 @@ class AlikeBatches:
         found = returned_by(self._gpu, result, begin.storages)
         if found is None or state.randomness() != randomness or state.has_changed(module, before):
             return result
-        returned, edges = found
+        returned, edges, are_gone = found
         self._open = _Open(
             history=history,
             state=before,
@@ -237,6 +239,7 @@ class AlikeBatches:
             end_of_nodes=end_of_nodes,
             returned=returned,
             edges=edges,
+            are_gone=are_gone,
         )
         return result
 

@@ -11,6 +11,7 @@ import torch
 
 from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.capture.steps.micro_batches.answered_call import Layout, answer
+from tightfit.capture.steps.micro_batches.deferred_results import Gone
 from tightfit.capture.steps.micro_batches.graph_entries import entries
 from tightfit.capture.steps.micro_batches.micro_batch import Kept, MicroBatch
 from tightfit.capture.steps.micro_batches.repeated_rows import RepeatedRows, Whose, write_again
@@ -19,7 +20,7 @@ from tightfit.capture.steps.micro_batches.repeated_rows import RepeatedRows, Who
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _Answered:
     """A call that was answered; its node, with the sequence number `node`, holds this. `held` are the storages of tensors that the graph of a call that is run holds
-    until its backward pass frees them, `kept` those that go with it, in the `order` in which they went.
+    until its backward pass frees them, `kept` those that go with it, in the `order` in which they went. `are_gone` is of the results that are not computed.
     """
 
     micro_batch: MicroBatch
@@ -29,6 +30,7 @@ class _Answered:
     node: int = -1
     held: list[torch.UntypedStorage] = dataclasses.field(default_factory=list)
     kept: list[torch.UntypedStorage | None] = dataclasses.field(default_factory=list)
+    are_gone: Sequence[Gone] = ()
     has_run: bool = False
 
 
@@ -66,7 +68,9 @@ class AnsweredBatches:
         def run_backward(gradients: Sequence[Layout | None]) -> None:
             self._run_backward(answered, tuple(gradients))
 
-        result, answered.node, made = answer(self._gpu, micro_batch.returned, first, self._start, run_backward)
+        result, answered.node, made, answered.are_gone = answer(
+            self._gpu, micro_batch.returned, first, self._start, run_backward, self._differs
+        )
         held = zip(made, micro_batch.returned.tensors(), strict=True)
         answered.held = [storage for storage, tensor in held if tensor.storage in micro_batch.ends_with]
         answered.held += [given[number].untyped_storage() for number in micro_batch.backward.freed(Whose.GIVEN)]
@@ -77,7 +81,9 @@ class AnsweredBatches:
         """Runs the backward pass of the call that is waited for; `is_plain`: its graph is not kept, and gradients are accumulated."""
         waiting = self._waiting
         assert waiting is not None
-        if not (is_plain and entries(roots, waiting.node, waiting.node + 1)):
+        # What is not computed holds memory until it goes, and had gone by now.
+        is_over = all(is_gone() for is_gone in waiting.are_gone)
+        if not (is_plain and is_over and entries(roots, waiting.node, waiting.node + 1)):
             self._differs()
         out = run()
         self.settle()

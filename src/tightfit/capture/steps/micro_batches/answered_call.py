@@ -2,12 +2,13 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tightfit.capture.dispatch.virtual import VirtualGpu
+from tightfit.capture.steps.micro_batches.deferred_results import DeferredResult, Gone, gone
 from tightfit.capture.steps.micro_batches.graph_entries import Edge
 from tightfit.capture.steps.micro_batches.object_trees import Tree, taken_apart
 
@@ -49,19 +50,25 @@ def layout_of(tensor: torch.Tensor) -> Layout:
     )
 
 
-def returned_by(gpu: VirtualGpu, result: Any, first_storage: int) -> tuple[Returned, tuple[Edge, ...]] | None:
-    """What a call that has allocated storages from `first_storage` on has returned, with the edges of its graph that the trained tensors are, or None if its like
-    cannot be made without running it."""
+def returned_by(
+    gpu: VirtualGpu, result: Any, first_storage: int
+) -> tuple[Returned, tuple[Edge, ...], tuple[Gone, ...]] | None:
+    """What a call that has allocated storages from `first_storage` on has returned, with the edges of its graph that the trained tensors are, and whether those that
+    are not computed have gone; or None if its like cannot be made without running it."""
     taken = taken_apart(result)
     if taken is None:
         return None
     leaves, tree = taken
-    edges = list[Edge]()
+    edges, are_gone = list[Edge](), list[Gone]()
     described: list[Any] = []
     storages = set[int]()
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor):
             described.append(leaf)
+            continue
+        if (deferred := DeferredResult.of(leaf)) is not None:
+            described.append(deferred)
+            are_gone.append(gone(leaf))
             continue
         index = gpu.storages.index_of(leaf)
         # What the program reads of a result with known values decides where it goes on.
@@ -85,7 +92,7 @@ def returned_by(gpu: VirtualGpu, result: Any, first_storage: int) -> tuple[Retur
                 is_view=leaf._is_view(),
             )
         )
-    return Returned(leaves=tuple(described), tree=tree), tuple(edges)
+    return Returned(leaves=tuple(described), tree=tree), tuple(edges), tuple(are_gone)
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:
@@ -100,11 +107,12 @@ def answer(
     first_storage: int,
     start: torch.Tensor,
     on_backward: Callable[[Sequence[Layout | None]], None],
-) -> tuple[Any, int, list[torch.UntypedStorage]]:
-    """A result like the one that was `returned`, the sequence number of its node, and the storages of its tensors.
+    differs: Callable[[], NoReturn],
+) -> tuple[Any, int, list[torch.UntypedStorage], list[Gone]]:
+    """A result like the one that was `returned`, the sequence number of its node, the storages of its tensors, and whether those that are not computed have gone.
 
     The tape has the storages already, from `first_storage` on. `start` is a leaf that requires a gradient, and gets none. `on_backward` is called when the
-    backward pass comes to the result, with the gradients of its trained tensors.
+    backward pass comes to the result, with the gradients of its trained tensors, `differs` when one that is not computed is touched.
     """
     made = []
     for leaf in returned.tensors():
@@ -121,8 +129,15 @@ def answer(
     # A write in place to a view makes other nodes.
     is_view = [leaf.requires_grad and leaf.is_view for leaf in returned.tensors()]
     tensors = iter([t.view(t.size()) if is_seen else t for t, is_seen in zip(made, is_view, strict=True)])
-    leaves = (next(tensors) if isinstance(leaf, ReturnedTensor) else leaf for leaf in returned.leaves)
-    return returned.tree.made(leaves), number, storages
+    leaves = list[Any]()
+    are_gone = list[Gone]()
+    for leaf in returned.leaves:
+        if isinstance(leaf, DeferredResult):
+            leaves.append(leaf.made(differs))
+            are_gone.append(gone(leaves[-1]))
+        else:
+            leaves.append(next(tensors) if isinstance(leaf, ReturnedTensor) else leaf)
+    return returned.tree.made(iter(leaves)), number, storages, are_gone
 
 
 class _Answered(torch.autograd.Function):
