@@ -8,9 +8,9 @@ import dataclasses
 
 import numpy as np
 
-from tightfit.analysis.element_bytes import element_bytes
 from tightfit.analysis.modules import ModuleCalls
 from tightfit.tape import Phase, Source, Tape
+from tightfit.tape.element_bytes import element_bytes
 
 _SOFTMAX = ("aten._softmax", "aten._safe_softmax")
 _PRODUCTS = ("aten.bmm", "aten.baddbmm")

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tightfit.analysis.element_bytes import element_bytes
 from tightfit.analysis.modules import ModuleCalls
 from tightfit.tape import Phase, Source, Tape
+from tightfit.tape.element_bytes import element_bytes
 
 # The operators of a linear layer; a module that runs any other cannot be deferred to the loss.
 _LINEAR = frozenset(

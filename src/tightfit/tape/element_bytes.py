@@ -1,6 +1,6 @@
 """Bytes of an element, by the type of an operator's arithmetic."""
 
-from tightfit.tape import Tape
+from tightfit.tape.columns import Tape
 
 _REAL = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
