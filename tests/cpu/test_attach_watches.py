@@ -126,3 +126,14 @@ def test_a_module_is_called_with_arguments_of_any_name() -> None:
     assert Named()(module=1, optimizer=2) == 3
     leave()
     assert len(told.modules) == 1
+
+
+def test_a_parametrization_that_torch_calls_while_it_makes_it_is_no_model() -> None:
+    # What concerns optimizers would go to it, and be refused, since it has none.
+    attachment = Attachment([choice("update_in_backward", "optimizer", kernel="same", clips=False)])
+    end = attachment.install()
+    model, optimizer = made()
+    nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+    train(model, optimizer)
+    assert [root.name for root in attachment.roots] == ["Net"]
+    end()

@@ -157,3 +157,21 @@ def test_a_sequential_with_another_order_is_refused():
     model = nn.ModuleDict({"chain": Reversed(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))})
     with pytest.raises(ApplyError, match="is a Reversed, and"):
         apply_choices([choice("sequential_checkpointing", "ModuleDict.chain", begin=0, end=2)], model, [])
+
+
+def sequential() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(2048, 5)
+    )
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        choice("update_in_backward", "optimizer", kernel="same"),
+        choice("empty_cache", "allocator", border="before the forward"),
+    ],
+)
+def test_the_model_may_be_the_sequential_itself_beside_what_wraps_models(other):
+    segments = [choice(NAME, "Sequential", begin=0, end=3)]
+    assert_same(train(sequential, loss_of), train(sequential, loss_of, [*segments, other]))

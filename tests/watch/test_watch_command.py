@@ -79,6 +79,11 @@ def test_a_machine_without_cards_is_one_line(
     assert "no GPU to watch on this machine" in capsys.readouterr().err
 
 
+def test_an_interval_that_is_none_is_called_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["watch", "--interval", "often"]) == 2
+    assert capsys.readouterr().err == "tightfit: --interval often: write a time from 1s to 1h\n"
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

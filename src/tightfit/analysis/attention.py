@@ -10,11 +10,11 @@ import numpy as np
 
 from tightfit.analysis.modules import ModuleCalls
 from tightfit.tape import Phase, Source, Tape
+from tightfit.tape.element_bytes import element_bytes
 
 _SOFTMAX = ("aten._softmax", "aten._safe_softmax")
 _PRODUCTS = ("aten.bmm", "aten.baddbmm")
 _DROPOUT = ("aten.native_dropout", "aten.bernoulli_.float", "aten.dropout")
-_ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,10 @@ def _score_run(module_calls: ModuleCalls, names: list[str], softmax: int) -> Sco
     begin, end = nearest(-1), nearest(1)
     # Scores are (queries x keys) in both, while the second matmul contracts the keys; this tells attention from a softmax
     # that a mixture of experts or a gate takes between two matmuls.
-    if begin is None or end is None or _numbers(tape, begin) != numbers or _numbers(tape, end) >= numbers:
+    if numbers is None or begin is None or end is None or (item_bytes := element_bytes(tape, begin)) is None:
+        return None
+    contracted = _numbers(tape, end)
+    if _numbers(tape, begin) != numbers or contracted is None or contracted >= numbers:
         return None
     # Only dropout after the softmax acts on the probabilities; dropout before `begin` belongs to another layer.
     if any(names[i] in _DROPOUT for i in range(softmax, end)):
@@ -66,7 +69,7 @@ def _score_run(module_calls: ModuleCalls, names: list[str], softmax: int) -> Sco
     allocated_at = tape.storages.operator
     is_score = np.isin(allocated_at, own) & (tape.storages.source == Source.TENSOR)
     # In the dtype of the matmul: under autocast the softmax runs in float32 and its storages are larger, never smaller.
-    is_score &= tape.storages.num_bytes >= numbers * _item_bytes(tape, begin)
+    is_score &= tape.storages.num_bytes >= numbers * item_bytes
     return ScoreRun(
         path=tape.strings[module],
         begin=begin,
@@ -78,12 +81,9 @@ def _score_run(module_calls: ModuleCalls, names: list[str], softmax: int) -> Sco
     )
 
 
-def _item_bytes(tape: Tape, operator: int) -> int:
-    return _ITEM_BYTES[tape.strings[tape.operators.dtype[operator]]]
-
-
-def _numbers(tape: Tape, operator: int) -> int:
-    return int(tape.operators.bytes_written[operator]) // _item_bytes(tape, operator)
+def _numbers(tape: Tape, operator: int) -> int | None:
+    item_bytes = element_bytes(tape, operator)
+    return None if item_bytes is None else int(tape.operators.bytes_written[operator]) // item_bytes
 
 
 def _backward(tape: Tape, softmax: int, module: int) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ import numpy as np
 
 from tightfit.analysis.modules import ModuleCalls
 from tightfit.tape import Phase, Source, Tape
+from tightfit.tape.element_bytes import element_bytes
 
 # The operators of a linear layer; a module that runs any other cannot be deferred to the loss.
 _LINEAR = frozenset(
@@ -22,7 +23,6 @@ _PRODUCTS = ("aten.mm", "aten.addmm")
 _LOSSES = ("aten.nll_loss_forward", "aten.nll_loss2d_forward")
 # nll_loss takes class indices as int64.
 _BYTES_OF_TARGET = 8
-_ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 _NEARLY = 0.9
 
 
@@ -72,16 +72,20 @@ def loss_heads(module_calls: ModuleCalls) -> Iterator[LossHead]:
 def _loss_head(module_calls: ModuleCalls, names: list[str], softmax: int, loss: int) -> LossHead | None:
     tape = module_calls.tape
     operators = tape.operators
-    numbers = int(operators.bytes_written[softmax]) // _item_bytes(tape, softmax)
+    softmax_bytes, loss_bytes = element_bytes(tape, softmax), element_bytes(tape, loss)
+    if softmax_bytes is None or loss_bytes is None:
+        return None
+    numbers = int(operators.bytes_written[softmax]) // softmax_bytes
     # nll_loss reads the log-probabilities, which autocast casts to float32 behind a softmax in half precision, and the targets, so what is left over is
     # the targets.
-    num_counted = (int(operators.bytes_read[loss]) - numbers * _item_bytes(tape, loss)) // _BYTES_OF_TARGET
+    num_counted = (int(operators.bytes_read[loss]) - numbers * loss_bytes) // _BYTES_OF_TARGET
     if num_counted <= 0 or numbers % num_counted:
         return None
     num_classes = numbers // num_counted
     product = _product(tape, names, softmax, numbers, num_classes)
+    item_bytes = None if product is None else element_bytes(tape, product)
     rounds = None if product is None else _backward(tape, names, product, loss)
-    if product is None or rounds is None:
+    if product is None or item_bytes is None or rounds is None:
         return None
     back_begin, back_end = rounds
     module = operators.module[product]
@@ -92,7 +96,6 @@ def _loss_head(module_calls: ModuleCalls, names: list[str], softmax: int, loss: 
     # A scale, a bias added apart or a soft cap inside of the module would be lost in chunks that only multiply.
     if any(names[i] not in _LINEAR for i in range(begin, product + 1)):
         return None
-    item_bytes = _item_bytes(tape, product)
     num_tokens = int(operators.bytes_written[product]) // item_bytes // num_classes
     # A matmul of (tokens, width) and (width, classes) is 2 * tokens * width * classes FLOPs.
     width = int(operators.flops[product]) // (2 * num_tokens * num_classes)
@@ -116,7 +119,7 @@ def _loss_head(module_calls: ModuleCalls, names: list[str], softmax: int, loss: 
         back_end=back_end,
         head_item_bytes=item_bytes,
         # Behind a softmax in half precision autocast casts, and chunks do before it.
-        loss_item_bytes=_item_bytes(tape, loss),
+        loss_item_bytes=loss_bytes,
         logits=int(logits[0]),
         gone=(),
         weight_gradient=gradients[0],
@@ -126,10 +129,6 @@ def _loss_head(module_calls: ModuleCalls, names: list[str], softmax: int, loss: 
     return dataclasses.replace(head, gone=_gone(module_calls, head, module))
 
 
-def _item_bytes(tape: Tape, operator: int) -> int:
-    return _ITEM_BYTES[tape.strings[tape.operators.dtype[operator]]]
-
-
 def _product(tape: Tape, names: list[str], softmax: int, numbers: int, num_classes: int) -> int | None:
     """The last matmul before `softmax`, in the same forward pass, that wrote at least as many elements, in whole rows of `num_classes`."""
     operators = tape.operators
@@ -137,7 +136,11 @@ def _product(tape: Tape, names: list[str], softmax: int, numbers: int, num_class
         if operators.phase[i] != Phase.FORWARD:
             return None
         if names[i] in _PRODUCTS:
-            made = int(operators.bytes_written[i]) // _item_bytes(tape, i)
+            item_bytes = element_bytes(tape, i)
+            if item_bytes is None:
+                # Of complex numbers a loss takes no logits.
+                return None
+            made = int(operators.bytes_written[i]) // item_bytes
             # At least: of shifted labels the loss takes a slice of the logits.
             if made >= numbers:
                 return i if made % num_classes == 0 else None
@@ -167,7 +170,11 @@ def _gradients(tape: Tape, begin: int, end: int, module: int, num_weights: int, 
     )
     weight = hidden = -1
     for storage in found.tolist():
-        numbers = int(tape.storages.num_bytes[storage]) // _item_bytes(tape, int(allocated_at[storage]))
+        item_bytes = element_bytes(tape, int(allocated_at[storage]))
+        if item_bytes is None:
+            # Not a gradient, such as what anomaly detection compares.
+            continue
+        numbers = int(tape.storages.num_bytes[storage]) // item_bytes
         if numbers % num_weights == 0:
             weight = storage
         elif numbers % num_hidden == 0:

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import signal
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from tightfit.capture.collectives.world import World
 from tightfit.capture.processes.children import shared_folder
 from tightfit.capture.processes.containment.policy import CLOSED, Policy, contained
 from tightfit.capture.processes.containment.written import dropped_notes
-from tightfit.capture.processes.fork_server import NOT_CLOSED_IN, ForkedChild, forked_child
+from tightfit.capture.processes.fork_server import NO_ROOM, NOT_CLOSED_IN, ForkedChild, forked_child
 from tightfit.capture.processes.trace_progress import StatusReader, TraceProgress, user_place
 from tightfit.capture.targets.target_kinds import HuggingFaceConfig, Target, words_of
 from tightfit.capture.trace_settings import DEFAULT_NUM_STEPS, DEFAULT_TIMEOUT_SECONDS
@@ -266,6 +267,12 @@ def _death(label: str, code: int, said: str) -> str:
     if code == NOT_CLOSED_IN:
         why = said.strip().rpartition("\n")[2] or "see above"
         return f"{label} could not be closed in on this machine ({why}); set TIGHTFIT_CONTAINMENT=python, or give --allow-writes and --allow-network"
+    if code == NO_ROOM:
+        why = said.strip().rpartition("\n")[2] or "it is full"
+        return (
+            f"what {label} did could not be written to the folder for temporary files, {tempfile.gettempdir()} ({why}); "
+            "set TMPDIR to a folder with room, also for what the program writes"
+        )
     reason = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     # SIGKILL is what the kernel's out-of-memory killer sends.
     hint = " (out of host memory?)" if code == -signal.SIGKILL else ""

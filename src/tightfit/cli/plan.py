@@ -112,7 +112,7 @@ def plan(
     redact
         Write ~ in place of home folders in every path, for a report that is sent to somebody.
     no_prove
-        Do not verify the plan by values: by default three steps run on the CPU, plain and planned, where that takes 20 s or less (not for scripts).
+        Do not verify the plan by values: by default three steps run on the CPU, plain and planned, where that takes 20 s or less.
     """
     started = time.monotonic()
     begin_server(target, tracing)

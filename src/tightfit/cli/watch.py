@@ -112,8 +112,12 @@ def watch(
 
 
 def _interval(text: str) -> float:
-    horizon = parse_horizon(text)
-    if not horizon.is_time or not MIN_INTERVAL_SECONDS <= horizon.count <= 3600:
+    try:
+        horizon = parse_horizon(text)
+    except UsageError:
+        # Its words are of another option.
+        horizon = None
+    if horizon is None or not horizon.is_time or not MIN_INTERVAL_SECONDS <= horizon.count <= 3600:
         raise UsageError(f"--interval {text}: write a time from 1s to 1h")
     return horizon.count
 

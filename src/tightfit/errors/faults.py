@@ -224,9 +224,15 @@ def answering(during: str, *, technique: str = "") -> Iterator[None]:
     except TightfitError:
         raise
     except Exception as error:
-        if hasattr(error, _THEIRS):
+        if hasattr(error, _THEIRS) or _is_of_a_call(error):
             raise
         raise internal_error(error, during, technique=technique) from error
+
+
+def _is_of_a_call(error: BaseException) -> bool:
+    """Whether Python could not even call the function that this is the decorator of: it has no such argument, which is the caller's."""
+    *_, (innermost, _line) = traceback.walk_tb(error.__traceback__)
+    return isinstance(error, TypeError) and innermost.f_code.co_filename == contextlib.__file__
 
 
 def note(error: BaseException, during: str) -> None:

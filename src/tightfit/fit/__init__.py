@@ -8,6 +8,7 @@ from typing import Any
 from tightfit.allocator.settings import AllocatorSettings
 from tightfit.capture.collectives.rank_traces import RankTraces
 from tightfit.capture.collectives.world import World
+from tightfit.capture.targets.target_files import words_for_target
 from tightfit.capture.targets.target_kinds import HuggingFaceConfig, Script, parse_target
 from tightfit.capture.trace import Preparation, Traced, trace
 from tightfit.capture.trace_settings import AS_USUAL, DEFAULT_NUM_STEPS, DEFAULT_TIMEOUT_SECONDS, Steps, TraceSettings
@@ -142,7 +143,7 @@ def _traced(
 
 @answering("the estimate")
 def estimate(
-    target: str | Tape,
+    target: str | os.PathLike[str] | Tape,
     device: str,
     *,
     arguments: Sequence[str] = (),
@@ -191,7 +192,7 @@ def estimate(
         target
         if isinstance(target, Tape)
         else capture(
-            target,
+            words_for_target(target),
             device=device,
             arguments=arguments,
             parameters=parameters,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tightfit.capture.processes.containment.policy import Policy
+from tightfit.capture.targets.target_files import words_for_target
 from tightfit.capture.targets.target_kinds import parse_target
 from tightfit.capture.trace import Preparation, trace
 from tightfit.capture.trace_settings import DEFAULT_NUM_STEPS, DEFAULT_TIMEOUT_SECONDS, Steps, TraceSettings
@@ -43,7 +44,7 @@ _PARETO_SECONDS = 1.0
 
 @answering("the planner")
 def plan(
-    target: str,
+    target: str | os.PathLike[str],
     device: str,
     *,
     budget: str | int | None = None,
@@ -86,7 +87,7 @@ def plan(
         KeyboardInterrupt: interrupted before anything better than the plain run was found.
     """
     made = planner(
-        target,
+        words_for_target(target),
         device,
         budget=budget,
         host=host,

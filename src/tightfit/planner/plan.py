@@ -275,8 +275,6 @@ def _check_names(value: Mapping[str, Any], what: str, known: Sequence[str]) -> N
 
 def _choice(value: Mapping[str, Any]) -> Choice:
     known = [field.name for field in dataclasses.fields(Choice)]
-    if not isinstance(value, Mapping):
-        raise _OtherForm(f"a choice is {value!r}, not names with values")
     where = f"{value.get('technique', 'a choice')}@{value.get('where', '')}"
     _check_names(value, where, known)
     unknown = [name for name in value if name not in known]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tightfit.capture.processes.process_role import begin_plan, is_simulated
-from tightfit.errors import ApplyError
+from tightfit.errors import ApplyError, UsageError
 from tightfit.errors.faults import answering, note
 from tightfit.planner.plan import Choice, Plan
 from tightfit.runtime.input_shapes import InputCheck, Inputs, Tell
@@ -47,6 +47,14 @@ def apply(
     Raises:
         ApplyError: the plan was made for another model, or cannot be applied to this one. Nothing has been changed then.
     """
+    for what, given, kind in (("plan", plan, Plan), ("model", model, torch.nn.Module)):
+        if not isinstance(given, kind):
+            hint = (
+                "; tightfit.Plan.load(FILE) reads one" if isinstance(given, str | os.PathLike) and kind is Plan else ""
+            )
+            raise UsageError(
+                f"the {what} is {str(given)[:80]!r}, a {type(given).__name__}, not a {kind.__name__}{hint}"
+            )
     model = innermost(model)
     optimizers = [_own(o) for o in ([optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer)]
     if has_plan(model):

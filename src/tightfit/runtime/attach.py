@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.utils.parametrize import ParametrizationList
 
 from tightfit.errors import ApplyError
 from tightfit.planner.plan import Choice
@@ -205,6 +206,9 @@ class Attachment:
             if live is not None:
                 self._make_anew_for_optimizers(module, live)
             elif module in self._parts or not any(p.requires_grad for p in module.parameters()):
+                return
+            elif isinstance(module, ParametrizationList):
+                # Torch calls it once while it makes it: it is of a model that comes.
                 return
             else:
                 # Paths inside of these begin with their own class: a capture names paths by the first outermost call, also one

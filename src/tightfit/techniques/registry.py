@@ -12,17 +12,18 @@ from tightfit.errors import PlanError
 from tightfit.techniques.technique import AbstractTechnique
 
 # A wrapper that is applied later is outside of the earlier ones: checkpoints must see attention and tiles
-# inside of them, and micro-batches run the checkpointed model.
+# inside of them, and micro-batches run the checkpointed model. Ranges of a Sequential replace its forward and come
+# before all that wraps a whole model, which may be a Sequential itself.
 _OURS: tuple[str, ...] = (
     "tightfit.techniques.lifetimes.allocator_settings:ExpandableSegments",
-    "tightfit.techniques.lifetimes.empty_cache:EmptyCache",
     "tightfit.techniques.lifetimes.zero_grad:ZeroGrad",
     "tightfit.techniques.optimizer.optimizer_kernel:OptimizerKernel",
-    "tightfit.techniques.optimizer.update_in_backward:UpdateInBackward",
     "tightfit.techniques.attention.attention_kernels:Attention",
     "tightfit.techniques.tiling.tiled_tokens:TiledTokens",
     "tightfit.techniques.tiling.tiled_convolutions:TiledConvolutions",
     "tightfit.techniques.recomputation.sequential_checkpointing:SequentialCheckpointing",
+    "tightfit.techniques.lifetimes.empty_cache:EmptyCache",
+    "tightfit.techniques.optimizer.update_in_backward:UpdateInBackward",
     "tightfit.techniques.precision.autocast:Autocast",
     "tightfit.techniques.precision.pure_bf16:PureBf16",
     "tightfit.techniques.optimizer.low_bit_states:LowBitStates",

@@ -121,6 +121,7 @@ SET_ATTRIBUTE = known(
 SWAP_TENSORS = known(
     "torch.utils:swap_tensors", "to tell before a streamed weight is exchanged for another tensor", "torch_hooks"
 )
+NEGATED_VIEW = known("torch:_neg_view", "to give back a lazily negated view of a streamed weight", "engine")
 _SAVED = "to find what a graph has saved and the program may write to, before the graph is run twice"
 SAVED_DATA = known(
     "torch._C._autograd:SavedTensor.data", f"{_SAVED}, and what a kept graph retains", "runtime techniques"
@@ -180,6 +181,7 @@ REPLACED = (
     SAVE_FOR_BACKWARD,
 )
 READ = (
+    NEGATED_VIEW,
     ACCUMULATE_GRAD,
     GRAPH_TASK_ID,
     KEEPS_GRAPH,

@@ -92,6 +92,19 @@ def losses_of_targets_in_another_dtype_are_refused():
     )
 
 
+def a_huber_loss_of_two_dtypes_is_refused_in_its_backward_pass():
+    def trained(dtype):
+        def run(device):
+            F.huber_loss(
+                torch.randn(4, 5, device=device, requires_grad=True), _ones(4, 5, dtype=dtype)(device)
+            ).backward()
+
+        return run
+
+    _refused_as_on_the_host(*map(trained, (HALF, torch.float64, LONG)))
+    _run_as_on_the_host(trained(torch.float32))
+
+
 def what_is_written_to_a_tensor_of_another_dtype_is_refused():
     rows = _ones(2)
     _refused_as_on_the_host(

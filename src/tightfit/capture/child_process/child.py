@@ -18,7 +18,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -28,6 +28,7 @@ from tightfit.capture.patches import manifest, nvidia_smi
 from tightfit.capture.processes import process_role, visible_devices
 from tightfit.capture.processes.children import die_with_parent
 from tightfit.capture.processes.containment.closed_in import ClosedIn
+from tightfit.capture.processes.fork_server import NO_ROOM
 from tightfit.capture.processes.trace_progress import StatusFile
 from tightfit.capture.replace import replace
 from tightfit.capture.targets.huggingface.target import LEFT_OPEN
@@ -116,10 +117,22 @@ def _look_at_futures(thread_failed: Callable[[threading.ExceptHookArgs], None]) 
 
 def leave(path: str, answer: dict[str, Any]) -> NoReturn:
     """Ends the process with the answer to the request at `path`."""
-    Path(f"{path}.answer").write_text(json.dumps(answer))
+    try:
+        Path(f"{path}.answer").write_text(json.dumps(answer))
+    except OSError as error:
+        no_room(f"{path}.answer", error)
     # Neither the program's threads and exit handlers nor the teardown of an interpreter whose torch was patched
     # may change the answer, or keep the process alive.
     _end_process(0)
+
+
+def no_room(file: str, error: OSError) -> NoReturn:
+    """Ends the process without an answer, since it cannot be written."""
+    Path(file).unlink(missing_ok=True)
+    # What is said may go to a file in the same folder.
+    with suppress(OSError):
+        os.write(2, f"{error.strerror}\n".encode())
+    _end_process(NO_ROOM)
 
 
 def _batches_differ(path: str, closed_in: ClosedIn) -> NoReturn:
@@ -197,7 +210,11 @@ def _trace(request: Request, path: str, closed_in: ClosedIn) -> Any:
     raise_what_was_swallowed()
     if session.gpu.fake.used_in_a_thread is not None:
         raise session.gpu.fake.used_in_a_thread
-    session.tape(target=request.label, versions=_versions()).save(request.tape)
+    tape = session.tape(target=request.label, versions=_versions())
+    try:
+        tape.save(request.tape)
+    except OSError as error:
+        no_room(f"{request.tape}", error)
     return report()
 
 

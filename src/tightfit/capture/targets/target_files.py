@@ -23,6 +23,19 @@ _WEIGHTS = (".safetensors", ".gguf", ".pt", ".pth", ".ckpt", ".bin", ".h5")
 _LAUNCHERS = ("python", "python3", "torchrun", "accelerate", "deepspeed")
 
 
+def words_for_target(target: object) -> str:
+    """A target as text: paths are taken too.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    if isinstance(target, str | os.PathLike):
+        return os.fsdecode(target)
+    raise UsageError(
+        f"the target is {str(target)[:80]}, a {type(target).__name__}: give the name of what runs, such as 'train.py', 'train.py:workload' or 'gpt2'"
+    )
+
+
 def refuse_launcher(text: str) -> None:
     """Refuses what starts a script.
 

@@ -27,6 +27,7 @@ from tightfit.engine.weights.use_order import Pass, UseOrder
 from tightfit.engine.weights.weight_traffic import WeightTraffic
 from tightfit.engine.weights.weights_in_files import PartOfFile, WeightFiles
 from tightfit.errors import ApplyError
+from tightfit.torch_hooks.manifest import NEGATED_VIEW
 from tightfit.torch_hooks.selections import outside_of_selection
 
 
@@ -53,7 +54,17 @@ class StreamedBlock:
 class SavedWeight:
     """What autograd holds in place of a tensor of a streamed weight that it saves: a view of the weight's bytes, and how often it was written to."""
 
-    __slots__ = ("dtype", "is_parameter", "num_writes", "offset", "shape", "stride", "weight")
+    __slots__ = (
+        "dtype",
+        "is_conjugated",
+        "is_negated",
+        "is_parameter",
+        "num_writes",
+        "offset",
+        "shape",
+        "stride",
+        "weight",
+    )
 
     def __init__(self, weight: StreamedWeight, tensor: torch.Tensor) -> None:
         self.weight = weight
@@ -66,6 +77,8 @@ class SavedWeight:
             tensor.stride(),
             tensor.storage_offset(),
         )
+        # Lazily, by a bit of the tensor: its bytes are those of the weight.
+        self.is_conjugated, self.is_negated = tensor.is_conj(), tensor.is_neg()
 
     def tensor(self, whole: torch.Tensor) -> torch.Tensor:
         """The tensor; `whole` has the weight's bytes on the card.
@@ -79,7 +92,9 @@ class SavedWeight:
                 f"weight of shape {tuple(self.weight.parameter.shape)} that was saved for the backward pass"
             )
         usable = whole[: len(whole) // self.dtype.itemsize * self.dtype.itemsize]
-        return usable.view(self.dtype).as_strided(self.shape, self.stride, self.offset)
+        view = usable.view(self.dtype).as_strided(self.shape, self.stride, self.offset)
+        view = view.conj() if self.is_conjugated else view
+        return NEGATED_VIEW.call(view) if self.is_negated else view
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

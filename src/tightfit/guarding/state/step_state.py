@@ -87,7 +87,9 @@ class StepBeginning:
             if change.tensor is not None and id(change.tensor) in self._parameters:
                 return f"weights had been updated in it already ({change})"
             if id(change.tensor) not in self._copies or change.what != _WRITTEN:
-                return f"{change}, which cannot be taken back"
+                # Of arrays that are too large to be copied both are said: they are looked at as generators are.
+                told = str(change).replace("was drawn from", "was drawn from or written to")
+                return f"{told}, which cannot be taken back"
         if any(parameter._version != version for parameter, version in self._versions):
             return "weights had been updated in it already"
         if self.sums is not None and self.sums.changed():

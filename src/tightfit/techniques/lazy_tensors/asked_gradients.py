@@ -6,7 +6,7 @@ would come from, no gradient goes through the tensor any more: whoever asks then
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -15,9 +15,11 @@ from tightfit.capture.steps.micro_batches import deferred_results
 from tightfit.effects.reads import is_called_by_us
 from tightfit.techniques.lazy_tensors.deferral import name_of
 from tightfit.techniques.lazy_tensors.seen_as_tensor import SeenAsTensor
-from tightfit.techniques.session import Session
 from tightfit.torch_hooks.backward import BackwardPass, on_backward
 from tightfit.torch_hooks.tensor_hooks import on_tensor_hooks
+
+if TYPE_CHECKING:
+    from tightfit.techniques.session import Session
 
 _ON_TENSORS = frozenset({"register_hook", "retain_grad"})
 
@@ -58,7 +60,7 @@ def is_read_of_node(func: Callable[..., Any]) -> bool:
     return not is_called_by_us(frame)
 
 
-def watch_inputs_of_backward(session: Session) -> None:
+def watch_inputs_of_backward(session: "Session") -> None:
     """Has backward passes looked at, for the time of the session, that are asked by name for the gradients of tensors or of edges of the graph.
 
     `before_gradient`, which the forward of an autograd function of ours has left on its node, is called before that, and before a hook is put

@@ -177,8 +177,8 @@ class KeptPass:
 
         def keep(parameter: torch.Tensor) -> None:
             gradient = parameter.grad
-            # A sparse gradient (of an embedding) is small already, and has no lazy form.
-            if gradient is None or gradient.layout != torch.strided:
+            # A sparse gradient (of an embedding) is small already, and has no lazy form; nor has one that is conjugated or negated lazily, which torch's Adam refuses.
+            if gradient is None or gradient.layout != torch.strided or gradient.is_conj() or gradient.is_neg():
                 return
             deferred = Deferred(gradient, _norm(gradient), make_all, self._refuse)
             self._comparison.keep(parameter, gradient)

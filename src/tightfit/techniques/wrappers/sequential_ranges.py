@@ -111,7 +111,10 @@ def check_sequential(session: "Session", where: str, begin: int, end: int) -> to
         raise ApplyError(f"{told}; leave it out")
     current = own_forward(sequential)
     if current is not None and not (isinstance(current, WrappedForward) and isinstance(current.around, Ranges)):
-        raise ApplyError(f"the forward of {where} has been replaced on the object itself; leave it out")
+        told = (
+            "another technique of the plan runs" if isinstance(current, WrappedForward) else "the script has replaced"
+        )
+        raise ApplyError(f"{told} the forward of {where}; leave it out")
     if not 0 <= begin < end <= len(sequential._modules):
         raise ApplyError(f"{where} has no children {begin} to {end - 1}; make a plan for this model")
     return sequential

@@ -78,6 +78,14 @@ def _binary_loss(args: Sequence[Any], _: Mapping[str, Any]) -> None:
     refuse_unless(scores.dtype == target.dtype, f"Found dtype {name(target.dtype)} but expected {name(scores.dtype)}")
 
 
+def _huber_backward(args: Sequence[Any], _: Mapping[str, Any]) -> None:
+    """aten/src/ATen/native/Loss.cpp: the iterator of this backward pass promotes nothing, as those of the other losses do."""
+    grad, scores, target = args[:3]
+    for other in (target, grad):
+        words = f"Found dtype {name(other.dtype)} but expected {name(scores.dtype)}"
+        refuse_unless(other.dtype == scores.dtype, words)
+
+
 def _index_put(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     written, indices, values = args[:3]
     given = [index.dtype for index in indices if index is not None]
@@ -249,6 +257,7 @@ MIXED: dict[OpOverload, Check] = {
     aten.multi_margin_loss.default: _long_targets,
     aten.multilabel_margin_loss_forward.default: _long_targets,
     aten.binary_cross_entropy.default: _binary_loss,
+    aten.huber_loss_backward.default: _huber_backward,
     aten.index_put.default: _index_put,
     aten.index_put_.default: _index_put,
     aten._index_put_impl_.default: _index_put,

@@ -29,7 +29,6 @@ from tightfit.techniques.lazy_tensors.code_in_graphs import CodeInGraph, runs_ow
 from tightfit.techniques.lazy_tensors.data_of_stand_ins import refuse_data_of_stand_ins
 from tightfit.techniques.lazy_tensors.deferred_gradients import REMEDY, deferred_gradient, settle
 from tightfit.techniques.lazy_tensors.lazy_tensor import is_in_compiled_code
-from tightfit.techniques.lazy_tensors.made_before import make_before_casts_and_swaps
 from tightfit.techniques.lazy_tensors.programs_code import ProgramsCode, RegionStates
 from tightfit.techniques.lazy_tensors.retained_graphs import (
     KeptPass,
@@ -39,6 +38,7 @@ from tightfit.techniques.optimizer.updates.optimizer_steps import UpdateOne, gro
 from tightfit.techniques.session import Session
 from tightfit.techniques.wrappers.first_order import are_transforms_active
 from tightfit.techniques.wrappers.forwards import OnlyHere
+from tightfit.techniques.wrappers.made_before import make_before_casts_and_swaps
 from tightfit.techniques.wrappers.reduced_gradients import ReducedGradients
 from tightfit.torch_hooks.backward import BackwardPass, leaves_with_hooked_accumulators, on_backward
 from tightfit.torch_hooks.node_hooks import is_any_node_hooked, on_node_hooks

@@ -1,0 +1,41 @@
+"""Wrong arguments of the library are the caller's: a line that says what is asked for, and no fault of ours."""
+
+from pathlib import Path
+
+import pytest
+from tests.plans import a_plan
+
+import tightfit
+from tightfit.errors import UsageError
+
+torch = pytest.importorskip("torch")
+
+
+def test_a_target_may_be_a_path(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="there is no file"):
+        tightfit.estimate(tmp_path / "train.py", "RTX 4090")
+    with pytest.raises(UsageError, match="there is no file"):
+        tightfit.plan(tmp_path / "train.py", "RTX 4090")
+
+
+@pytest.mark.parametrize("target", [3, None, lambda: 1])
+def test_what_is_no_target_is_said(target: object) -> None:
+    for function in (tightfit.estimate, tightfit.plan):
+        with pytest.raises(UsageError, match=r"give the name of what runs, such as 'train\.py'"):
+            function(target, "RTX 4090")  # type: ignore[arg-type]
+
+
+def test_an_argument_that_there_is_not_is_pythons_error() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'stepz'"):
+        tightfit.estimate("train.py", "RTX 4090", stepz=3)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        tightfit.plan("train.py")  # type: ignore[call-arg]
+
+
+def test_what_a_plan_cannot_be_applied_to_is_said() -> None:
+    with pytest.raises(UsageError, match=r"not a Plan; tightfit.Plan.load\(FILE\) reads one"):
+        tightfit.apply("plan.json", torch.nn.Linear(2, 2))  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="a dict, not a Plan"):
+        tightfit.apply({}, torch.nn.Linear(2, 2))  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="a str, not a Module"):
+        tightfit.apply(a_plan(), "model")  # type: ignore[arg-type]
