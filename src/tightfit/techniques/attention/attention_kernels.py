@@ -25,7 +25,6 @@ class Attention(AbstractTechnique):
     name = "attention"
     exact = True
     exactness = "the same up to the order of sums; in half precision with fewer roundings, as scores are never rounded"
-    is_alike_in_batches = True
 
     def options(self, profile: Profile) -> Iterable[Option]:
         """One option for all modules whose attention materialises its scores."""

@@ -32,7 +32,6 @@ class ZeroGrad(AbstractTechnique):
     exact = True
     exactness = "bit for bit"
     tolerance = 0.15
-    is_alike_in_batches = True
 
     def options(self, profile: Profile) -> Iterable[Option]:
         """One option if gradients are filled with zeros and kept."""

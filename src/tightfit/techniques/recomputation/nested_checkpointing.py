@@ -35,7 +35,6 @@ class NestedCheckpointing(AbstractTechnique):
     exact = True
     needs = Needs.REPEATABLE
     exactness = "bit for bit, random state and autocast included; up to the order of a reduction where a decoder would fill a key-value cache"
-    is_alike_in_batches = True
 
     def options(self, profile: Profile) -> Iterable[Option]:
         """Segments of several lengths, of each stack of equal consecutive blocks."""

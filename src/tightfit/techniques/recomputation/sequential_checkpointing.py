@@ -28,7 +28,6 @@ class SequentialCheckpointing(AbstractTechnique):
     exact = True
     needs = Needs.REPEATABLE
     exactness = "bit for bit: the same operators on the same values, random state and autocast included"
-    is_alike_in_batches = True
 
     def options(self, profile: Profile) -> Iterable[Option]:
         """One for each segment of each sequence of children; segments are nested or disjoint."""

@@ -26,7 +26,6 @@ class TiledConvolutions(AbstractTechnique):
     exactness = "the same up to the order of sums; the gradient of a weight in half precision is summed in float32"
     # A tape has no kernel sizes: halos are reckoned as those of kernels of three.
     tolerance = 0.15
-    is_alike_in_batches = True
 
     def options(self, profile: Profile) -> Iterable[Option]:
         """For each chain, and parts of it, several numbers of tiles."""

@@ -37,7 +37,6 @@ class Adapters(AbstractTechnique):
     name = "adapters"
     exact = False
     exactness = "lossy: another model is trained"
-    is_alike_in_batches = True
 
     def options(self, profile: Profile) -> Iterable[Option]:
         """No options: the adapters' parameters would be new to the program."""
