@@ -214,7 +214,9 @@ IN_BOTH: tuple[Name, ...] = (
     ),
     known("torch._C._functorch:get_unwrapped", "to look inside of torch.func transforms", "effects"),
     known(
-        "torch._C._functorch:is_functorch_wrapped_tensor", "to tell tensors inside of torch.func transforms", "effects"
+        "torch._C._functorch:is_functorch_wrapped_tensor",
+        "to tell tensors inside of torch.func transforms",
+        "effects techniques",
     ),
     known(
         "torch.autograd.graph:_allow_mutation_on_saved_tensors_enabled",

@@ -67,7 +67,9 @@ def seen_by_others(parameters: Iterable[torch.Tensor]) -> torch.Tensor | None:
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether the tensor is one storage, seen through a shape, and nothing else."""
     return (
-        tensor.layout == torch.strided
+        # What a transform of torch.func puts in the place of a parameter has no storage that one may ask for.
+        not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and tensor.layout == torch.strided
         and not torch.nn.parameter.is_lazy(tensor)
         and not tensor.is_nested
         and not tensor.is_quantized
