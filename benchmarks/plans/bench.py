@@ -48,7 +48,7 @@ class StoredRuns(TracedRuns):
         if place is not None and place.with_suffix(".json").exists():
             said = json.loads(place.with_suffix(".json").read_text())
             tape = Tape.load(place.with_suffix(".npz"))
-            self._made[key] = self._costed(options, tape, roots=said["roots"], notes=said["notes"])
+            self._made[key] = self._costed(options, tape, said | {"call_sizes": {}})
             return self._made[key]
         started = time.monotonic()
         made = super().run_with(options)

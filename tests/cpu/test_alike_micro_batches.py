@@ -405,7 +405,8 @@ def test_the_tape_with_techniques_is_that_of_a_trace_that_runs_all_micro_batches
 @pytest.mark.parametrize("name", [*OTHERS, *CHANGED_LATER])
 def test_with_techniques_micro_batches_that_differ_are_run(name: str, tmp_path: Path) -> None:
     every, alike = both_tapes(tmp_path, {**OTHERS, **CHANGED_LATER}[name], PLANS["checkpoints"])
-    assert not is_repeated(alike)
+    # A block that is run twice saves no cast weight, which the next micro-batch would find.
+    assert is_repeated(alike) == (name == "a backward pass under autocast")
     assert not tape_differences(every, alike)
 
 
