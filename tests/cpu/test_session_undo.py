@@ -164,14 +164,16 @@ class Interrupt(KeyboardInterrupt):
 
 
 @functools.cache
-def _ends_of_with(code: CodeType) -> frozenset[int]:
-    """Where a block of `with` is left: three times None is put on the stack for `__exit__`. Python looks for no interrupt there, and a lock would be kept."""
+def _without_interrupts(code: CodeType) -> frozenset[int]:
+    """Where Python looks for no interrupt, and a lock would be kept: a block of `with` is left (three times None is put on the stack for `__exit__`), and the
+    instruction of a line `try:`, which does nothing and belongs to no block."""
     found = list(dis.get_instructions(code))
-    return frozenset(
+    ends = {
         first.offset
         for first, *others in zip(found, found[1:], found[2:], strict=False)
         if all(each.opname.startswith("LOAD_CONST") and each.argval is None for each in (first, *others))
-    )
+    }
+    return frozenset(ends | {each.offset for each in found if each.opname == "NOP"})
 
 
 def test_an_interrupt_at_any_line_of_apply_leaves_everything_as_it_was() -> None:
@@ -184,7 +186,7 @@ def test_an_interrupt_at_any_line_of_apply_leaves_everything_as_it_was() -> None
 
         def local(frame: FrameType, event: str, _: Any) -> Any:
             nonlocal count
-            if event == "line" and frame.f_lasti not in _ends_of_with(frame.f_code):
+            if event == "line" and frame.f_lasti not in _without_interrupts(frame.f_code):
                 count += 1
                 if count == stop:
                     raise Interrupt
