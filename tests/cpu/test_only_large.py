@@ -77,7 +77,7 @@ def trained(technique: str, lengths: tuple[int, ...] = LENGTHS) -> tuple[nn.Modu
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters())
-    session = apply_choices([choice(technique, MOST)], model, [optimizer]) if technique else None
+    session = apply_choices([choice(technique, [MOST])], model, [optimizer]) if technique else None
     losses = []
     runs = Runs()
     for length in lengths:
@@ -106,7 +106,7 @@ def test_large_batches_are_run_twice_and_others_are_left_alone(technique: str) -
 @pytest.mark.parametrize("technique", SETTINGS)
 def test_a_copy_of_the_model_has_the_same_limit(technique: str) -> None:
     model = Net()
-    session = apply_choices([choice(technique, MOST)], model, [])
+    session = apply_choices([choice(technique, [MOST])], model, [])
     copied = copy.deepcopy(model)
     for length in (20, 21):
         with Runs() as runs:
@@ -117,10 +117,50 @@ def test_a_copy_of_the_model_has_the_same_limit(technique: str) -> None:
     session.undo()
 
 
-@pytest.mark.parametrize("given", [-1, 2.5, "many", True])
+@pytest.mark.parametrize("given", [-1, 2.5, "many", True, [-1], [2.5], ["many"], [True]])
 def test_a_limit_that_is_no_number_is_refused(given: object) -> None:
-    with pytest.raises(ApplyError, match=r"only_above is .*, and takes a whole number of 0 or more"):
+    with pytest.raises(ApplyError, match=r"only_above is .*, and takes a list of numbers of elements"):
         apply_choices([choice("checkpointing", given)], Net(), [])
+
+
+class Crossed(nn.Module):
+    """A block with two inputs, as that of a decoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        return target + self.down(torch.tanh(self.up(source))).mean(1, keepdim=True)
+
+
+class Decoder(nn.Module):
+    """One of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Crossed()
+
+    def forward(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        return self.block(target, source)
+
+
+@pytest.mark.parametrize(("lengths", "is_again"), [((20, 20), False), ((3, 40), True), ((40, 3), True)])
+def test_a_short_target_with_a_long_source_is_large(lengths: tuple[int, int], *, is_again: bool) -> None:
+    model = Decoder()
+    own = Choice(
+        technique="checkpointing",
+        where="Decoder.block",
+        settings={"only_above": [MOST, MOST]},
+        saves_bytes=0,
+        adds_seconds=0.0,
+        exact=True,
+    )
+    session = apply_choices([own], model, [])
+    with Runs() as runs:
+        model(*(torch.randn(4, length, 8) for length in lengths)).sum().backward()
+    assert len(runs.lengths) == 1 + is_again
+    session.undo()
 
 
 PROGRAM = """
@@ -175,7 +215,7 @@ def test_a_plan_for_the_largest_batch_recomputes_only_batches_that_need_it(tmp_p
     others = sorted(set(techniques()) - {"checkpointing"})
     found = tightfit.plan(script, "RTX 4090", budget=budget, largest_batch=True, prove=False, without=others)
     assert found.fits and found.missing_bytes <= 0 < found.baseline.peak.device_bytes - budget
-    (limit,) = {int(c.settings["only_above"]) for c in found.choices if c.technique == "checkpointing"}
+    (limit,) = {int(*c.settings["only_above"]) for c in found.choices if c.technique == "checkpointing"}
     longest = limit // (8 * 512)
     # A batch as large as that fits as it is.
     alone = tightfit.estimate(written(tmp_path, longest), "RTX 4090", largest_batch=True)

@@ -114,6 +114,7 @@ def _like(best: TracedRun, runs: TracedRuns, options: list[Option]) -> TracedRun
     return run if best.settings_option is None else runs.with_settings(run, best.settings_option)
 
 
-def _told(option: Option, sizes: Mapping[str, int], share: float) -> Option:
-    most = int(share * sizes.get(key_of(option.technique, option), 0))
+def _told(option: Option, sizes: Mapping[str, list[int]], share: float) -> Option:
+    # Each by itself: of two inputs that differ in length, one may be short and the other one as long as ever. A single number has no length.
+    most = [max(1, int(share * size)) for size in sizes.get(key_of(option.technique, option), ())]
     return dataclasses.replace(option, settings={**option.settings, SETTING: most}) if most else option

@@ -49,7 +49,7 @@ class TracedRun:
     roots: tuple[Mapping[str, Any], ...]
     notes: tuple[str, ...]
     margin: str
-    call_sizes: Mapping[str, int]
+    call_sizes: Mapping[str, list[int]]
 
     @property
     def high_bytes(self) -> int:

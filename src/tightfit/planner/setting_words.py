@@ -63,7 +63,7 @@ _WORDS: dict[str, _Words] = {
     "share": lambda share: "" if float(share) == 1.0 else f"{float(share):.0%} of what each saves",
     "host_bytes": lambda count: f"{format_bytes(int(count))} of host memory each",
     "tier": lambda tier: f"on {tier}" if tier == "disk" else "",
-    "only_above": lambda number: f"for inputs of more than {int(number):,} elements",
+    "only_above": lambda most: f"for inputs of more than {max(map(int, most)):,} elements",
     "least_elements": lambda number: f"states of {int(number):,} elements and more",
     "disk_bytes": lambda count: f"{format_bytes(int(count))} of disk each",
     "window_bytes": lambda count: f"at most {format_bytes(int(count))} of states on the GPU",

@@ -51,7 +51,7 @@ class Root:
     inputs: Inputs
     notes: list[str]
     statistics: Mapping[str, int]
-    call_sizes: Mapping[str, int]
+    call_sizes: Mapping[str, list[int]]
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)

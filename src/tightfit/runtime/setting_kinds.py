@@ -85,15 +85,14 @@ _FLAG = _one_of(True, False)
 _KINDS: Mapping[str, _Kind] = {
     **dict.fromkeys(("num_tiles", "num_chunks", "num_parts", "num_blocks", "rank"), _COUNT),
     **dict.fromkeys(("begin", "end"), _POSITION),
-    **dict.fromkeys(
-        ("host_bytes", "disk_bytes", "window_bytes", "smallest_bytes", "least_elements", "only_above"), _NUMBER
-    ),
+    **dict.fromkeys(("host_bytes", "disk_bytes", "window_bytes", "smallest_bytes", "least_elements"), _NUMBER),
     **dict.fromkeys(("in_backward", "clips", "draws_anew", "without_gradients", "recomputed"), _FLAG),
     **dict.fromkeys(
         ("before", "following", "preceding", "alloc_conf", "loop", "format", "master", "library", "dtype"), _TEXT
     ),
     **dict.fromkeys(("modules", "blocks"), _list_of(_TEXT, "paths of modules")),
     "outputs": _list_of(_TEXT, "names"),
+    "only_above": _list_of(_NUMBER, "numbers of elements"),
     "keep": _list_of(_POSITION, "positions"),
     "storages": _list_of(_Kind(words="", parse=_pair), "pairs of bytes and how many"),
     "share": _Kind(words="a share between 0 and 1", parse=_share),

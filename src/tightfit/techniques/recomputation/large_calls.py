@@ -5,7 +5,9 @@ the call itself, and not by the batch of the step: several models, threads and m
 """
 
 import copy
-from collections.abc import Callable
+import itertools
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
@@ -19,30 +21,32 @@ from tightfit.techniques.wrappers.forwards import Around
 
 @final
 class LargeCalls:
-    """Which calls of one choice are recomputed: those whose first tensor has more elements than `least`. `sizes` is told of each call, under `key`."""
+    """Which calls of one choice are recomputed: those with a tensor of more elements than `most` has for its place, as a decoder's with a short target and a long
+    source has, and those with other tensors; all where `most` is empty. `sizes` is told of each call, under `key`."""
 
-    def __init__(self, least: int, key: str, sizes: CallSizes | None) -> None:
-        self._least = least
+    def __init__(self, most: Sequence[int], key: str, sizes: CallSizes | None) -> None:
+        self._most = most
         self._key = key
         self._sizes = sizes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LargeCalls":
         # What a copy of the model is called with is no part of the plan's run.
-        return LargeCalls(self._least, self._key, None)
+        return LargeCalls(self._most, self._key, None)
 
     def has(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether this call is recomputed."""
         # A compiler would make the number of elements a condition of its code, which is then compiled anew for each length.
         if torch.compiler.is_compiling():
             return True
-        size = next((tensor.numel() for tensor in tensors_in((*args, *kwargs.values()))), 0)
+        sizes = [tensor.numel() for tensor in tensors_in((*args, *kwargs.values()))]
         if self._sizes is not None and torch.is_grad_enabled():
-            self._sizes[self._key] = max(size, self._sizes.get(self._key, 0))
-        return size > self._least
+            known = self._sizes.get(self._key, [])
+            self._sizes[self._key] = [max(pair) for pair in itertools.zip_longest(known, sizes, fillvalue=0)]
+        return not self._most or len(sizes) != len(self._most) or any(map(operator.gt, sizes, self._most))
 
     def only(self, inside: Around) -> Around:
         """`inside`, for these calls alone."""
-        return inside if self._least == 0 and self._sizes is None else _Only(self, inside)
+        return inside if not self._most and self._sizes is None else _Only(self, inside)
 
 
 class _Only:
@@ -64,4 +68,4 @@ class _Only:
 def large_calls(session: Session, technique: str, choice: ChosenOption) -> LargeCalls:
     """Those of `choice`, which are all of them if it does not say; on the virtual GPU their sizes are noted in the session's `CallSizes`."""
     sizes = None if session.check_steps else session.shared.setdefault(CallSizes, CallSizes())
-    return LargeCalls(int(choice.settings.get(SETTING, 0)), key_of(technique, choice), sizes)
+    return LargeCalls(choice.settings.get(SETTING, ()), key_of(technique, choice), sizes)

@@ -5,14 +5,14 @@ from typing import final
 from tightfit.techniques.technique import ChosenOption
 
 SETTING = "only_above"
-"""The setting of a choice: the most elements that the first tensor of a call may have to be left alone."""
+"""The setting of a choice: the most elements that each tensor of a call may have, in order, for the call to be left alone."""
 TECHNIQUES = frozenset({"checkpointing", "nested_checkpointing", "selective_checkpointing", "sequential_checkpointing"})
 """Those that have it."""
 
 
 @final
-class CallSizes(dict[str, int]):
-    """By choice (`key_of`), how many elements the first tensor of its largest call had."""
+class CallSizes(dict[str, list[int]]):
+    """By choice (`key_of`), the most elements that each tensor of its calls had, in order."""
 
 
 def key_of(technique: str, choice: ChosenOption) -> str:
