@@ -15,7 +15,8 @@ from tightfit.fit.searching.search import Found, Search
 from tightfit.fit.traced_runs import TracedRun, TracedRuns
 from tightfit.planner.option import Option
 from tightfit.reports.plans import Plan
-from tightfit.tape import Category, Column, EventKind, SpanKind, Tape
+from tightfit.tape import Category, SpanKind, Tape
+from tightfit.tape.allocated_bytes import allocated_bytes
 from tightfit.techniques.recomputation.only_above import SETTING, TECHNIQUES, key_of
 
 # Smaller batches are too few to be worth a plan that says more.
@@ -89,23 +90,14 @@ def share_that_fits(tape: Tape, needed_bytes: int, budget_bytes: int) -> float:
     if not len(steps):
         return 0.0
     begin, end = int(tape.spans.begin[steps[-1]]), int(tape.spans.end[steps[-1]])
-    allocated = _allocated(tape)
-    gradients = _allocated(tape, tape.storages.category == Category.GRADIENTS)
+    allocated = allocated_bytes(tape)
+    gradients = allocated_bytes(tape, tape.storages.category == Category.GRADIENTS)
     # Gradients are there at the peak, or only in part: what is taken for fixed too much makes the share smaller.
-    fixed = int(allocated[begin - 1] if begin else 0) + int(gradients.max(initial=0))
-    growing = int(allocated[begin:end].max(initial=0)) - fixed
+    fixed = int(allocated[begin]) + int(gradients.max(initial=0))
+    growing = int(allocated[begin : end + 1].max(initial=0)) - fixed
     if growing <= 0:
         return 0.0
     return min(1.0, max(0.0, 1.0 - (needed_bytes - budget_bytes) / growing))
-
-
-def _allocated(tape: Tape, chosen: Column | None = None) -> Column:
-    """Bytes that are allocated after each event, of the `chosen` storages or of all."""
-    kind, storage = tape.events.kind, tape.events.storage
-    size = np.where(storage >= 0, tape.storages.num_bytes[storage], 0)
-    if chosen is not None:
-        size = np.where(chosen[storage], size, 0)
-    return np.cumsum(np.where(kind == EventKind.ALLOCATE, size, np.where(kind == EventKind.FREE, -size, 0)))
 
 
 def _like(best: TracedRun, runs: TracedRuns, options: list[Option]) -> TracedRun:

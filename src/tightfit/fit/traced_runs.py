@@ -8,8 +8,6 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from tightfit.allocator.settings import AllocatorSettings
 from tightfit.analysis.profile import Profile
 from tightfit.capture.targets.target_kinds import Target
@@ -24,7 +22,8 @@ from tightfit.planner.plan import Choice, Run
 from tightfit.simulate.estimate import Estimate, needed_bytes
 from tightfit.simulate.peak import estimate_peak
 from tightfit.simulate.with_empty_cache import with_emptied_cache
-from tightfit.tape import Coverage, Effect, EventKind, Tape
+from tightfit.tape import Coverage, Effect, Tape
+from tightfit.tape.allocated_bytes import allocated_bytes
 
 # A run is judged by what it needs, not by what is left on a card that is too small: libraries shrink their workspaces there.
 _ROOMY = 4
@@ -190,13 +189,8 @@ class TracedRuns:
 
 def _allocates_later(tape: Tape) -> bool:
     """Whether more is allocated at any time after the steps than at their end."""
-    end = len(tape.of_steps().events)
-    kind, storage = tape.events.kind[end:], tape.events.storage[end:]
-    if not len(kind):
-        return False
-    size = tape.storages.num_bytes[storage]
-    change = np.where(kind == EventKind.ALLOCATE, size, np.where(kind == EventKind.FREE, -size, 0))
-    return int(np.cumsum(change).max()) > 0
+    allocated = allocated_bytes(tape)[len(tape.of_steps().events) :]
+    return int(allocated.max()) > int(allocated[0])
 
 
 def _what(options: Sequence[Option]) -> str:
