@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import torch
-from tests.attacks.models import WIDTH, Net, sgd, tokens
+from tests.attacks.models import WIDTH, Net, adamw, sgd, tokens
 from tests.attacks.registry import attack
 from tests.attacks.trial import Trial
 from torch import nn
@@ -61,3 +61,37 @@ def weight_mirrored_before_step(t: Trial) -> None:
         model.middle.weight.data.copy_(model.middle.weight.flip(1))
 
     _before_step(t, mirror, _Linear())
+
+
+def _between_steps(t: Trial, change: Callable[[nn.Module], object]) -> None:
+    model = Net()
+    optimizer = adamw(model)
+    t.apply(model, optimizer)
+    for step in range(5):
+        x, y = tokens(step)
+        loss = model(x, y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        t.note("loss", loss)
+        t.end_step()
+        with torch.no_grad():
+            change(model)
+
+
+@attack("gradients", "the signs of weights are changed through .data between steps")
+def weights_negated_between_steps(t: Trial) -> None:
+    def negate(model: nn.Module) -> None:
+        for parameter in model.blocks.parameters():
+            parameter.data.neg_()
+
+    _between_steps(t, negate)
+
+
+@attack("gradients", "the halves of weights change places through .data between steps")
+def weights_rolled_between_steps(t: Trial) -> None:
+    def roll(model: nn.Module) -> None:
+        for parameter in model.blocks.parameters():
+            parameter.data.copy_(parameter.roll(4, -1))
+
+    _between_steps(t, roll)

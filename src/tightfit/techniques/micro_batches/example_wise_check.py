@@ -197,8 +197,9 @@ class BatchProofs:
         known = self._known.setdefault(key, {})
         earlier = known.get(proved.decisions)
         if earlier is not None and (earlier.joined, earlier.means) == (proved.joined, proved.means):
-            # The code takes one way or another by turns.
-            proved.shapes.update(earlier.shapes)
+            # The code takes one way or another by turns, or each time another.
+            if len(earlier.shapes) < _MAX_SHAPES:
+                proved.shapes.update(earlier.shapes)
         if len(known) >= _MAX_SHAPES:
             known.clear()
         known[proved.decisions] = proved

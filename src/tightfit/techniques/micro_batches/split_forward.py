@@ -200,10 +200,11 @@ class SplitForward:
                 _refuse_own_code(loss, self._refuse)
             values = None if reads is None else reads.values
             shape = end - begin, graph_shape(loss.grad_fn), watch.calls.number()
+            is_other_way = False
             # Another way through the code, for which nothing may be proved: a switch in a file, say.
             if proved is not None and not is_new and not proved.holds_for(decisions, shape):
                 proved = self._proofs.with_decisions(batch, parts, decisions, shape)
-                is_new = proved is None
+                is_new = is_other_way = proved is None
                 values = self._read(forward, args, kwargs) if is_new else None
             if proved is None or is_new:
                 # After the first part has run for real, so that lazy modules and caches are made; what that run
@@ -216,7 +217,8 @@ class SplitForward:
             del output, watch
             self._run_backward(loss, weight, sums, batch, aside)
             del loss
-            if self._checks_left and batch.num_examples > 1 and not begin and has_values(*aside.parameters):
+            is_to_check = self._checks_left and batch.num_examples > 1 and (not begin or is_other_way)
+            if is_to_check and has_values(*aside.parameters):
                 self._checks_left -= 1
                 with _looking(self._refuse), self._unseen(), paused(), nothing_hidden(self.model):
                     self._check(forward, batch, proved.means)

@@ -2,7 +2,7 @@
 
 The optimizer's own fused implementation for the host (aten/src/ATen/native/cpu/FusedAdamKernel.cpp and beside it) works on the states in the slab and
 on a second copy of the weight beside them. That copy is used again as long as the weight on the card has the bits that it was given: sums over rows and
-columns of its bits say so, since a write through `.data` changes no version.
+columns of its bits say so (at the host a checksum), since a write through `.data` changes no version.
 """
 
 import dataclasses
@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from tightfit.capture.observe.host_python import spends
 from tightfit.cost.host_python import HostWork
 from tightfit.engine.copy_engines import CopyEngine, Ticket
+from tightfit.effects.values.contents import checksum_of
 from tightfit.engine.host_slab import HostSlab, Part
 from tightfit.techniques.lazy_tensors.lazy_tensor import LazyTensor
 from tightfit.techniques.lazy_tensors.unchanged import INTEGERS
@@ -28,16 +29,18 @@ from tightfit.techniques.optimizer.states.quantized_states import EncodedState
 from tightfit.techniques.optimizer.updates.optimizer_steps import beside, step_of
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
+_LARGEST_SUMMED = 4
 # The implementation on the host; it takes no flags that are for a card.
 _FLAGS = {"fused": True, "foreach": False, "capturable": False}
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _HostWeight:
-    """The copy of a weight at the host, and the sums of the bits that the weight on the card has had since."""
+    """The copy of a weight at the host, and the sums of the bits that the weight on the card has had since; `bits` of one that is at the host itself."""
 
     part: Part
     sums: tuple[torch.Tensor, torch.Tensor] | None = None
+    bits: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +109,9 @@ class HostUpdates:
             for ticket in uploads:
                 self._copies.wait(ticket)
         for parameter in parameters:
-            self._weights[parameter].sums = _sums(parameter)
+            kept = self._weights[parameter]
+            kept.bits = checksum_of(parameter)
+            kept.sums = _sums(parameter) if kept.bits is None else None
 
     def _live(self) -> torch.optim.Optimizer:
         live = self._optimizer()
@@ -124,6 +129,10 @@ class HostUpdates:
         for parameter, kept in known:
             # Taken as changed until the step is over: one that is cut short has updated no one knows which.
             sums, kept.sums = kept.sums, None
+            bits, kept.bits = kept.bits, None
+            if bits is not None:
+                flags.append(torch.tensor(bits != checksum_of(parameter), device=parameter.device))
+                continue
             now = _sums(parameter)
             is_other = sums is None or any(one.shape != other.shape for one, other in zip(now, sums, strict=True))
             flags.append(
@@ -218,7 +227,8 @@ def _sums(parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     with torch.no_grad():
         flat = flat_bytes(parameter.detach())
-        bits = flat.view(INTEGERS[parameter.element_size()])
+        # Not of 64 bits: their sums wrap around, and the signs of two numbers would cancel.
+        bits = flat.view(INTEGERS[min(parameter.element_size(), _LARGEST_SUMMED)])
         matrix = bits.view(-1, _row_length(len(bits)))
         return matrix.sum(0, dtype=torch.int64), matrix.sum(1, dtype=torch.int64)
 
