@@ -199,8 +199,7 @@ class SplitForward:
             if is_new:
                 _refuse_own_code(loss, self._refuse)
             values = None if reads is None else reads.values
-            shape = end - begin, graph_shape(loss.grad_fn), watch.calls.number()
-            is_other_way = False
+            shape, is_other_way = (end - begin, graph_shape(loss.grad_fn), watch.calls.number()), False
             # Another way through the code, for which nothing may be proved: a switch in a file, say.
             if proved is not None and not is_new and not proved.holds_for(decisions, shape):
                 proved = self._proofs.with_decisions(batch, parts, decisions, shape)
@@ -217,8 +216,7 @@ class SplitForward:
             del output, watch
             self._run_backward(loss, weight, sums, batch, aside)
             del loss
-            is_to_check = self._checks_left and batch.num_examples > 1 and (not begin or is_other_way)
-            if is_to_check and has_values(*aside.parameters):
+            if self._checks_left and self._has_pairs(batch) and (not begin or is_other_way):
                 self._checks_left -= 1
                 with _looking(self._refuse), self._unseen(), paused(), nothing_hidden(self.model):
                     self._check(forward, batch, proved.means)
@@ -244,6 +242,10 @@ class SplitForward:
             backward(loss, (weight * sums.loss_scale).to(loss.dtype), inputs=aside.parameters)
         sums.add(loss.detach(), weight)
         self._counted()
+
+    def _has_pairs(self, batch: AbstractBatch) -> bool:
+        """Whether two examples can be compared with one and one."""
+        return batch.num_examples > 1 and has_values(*self.model.parameters())
 
     @torch.no_grad()
     def _read(self, forward: Forward, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
