@@ -255,7 +255,7 @@ class VirtualGpu(TorchDispatchMode):
             # Lists as long as a model has parameters, which torch's fake tensors would go through for nothing.
             out = None
             if not (known.updates_lists and are_alike(lifted)):
-                lifted = for_the_rule(func, lifted, self._in_dtype)
+                lifted = for_the_rule(func, lifted, self.empty)
                 out = self.fake.dispatch(func, (FakeTensor,), lifted, kwargs)
         except (*fallback.UNSUPPORTED, RuntimeError) as error:
             if not isinstance(error, fallback.UNSUPPORTED) and not program_operators.lacks_fake(error):
@@ -269,9 +269,6 @@ class VirtualGpu(TorchDispatchMode):
     def lift(self, host: torch.Tensor) -> FakeTensor:
         """A fake host tensor of the same shape: FakeTensorMode would memoise the real one and keep it alive."""
         return self.empty(host.size(), host.stride(), host.dtype, host.device)
-
-    def _in_dtype(self, tensor: torch.Tensor, dtype: torch.dtype) -> FakeTensor:
-        return self.empty(tensor.size(), tensor.stride(), dtype, tensor.device)
 
     def new(
         self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, category: Category = Category.TEMPORARIES

@@ -26,15 +26,15 @@ _AS: dict[OpOverload, tuple[int, int | None]] = {
 }
 
 
-def for_the_rule(
-    operator: OpOverload, args: Sequence[Any], empty: Callable[[torch.Tensor, torch.dtype], torch.Tensor]
-) -> Sequence[Any]:
-    """The arguments with the one in question in the dtype that the rule for shapes takes, made by `empty`."""
+def for_the_rule(operator: OpOverload, args: Sequence[Any], empty: Callable[..., torch.Tensor]) -> Sequence[Any]:
+    """The arguments with the one in question in the dtype that the rule for shapes takes, made by `empty` of size, stride, dtype and device."""
     which = _AS.get(operator)
     if which is None or len(args) <= which[0] or args[which[0]] is None:
         return args
     changed, followed = which
     dtype = torch.int64 if followed is None else args[followed].dtype
-    if args[changed].dtype == dtype:
+    tensor = args[changed]
+    if tensor.dtype == dtype:
         return args
-    return [*args[:changed], empty(args[changed], dtype), *args[changed + 1 :]]
+    cast = empty(tensor.size(), tensor.stride(), dtype, tensor.device)
+    return [*args[:changed], cast, *args[changed + 1 :]]
