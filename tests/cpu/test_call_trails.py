@@ -30,7 +30,7 @@ def _number(way: Way) -> int:
         (lambda x: x * 0.5, lambda x: x * 0.25),
         (lambda x: x * -1.0, lambda x: x * -2.0),
         (lambda x: x * np.float32(0.5), lambda x: x * np.float32(0.25)),
-        (lambda x: x + torch.from_numpy(np.array([0.5])), lambda x: x + torch.from_numpy(np.array([0.25]))),
+        (lambda x: x + torch.as_tensor(np.array([0.5])), lambda x: x + torch.as_tensor(np.array([0.25]))),
         (lambda x: _either(x, first=True), lambda x: _either(x, first=False)),
     ],
 )

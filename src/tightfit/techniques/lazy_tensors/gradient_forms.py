@@ -25,7 +25,7 @@ class GradientForms:
             return torch.dot(along.to(wide), self._vector(rows, wide, 0))
 
     def _vector(self, rows: torch.Tensor, dtype: torch.dtype, dim: int) -> torch.Tensor:
-        key = rows.device, dtype, *(rows.shape if not dim else (-1, rows.shape[1]))
+        key = rows.device, dtype, -1 if dim else rows.shape[0], rows.shape[1]
         if key not in self._vectors:
             length = rows.shape[dim]
             numbers = np.random.default_rng(length).standard_normal(length)

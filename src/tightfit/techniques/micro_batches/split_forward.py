@@ -216,7 +216,7 @@ class SplitForward:
             del output, watch
             self._run_backward(loss, weight, sums, batch, aside)
             del loss
-            if self._checks_left and self._has_pairs(batch) and (not begin or is_other_way):
+            if self._checks_left and _has_pairs(batch, aside) and (not begin or is_other_way):
                 self._checks_left -= 1
                 with _looking(self._refuse), self._unseen(), paused(), nothing_hidden(self.model):
                     self._check(forward, batch, proved.means)
@@ -242,10 +242,6 @@ class SplitForward:
             backward(loss, (weight * sums.loss_scale).to(loss.dtype), inputs=aside.parameters)
         sums.add(loss.detach(), weight)
         self._counted()
-
-    def _has_pairs(self, batch: AbstractBatch) -> bool:
-        """Whether two examples can be compared with one and one."""
-        return batch.num_examples > 1 and has_values(*self.model.parameters())
 
     @torch.no_grad()
     def _read(self, forward: Forward, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -401,6 +397,11 @@ def _refuse_own_code(loss: torch.Tensor, refuse: Refuse) -> None:
         raise refuse(
             "a checkpoint of the program's has contexts of its own (context_fn), which each part would enter; leave micro_batches out"
         )
+
+
+def _has_pairs(batch: AbstractBatch, aside: "_GradientsAside") -> bool:
+    """Whether two examples can be compared with one and one."""
+    return batch.num_examples > 1 and has_values(*aside.parameters)
 
 
 def _refuse_float16(device: torch.device) -> None:
