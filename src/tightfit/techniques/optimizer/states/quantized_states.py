@@ -179,10 +179,10 @@ class EncodedStates:
         if self._ahead is not None and parameter not in self._optimizer.state:
             # Its states are about to be made.
             self._codec.settle()
-        given = self._given(parameter)
+        given, held = self._given(parameter), self._held(parameter)
         self.decode(parameter)
         # By their ids: what has another name is not encoded.
-        places = {name: id(dict.get(self._optimizer.state[parameter], name)) for name in given}
+        places = {name: id(dict.get(self._optimizer.state[parameter], name)) for name in (*given, *held)}
         try:
             self._update_whole(parameter, group)
         # An update that raises must not leave one parameter's states whole: the next step would run out of
@@ -193,6 +193,7 @@ class EncodedStates:
                 for name, copies in given.items()
                 if self._written_to(parameter, name, places[name], copies)
             }
+            self._write_to_held(parameter, held, places)
             self.encode(parameter, settles=not is_expected)
             for name, copies in given.items():
                 if isinstance(lazy := dict.get(self._optimizer.state[parameter], name), LazyTensor):
@@ -204,6 +205,24 @@ class EncodedStates:
         state = self._optimizer.state.get(parameter, {})
         lazy = {name: value.source for name, value in dict.items(state) if isinstance(value, LazyTensor)}
         return {name: s.given for name, s in lazy.items() if isinstance(s, EncodedState) and s.given}
+
+    def _held(self, parameter: torch.Tensor) -> dict[str, LazyTensor]:
+        """The states that the program has names of its own for, where it sees them as they are kept."""
+        state = self._optimizer.state.get(parameter, {})
+        if self._codec.is_exact:
+            return {}
+        names = [name for name, value in dict.items(state) if isinstance(value, LazyTensor)]
+        return {name: dict.__getitem__(state, name) for name in names if num_holders(state, name)}
+
+    def _write_to_held(
+        self, parameter: torch.Tensor, held: Mapping[str, LazyTensor], places: Mapping[str, int]
+    ) -> None:
+        """Writes states back to these, where they are the tensors that they were before the update."""
+        state = self._optimizer.state.get(parameter, {})
+        for name, lazy in held.items():
+            if id(whole := dict.get(state, name)) == places[name] and isinstance(whole, torch.Tensor):
+                lazy.source.was_written(whole)
+                dict.__setitem__(state, name, lazy)
 
     def _written_to(self, parameter: torch.Tensor, name: str, place: int, copies: CheckpointCopies) -> bool:
         """Writes a state to its copies if it is the tensor that it was; whether it is."""
@@ -221,13 +240,13 @@ class EncodedStates:
         is_held = num_holders(self._optimizer.state, parameter) > 0
         state = self._optimizer.state[parameter]
         names = [name for name, value in dict.items(state) if self._is_whole(name, value, parameter)]
-        if self._codec.is_exact and names:
-            if not isinstance(state, DecodingStates):
-                if is_held:
-                    # Of a dict that the program has a name for there is no other.
-                    return
-                state = self._optimizer.state[parameter] = DecodingStates(state)
-            names = [name for name in names if not is_shared(state, name)]
+        if self._codec.is_exact and names and not isinstance(state, DecodingStates):
+            if is_held:
+                # Of a dict that the program has a name for there is no other.
+                return
+            state = self._optimizer.state[parameter] = DecodingStates(state)
+        # What the program has a name of its own for stays what it is.
+        names = [name for name in names if not is_shared(state, name)]
         if names and settles:
             self._codec.settle()
         for name in names:
