@@ -232,8 +232,8 @@ class EncodedStates:
         copies.refresh(dict.__getitem__(state, name))
         return True
 
-    def encode(self, parameter: torch.Tensor, *, settles: bool = True) -> None:
-        """Quantises the states of one parameter; `settles`: once what earlier ones have kept on the card is freed."""
+    def encode(self, parameter: torch.Tensor, *, settles: bool = True, is_loaded: bool = False) -> None:
+        """Quantises the states of one parameter, which were just loaded or updated; `settles`: once what earlier ones have kept on the card is freed."""
         if parameter not in self._optimizer.state:
             return
         # Before this function has a name for it too.
@@ -245,8 +245,9 @@ class EncodedStates:
                 # Of a dict that the program has a name for there is no other.
                 return
             state = self._optimizer.state[parameter] = DecodingStates(state)
-        # What the program has a name of its own for stays what it is.
-        names = [name for name in names if not is_shared(state, name)]
+        # What the program has a name of its own for stays what it is; but who loads a checkpoint has it at hand, and codes are for that too.
+        if self._codec.is_exact or not is_loaded:
+            names = [name for name in names if not is_shared(state, name)]
         if names and settles:
             self._codec.settle()
         for name in names:
@@ -305,7 +306,7 @@ class EncodedStates:
     def loaded(self, optimizer: torch.optim.Optimizer) -> None:
         """Quantises loaded states."""
         for parameter in groups_by_parameter(optimizer):
-            self.encode(parameter)
+            self.encode(parameter, is_loaded=True)
         self._codec.settle()
 
 
