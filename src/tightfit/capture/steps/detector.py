@@ -33,22 +33,28 @@ class OptimizerSteps:
         self.num_ended = 0
         self._counts: Counter[int] = Counter()
         self._stepped: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
+        self._waited_for: list[weakref.ref[torch.optim.Optimizer]] | None = None
 
     def end_step(self, optimizer: torch.optim.Optimizer, known: Iterable[torch.optim.Optimizer]) -> bool:
         """Counts a step of `optimizer`; whether a step of the script, which has the optimizers `known`, is over with it."""
         if any(reference() is None for reference in self._stepped.values()):
             # The optimizer of a stage that is over; the next stage has its own steps.
             self.count_anew()
+        if self._waited_for is None:
+            # Those that are made later are not waited for: a loop may make one anew in each turn that never steps by itself, for the settings of an inner loop.
+            self._waited_for = [weakref.ref(o) for o in known]
         counts = self._counts
         counts[id(optimizer)] += 1
         self._stepped[id(optimizer)] = weakref.ref(optimizer)
-        waiting = [0 for o in known if not counts[id(o)] and not holds_another(o)]
+        others = [o for o in (reference() for reference in self._waited_for) if o is not None]
+        waiting = [0 for o in others if id(o) not in self._stepped and not holds_another(o)]
         return ends_step([*counts.values(), *waiting], counts[id(optimizer)], self.num_ended)
 
     def count_anew(self) -> None:
         """Forgets the steps so far."""
         self._counts.clear()
         self._stepped.clear()
+        self._waited_for = None
         self.num_ended = 0
 
 
@@ -159,6 +165,17 @@ class StepWatch:
         self.gpu.recorder.assume(
             self.gpu.attribution.where(),
             "nothing is trained here: from the first call of a model on, the script is assumed to be one step",
+        )
+        self.end_step()
+        return True
+
+    def waits_for_another(self) -> bool:
+        """A script is over: whether an optimizer stepped and another one, which never has, was waited for, in which case all of that is one step."""
+        if self.num_ended or not self._has_stepped:
+            return False
+        self.gpu.recorder.assume(
+            self.gpu.attribution.where(),
+            "an optimizer of the program never steps, and it ends before others have stepped often: all its turns are assumed to be one step",
         )
         self.end_step()
         return True
