@@ -16,6 +16,7 @@ from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.capture.steps.category_marks import CategoryMarks
 from tightfit.capture.steps.effects.effect_watch import EffectWatch
 from tightfit.capture.steps.micro_batches.alike_batches import AlikeBatches
+from tightfit.capture.steps.recurring_calls import merge_recurring_calls
 from tightfit.capture.steps.step_hooks import StepHooks
 from tightfit.capture.steps.wrapping_optimizers import holds_another
 from tightfit.tape import Coverage, Phase, SpanKind
@@ -111,16 +112,23 @@ class StepWatch:
         """A forward pass with gradients (`is_call`), a backward pass or an optimizer's step is about to run; whether a step begins with it."""
         if self.after is not None and self.after.is_on:
             return self.after.training_begins(is_call=is_call)
-        recorder = self.gpu.recorder
-        name = f"step {self.num_ended + 1}"
-        if self.by_yield or recorder.spans[-1][0] == name:
+        if self.by_yield or self.is_in_step:
             return False
-        recorder.span(name, SpanKind.STEP)
+        self.gpu.recorder.span(self._name_of_step, SpanKind.STEP)
         return True
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a step of a script has begun, and not ended: what runs without gradients then (a teacher, a reference model) is a part of it."""
+        return self.gpu.recorder.spans[-1][:2] == (self._name_of_step, SpanKind.STEP)
+
+    @property
+    def _name_of_step(self) -> str:
+        return f"step {self.num_ended + 1}"
 
     def begin_yielded_step(self) -> None:
         """A generator is about to be resumed."""
-        self.gpu.recorder.span(f"step {self.num_ended + 1}", SpanKind.STEP)
+        self.gpu.recorder.span(self._name_of_step, SpanKind.STEP)
 
     def end_step(self) -> None:
         """One iteration of the user's loop has ended."""
@@ -169,6 +177,7 @@ class StepWatch:
             self.has_ended = True
             if not self.by_yield:
                 self._marks.mark_all()
+                merge_recurring_calls(self.gpu.recorder)
             self._on_end()
 
     def after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
