@@ -114,21 +114,17 @@ class StepWatch:
             return self.after.training_begins(is_call=is_call)
         if self.by_yield or self.is_in_step:
             return False
-        self.gpu.recorder.span(self._name_of_step, SpanKind.STEP)
+        self.gpu.recorder.span(_next_step(self.num_ended), SpanKind.STEP)
         return True
 
     @property
     def is_in_step(self) -> bool:
         """Whether a step of a script has begun, and not ended: what runs without gradients then (a teacher, a reference model) is a part of it."""
-        return self.gpu.recorder.spans[-1][:2] == (self._name_of_step, SpanKind.STEP)
-
-    @property
-    def _name_of_step(self) -> str:
-        return f"step {self.num_ended + 1}"
+        return self.gpu.recorder.spans[-1][:2] == (_next_step(self.num_ended), SpanKind.STEP)
 
     def begin_yielded_step(self) -> None:
         """A generator is about to be resumed."""
-        self.gpu.recorder.span(self._name_of_step, SpanKind.STEP)
+        self.gpu.recorder.span(_next_step(self.num_ended), SpanKind.STEP)
 
     def end_step(self) -> None:
         """One iteration of the user's loop has ended."""
@@ -199,3 +195,7 @@ class StepWatch:
             "no optimizer of torch.optim steps here: each backward pass is assumed to end a step",
         )
         self.end_step()
+
+
+def _next_step(num_ended: int) -> str:
+    return f"step {num_ended + 1}"
