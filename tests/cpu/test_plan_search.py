@@ -12,6 +12,7 @@ from tightfit.fit.searching.bisection import Bisection
 from tightfit.fit.searching.search import Search
 from tightfit.fit.traced_runs import TracedRun, TracedRuns
 from tightfit.planner.option import Option
+from tightfit.techniques.registry import techniques
 
 torch.set_num_threads(1)
 
@@ -213,3 +214,14 @@ def test_one_trace_says_of_all_tiles_which_are_refused(runs: FailingRuns) -> Non
         runs.run_with(options)
     assert caught.value.technique == "tiled_tokens"
     assert caught.value.places == refused
+
+
+def test_parts_that_are_alike_are_combined_with_the_rest_once() -> None:
+    """A batch of two is the same in two parts and in eight: the lowest peak of one is that of the others."""
+    left_out = techniques().keys() - {"micro_batches", "optimizer_kernel"}
+    fresh = FailingRuns()
+    allowed = Allowed(without=tuple(Without(technique=name) for name in sorted(left_out)))
+    assert not Search(fresh, 0, allowed).run().fits
+    names = [sorted(option.technique for option in run.options) for run in fresh.all()]
+    assert names.count(["micro_batches"]) > 1
+    assert names.count(["micro_batches", "optimizer_kernel"]) == 1

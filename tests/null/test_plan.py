@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tightfit.errors import PlanError
+from tightfit.fit.searching.permitted import grouped
 from tightfit.planner.explain import groups, sentences, verdict
 from tightfit.planner.plan import Alternative, Bound, Choice, ParetoPoint, Plan, Run
 from tightfit.simulate.estimate import Peak
@@ -135,6 +136,9 @@ def test_places_that_differ_by_a_number_are_one_line() -> None:
     assert (group.where, group.num_places, group.saves_bytes) == ("Net.h.[0-2,5].mlp", 4, 4 * GIB)
     assert [g.where for g in groups([choice("Net.h.1"), choice("Net.h.2", keep=[1])])] == ["Net.h.1", "Net.h.2"]
     assert groups([choice("Net.a.0.b.1"), choice("Net.a.1.b.2")])[0].where == "Net.a.*.b.* (2 places)"
+    # The number of a class's name is no place.
+    assert groups([choice("UNet2D.a.0.b.1"), choice("UNet2D.a.1.b.2")])[0].where == "UNet2D.a.*.b.* (2 places)"
+    assert dict(grouped(("x", f"UNet2D.a.{i}", "no") for i in range(2))) == {"x": "UNet2D.a.* (2): no"}
 
 
 def test_the_answer_is_said_in_words() -> None:

@@ -109,6 +109,28 @@ class TestTheCurve:
             line = Box(left=curve.budget.at, top=curve.top, right=curve.budget.at + 1, bottom=curve.bottom)
             assert [mark.label.box.overlap(line) for mark in curve.marks if mark.kind == "planned"] == [0]
 
+    def test_words_cover_neither_the_curve_nor_the_budget_and_are_tied_to_their_mark(self) -> None:
+        """A plan left of its curve, and a plain run at the curve's end, as of an 8B model on a tight budget."""
+        points = tuple(
+            ParetoPoint(device_bytes=int(size * GIB), seconds_per_step=seconds)
+            for size, seconds in (
+                (18.6, 0.862),
+                (20.1, 0.799),
+                (21.6, 0.758),
+                (24.7, 0.694),
+                (26.2, 0.654),
+                (28.6, 0.635),
+            )
+        )
+        curve = curve_of(
+            a_plan(frontier=points, run=run(17.8, 0.8356), baseline=run(30.7, 0.6387), budget_bytes=18 * GIB)
+        )
+        line = Box(left=curve.budget.at - 1, top=curve.top, right=curve.budget.at + 1, bottom=curve.bottom)
+        axis = Box(left=curve.left - 2, top=curve.bottom - 2, right=curve.right, bottom=curve.bottom + 2)
+        strokes = [*_strokes([(p.x, p.y) for p in curve.points]), line, axis]
+        assert [sum(map(mark.label.box.overlap, strokes)) for mark in curve.marks] == [0, 0]
+        assert curve.marks[1].leader is not None
+
     def test_it_is_a_picture_with_a_name_and_a_description(self, page: Reader) -> None:
         (picture,) = page.of("svg")
         assert picture["role"] == "img"

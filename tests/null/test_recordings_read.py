@@ -187,6 +187,13 @@ def test_stacks_notes_annotations_and_marks_are_kept(tmp_path, protocol):
     assert read_recording(write(tmp_path, SMALL_RECORDING)).extra is None
 
 
+@pytest.mark.parametrize("line", [-1, (1 << 64) - 1, (1 << 32) - 1])
+def test_a_line_that_torch_does_not_know_is_no_huge_one(tmp_path, line):
+    whole = changed(("device_traces", 0, 1, "frames"), [frame("train.py", line, "step")])
+    recording = read_recording(write(tmp_path, whole))
+    assert ("train.py:0 step",) in recording.stacks
+
+
 def test_paths_in_the_working_directory_are_relative_to_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     whole = changed(("device_traces", 0, 1, "frames"), [frame(str(tmp_path / "train.py"), 3, "step")])

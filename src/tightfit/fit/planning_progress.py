@@ -1,6 +1,7 @@
 """What is being done while a workload is estimated or planned, for whoever waits: in words, with what was found so far."""
 
 import dataclasses
+import sys
 import time
 from collections.abc import Callable
 
@@ -41,7 +42,9 @@ class ProgressLog:
 
     def begin(self, what: str, *, num_steps: int | None = None) -> None:
         """`what` begins, and is told to `say`; `num_steps`: it is a trace of as many steps, None where that is not known."""
-        self._num_steps, self._began = num_steps, time.monotonic()
+        # `--steps all` and `--until` ask for as many as there are numbers.
+        self._num_steps = None if num_steps == sys.maxsize else num_steps
+        self._began = time.monotonic()
         self._emit(what=what, trace=None, seconds_left=None)
         self._say(what)
 

@@ -7,6 +7,7 @@ import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 
+from tightfit.planner.place_words import place_words
 from tightfit.planner.plan import Choice, Plan
 from tightfit.planner.setting_words import setting_words
 from tightfit.simulate.estimate import peak_of_limit, verdict_of
@@ -51,26 +52,8 @@ def groups(choices: Sequence[Choice]) -> list[ChoiceGroup]:
 
 
 def _places(paths: Sequence[str]) -> str:
-    """`a.[0-2,5].b` for the paths a.0.b, a.1.b, a.2.b and a.5.b."""
-    numbers = [re.findall(r"\d+", path) for path in paths]
-    # Ranges are only readable for one varying number; experts of layers vary in two.
-    varying = [i for i in range(len(numbers[0])) if len({found[i] for found in numbers}) > 1]
-    if len(paths) == 1 or len(varying) != 1:
-        return paths[0] if len(paths) == 1 else f"{re.sub(r'[0-9]+', '*', paths[0])} ({len(paths)} places)"
-    texts = iter(range(len(numbers[0])))
-    ranges = ",".join(_ranges(sorted(int(found[varying[0]]) for found in numbers)))
-    return re.sub(r"\d+", lambda match: f"[{ranges}]" if next(texts) == varying[0] else match[0], paths[0])
-
-
-def _ranges(numbers: Sequence[int]) -> Iterator[str]:
-    first = last = numbers[0]
-    for number in [*numbers[1:], None]:
-        if number is not None and number == last + 1:
-            last = number
-            continue
-        yield str(first) if first == last else f"{first}-{last}"
-        if number is not None:
-            first = last = number
+    words = place_words(paths)
+    return f"{words} ({len(paths)} places)" if "*" in words else words
 
 
 def verdict(plan: Plan) -> str:

@@ -15,6 +15,8 @@ import numpy.typing as npt
 Column = npt.NDArray[np.int64]
 
 MOST = (1 << 63) - 1
+# Of an instruction without a line torch writes -1, signed or not (torch/csrc/profiler/combined_traceback.cpp); of an unknown file, 0.
+_LAST_LINE = (1 << 31) - 1
 # More than any machine has; a forged file could otherwise ask for millions of tables.
 MAX_DEVICES = 1 << 10
 DEFAULT_POOL = (0, 0)
@@ -146,7 +148,7 @@ class Shared:
             raise Malformed("a frame lacks its 'name', 'filename' or 'line'")
         # torch writes "" for a file that the symboliser does not know.
         where = filename.removeprefix(self._here) or "??"
-        text = f"{where}:{line & MOST} {name}"
+        text = f"{where}:{line if 0 <= line <= _LAST_LINE else 0} {name}"
         known = self._frames_by_text.setdefault(text, Frame(text))
         self._frames[id(frame)] = (frame, known)
         return known

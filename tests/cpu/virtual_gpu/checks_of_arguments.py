@@ -84,6 +84,9 @@ def losses_of_targets_in_another_dtype_are_refused():
         _of(F.cross_entropy, _ones(4, 5), _ones(4)),
         _of(F.binary_cross_entropy, chances, _ones(4)),
         _of(F.binary_cross_entropy, chances, _ones(4, dtype=torch.float64)),
+        _of(F.cross_entropy, _randn(2, 5, 3), _ones(2, 3, dtype=torch.uint8)),
+        _of(F.binary_cross_entropy_with_logits, scores, _ones(4, 5, dtype=LONG)),
+        _of(F.binary_cross_entropy_with_logits, scores, _ones(4, 5, dtype=torch.bool)),
     )
     _run_as_on_the_host(
         _of(F.cross_entropy, scores, _ones(4)),
@@ -103,6 +106,25 @@ def a_huber_loss_of_two_dtypes_is_refused_in_its_backward_pass():
 
     _refused_as_on_the_host(*map(trained, (HALF, torch.float64, LONG)))
     _run_as_on_the_host(trained(torch.float32))
+
+
+def a_loss_of_two_dtypes_is_in_that_of_the_scores_and_classes_may_be_bytes():
+    def trained(loss, dtype, *size, scores=HALF):
+        def run(device):
+            given = torch.randn(4, 5, device=device).to(scores).requires_grad_()
+            result = loss(given, _ones(*size, dtype=dtype)(device))
+            (gradient,) = torch.autograd.grad(result, given)
+            assert {result.dtype, gradient.dtype} == {scores}
+
+        return run
+
+    several = (torch.float32, torch.float64, LONG)
+    _run_as_on_the_host(
+        *(trained(F.soft_margin_loss, dtype, 4, 5) for dtype in several),
+        *(trained(loss, torch.uint8, 4, scores=torch.float32) for loss in (F.cross_entropy, F.nll_loss)),
+    )
+    assert F.huber_loss(_randn(4, 5, dtype=HALF)("cuda"), _randn(4, 5)("cuda")).dtype == HALF
+    _refused_as_on_the_host(trained(F.soft_margin_loss, torch.bool, 4, 5))
 
 
 def what_is_written_to_a_tensor_of_another_dtype_is_refused():

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tightfit.capture.dispatch import fallback, one_card, program_operators
 from tightfit.capture.dispatch.arguments.argument_checks import check_arguments, check_generator
+from tightfit.capture.dispatch.arguments.other_dtypes import for_the_rule
 from tightfit.capture.dispatch.cached_casts import CachedCasts
 from tightfit.capture.dispatch.call_cache import CallCache
 from tightfit.capture.dispatch.device_storages import DeviceStorages
@@ -254,6 +255,7 @@ class VirtualGpu(TorchDispatchMode):
             # Lists as long as a model has parameters, which torch's fake tensors would go through for nothing.
             out = None
             if not (known.updates_lists and are_alike(lifted)):
+                lifted = for_the_rule(func, lifted, self.empty)
                 out = self.fake.dispatch(func, (FakeTensor,), lifted, kwargs)
         except (*fallback.UNSUPPORTED, RuntimeError) as error:
             if not isinstance(error, fallback.UNSUPPORTED) and not program_operators.lacks_fake(error):

@@ -17,7 +17,7 @@ class AllocatorChoice:
 
     def smallest(self, run: TracedRun) -> TracedRun:
         """The run with those settings of the allocator with which it holds least."""
-        runs = self.with_each(run, self._offers.options(run.profile))
+        runs = self.with_each(run)
         return min(runs, key=lambda each: (each.needed_bytes, each.seconds))
 
     def best(self, run: TracedRun, settings: Iterable[str], *, only_free: bool = False) -> TracedRun:
@@ -26,9 +26,12 @@ class AllocatorChoice:
         if self._fits(run):
             return run
         options = [option for name in sorted(settings) for option in self._offers.of(name, run.profile)]
-        others = self.with_each(run, [o for o in options if not (only_free and o.seconds > 0)])
+        others = self._replayed(run, [o for o in options if not (only_free and o.seconds > 0)])
         return min(others, key=lambda r: (not self._fits(r), r.seconds if self._fits(r) else 0.0, r.needed_bytes))
 
-    def with_each(self, run: TracedRun, options: Iterable[Option]) -> list[TracedRun]:
-        """The run as it is, and with each of those `options` that are the allocator's."""
-        return [run, *(self._runs.with_settings(run, option) for option in options if option.is_of_the_allocator)]
+    def with_each(self, run: TracedRun) -> list[TracedRun]:
+        """The run as it is, and with each setting that is offered for it."""
+        return self._replayed(run, self._offers.of_the_allocator(run.profile))
+
+    def _replayed(self, run: TracedRun, options: Iterable[Option]) -> list[TracedRun]:
+        return [run, *(self._runs.with_settings(run, option) for option in options)]

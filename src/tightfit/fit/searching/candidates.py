@@ -64,8 +64,7 @@ class Candidates:
     ) -> Candidate | None:
         """The best candidate with the coarse options on it: the first that fits, or, where it `is_last`, the fastest, or else the one that holds
         least."""
-        traced, retaining = self._split(coarse)
-        run = self.traced(traced) if traced else base
+        run, retaining = self.begun(coarse, base)
         if run is None:
             return None
         best = self._bisected(run, retaining, max_traces, only_free=True, is_last=is_last)
@@ -82,7 +81,7 @@ class Candidates:
         Not `is_last`: the first that fits ends it.
         """
         variant = self.variant(run, retaining)
-        settings = {option.technique for option in self._offers.options(run.profile) if option.is_of_the_allocator}
+        settings = {option.technique for option in self._offers.of_the_allocator(run.profile)}
         limits = Bisection(budget_bytes=self._budget_bytes, limit=self._budget_bytes - variant.gap_bytes)
         best: Candidate | None = None
         if run.options and not variant.is_predicted:
@@ -116,8 +115,7 @@ class Candidates:
 
     def least_of(self, coarse: Sequence[Option], base: TracedRun) -> Candidate | None:
         """The candidate with the lowest peak with the coarse options on it, whatever the budget is."""
-        already, retaining = self._split(coarse)
-        run = self.traced(already) if already else base
+        run, retaining = self.begun(coarse, base)
         if run is None:
             return None
         best: Candidate | None = None
@@ -154,7 +152,7 @@ class Candidates:
         traced = self.traced((*variant.run.options, *chosen))
         if traced is None:
             return None
-        names = {option.technique for option in self._offers.options(traced.profile) if option.is_of_the_allocator}
+        names = {option.technique for option in self._offers.of_the_allocator(traced.profile)}
         return self._seen(self._settings.best(traced, names), variant, solution)
 
     def _seen(self, run: TracedRun, variant: Variant, solution: Solution) -> Candidate:
@@ -176,11 +174,13 @@ class Candidates:
             self._offers.refuse(options, error)
             return None
 
-    def _split(self, options: Sequence[Option]) -> tuple[list[Option], list[Option]]:
-        """Options that need a trace, and those that only retain the graph, without those that were refused since they were offered."""
+    def begun(self, options: Sequence[Option], base: TracedRun) -> tuple[TracedRun | None, tuple[Option, ...]]:
+        """The run with those `options` that need a trace, which is `base` where none does and None where it cannot be run, and those that only retain
+        the graph, without any that were refused since they were offered."""
         left = [option for option in options if not self._offers.refusals.is_refused(option)]
-        traced = [option for option in left if option.needs_new_trace]
-        return traced, [option for option in left if not option.needs_new_trace]
+        coarse = [option for option in left if option.needs_new_trace]
+        retaining = tuple(option for option in left if not option.needs_new_trace)
+        return self.traced(coarse) if coarse else base, retaining
 
     def better(self, one: Candidate | None, other: Candidate | None) -> Candidate | None:
         """The faster of those that fit, else the smaller one; the first where they are alike."""

@@ -8,6 +8,8 @@ has the lowest peak on each, until the next prediction is above what was reached
 import dataclasses
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from tightfit.fit.searching.candidates import Candidate, Candidates
 from tightfit.fit.searching.offers import Offers
 from tightfit.fit.searching.variants import context_bytes
@@ -15,6 +17,7 @@ from tightfit.fit.traced_runs import TracedRun, TracedRuns
 from tightfit.planner import problem as problems
 from tightfit.planner.option import Option
 from tightfit.planner.solve import least_peak
+from tightfit.tape import Tape
 
 MAX_VARIANTS = 6
 # Predictions of variants that were not traced are off by a few per cent; one that is above what was reached by less is traced all the same.
@@ -89,9 +92,14 @@ class LeastPeak:
     def search(self, base: TracedRun, start: TracedRun) -> Candidate | None:
         """The candidate with the lowest peak; None where nothing can be put on the workload."""
         best: Candidate | None = None
+        seen: list[tuple[TracedRun, tuple[Option, ...]]] = []
         for prediction in self.predictions(start)[:MAX_VARIANTS]:
             if best is not None and prediction.needed_bytes > (1 + _DOUBT_OF_A_PREDICTION) * best.run.needed_bytes:
                 break
+            run, retaining = self._candidates.begun(prediction.options, base)
+            if run is None or any(taken == retaining and _are_alike(run.tape, other.tape) for other, taken in seen):
+                continue
+            seen.append((run, retaining))
             found = self._candidates.least_of(prediction.options, base)
             if found is not None and (best is None or _rank(found) < _rank(best)):
                 best = found
@@ -102,6 +110,17 @@ def _is_well_below(needed_bytes: int, budget_bytes: int, start: TracedRun) -> bo
     # The context, which is most of what a small model needs, is the same for all.
     context = context_bytes(start)
     return (1 + _NEAR) * (needed_bytes - context) < budget_bytes - context
+
+
+def _are_alike(one: Tape, other: Tape) -> bool:
+    """Whether two runs allocate and free the same, as with four parts and with eight of a batch of four: what else is done to them comes to the same too."""
+    return (
+        one.strings == other.strings
+        and np.array_equal(one.operators.name, other.operators.name)
+        and np.array_equal(one.storages.num_bytes, other.storages.num_bytes)
+        and np.array_equal(one.events.kind, other.events.kind)
+        and np.array_equal(one.events.storage, other.events.storage)
+    )
 
 
 def _rank(candidate: Candidate) -> tuple[int, float]:

@@ -36,6 +36,10 @@ class Offers:
         """What the techniques offer on `profile`, but for what is not allowed or was refused."""
         return self._options_of(techniques(), profile)
 
+    def of_the_allocator(self, profile: Profile) -> list[Option]:
+        """Those of `options(profile)` that are the allocator's. The other techniques, which take longer, are not asked."""
+        return self._options_of((name for name, each in techniques().items() if each.of_the_allocator), profile)
+
     def options_beside(self, later: Profile, profile: Profile) -> list[Option]:
         """As `options(later)`, without those of techniques all of whose options on `profile` need a new trace or are the allocator's: what
         these change is found by a trace or a replay."""
@@ -65,6 +69,8 @@ class Offers:
         if (name, profile) not in self._offered:
             with answering(f"technique {name}", technique=name):
                 offered = list(techniques()[name].options(profile))
+                of_the_allocator = techniques()[name].of_the_allocator
+                assert all(option.is_of_the_allocator is of_the_allocator for option in offered), "of_the_allocator"
             if name not in self._has_checked:
                 self._has_checked.add(name)
                 self._allowed.check_places(name, _modules(profile.tape) | {option.where for option in offered})

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 from tightfit.planner.option import Option
+from tightfit.planner.place_words import pattern_of
 from tightfit.tape import Effect, EffectKind, Tape
 from tightfit.techniques.technique import Needs
 
@@ -101,7 +102,7 @@ def grouped(refused: Iterable[tuple[str, str, str]]) -> Iterator[tuple[str, str]
         patterns.setdefault(re.sub(r"\d+", "*", place), []).append(place)
     for (technique, reason), patterns in together.items():
         shown = [
-            places[0] if len(places) == 1 else f"{pattern} ({len(places)})" for pattern, places in patterns.items()
+            places[0] if len(places) == 1 else f"{pattern_of(places)} ({len(places)})" for places in patterns.values()
         ]
         more = f" and {len(shown) - 3} more" if len(shown) > 3 else ""
         yield technique, f"{', '.join(shown[:3])}{more}: {reason}"

@@ -66,7 +66,7 @@ class Variants:
         tape = with_workspaces_of(self._runs.card, run.tape, self._runs.on.calibration)
         timeline = replay_timeline(tape, AllocatorSettings()).allocated
         # What a run caches beyond what it holds says little of another run: to begin with, no more is counted than the allocator can be made to.
-        gaps = [t.needed_bytes - t.estimate.peak.allocated_bytes for t in self._settings.with_each(run, options)]
+        gaps = [t.needed_bytes - t.estimate.peak.allocated_bytes for t in self._settings.with_each(run)]
         variant = Variant(run=run, problem=self._problem(timeline, fine, run.profile.step), gap_bytes=min(gaps))
         retaining = [option for option in fine if option.key in keys]
         if not retaining:

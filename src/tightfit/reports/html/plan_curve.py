@@ -10,13 +10,13 @@ import math
 from collections.abc import Callable, Sequence
 
 from tightfit.planner.plan import ParetoPoint, Plan, Run
-from tightfit.reports.html.plan_labels import Box, Label, placed
+from tightfit.reports.html.plan_labels import Box, Label, leader, placed
 from tightfit.units import GIB, format_bytes, format_seconds
 
 _WIDTH, _HEIGHT = 860, 380
 # The edges of the area between the axes.
 _LEFT, _RIGHT, _TOP, _BOTTOM = 72, 836, 30, 328
-_FOR_WORDS = Box(left=_LEFT, top=0, right=_WIDTH, bottom=_BOTTOM)
+_FOR_WORDS = Box(left=_LEFT + 6, top=0, right=_WIDTH - 4, bottom=_BOTTOM - 6)
 _SECONDS_UNITS = ((1.0, "seconds"), (1e-3, "milliseconds"), (1e-6, "microseconds"))
 _NUM_TICKS = 8
 # What is left free around the outermost marks, as a share of what they span.
@@ -45,7 +45,7 @@ class Point:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """A traced run, `plain` or `planned`, with the range of its peak."""
+    """A traced run, `plain` or `planned`, with the range of its peak, and where a line to its words ends if they are far away."""
 
     kind: str
     x: float
@@ -53,6 +53,7 @@ class Mark:
     low_x: float
     high_x: float
     label: Label
+    leader: tuple[float, float] | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +190,12 @@ def _point(point: ParetoPoint, x: Scale, y: Scale) -> Point:
 def _marks(plan: Plan, x: Scale, y: Scale, *, taken: Sequence[Box]) -> list[Mark]:
     """The plain run and the planned one, each with its words where they cover least of what is there and of each other."""
     runs = [("plain", "the plain run", plan.baseline), *([("planned", "the plan", plan.run)] if plan.choices else [])]
-    covered = [*taken, *(Box.around(x(run.peak.device_bytes), y(run.seconds_per_step), 9) for _, _, run in runs)]
+    covered = [*taken]
+    for _, _, run in runs:
+        height = y(run.seconds_per_step)
+        covered.append(Box.around(x(run.peak.device_bytes), height, 9))
+        low_x, high_x = x(run.peak.device_low_bytes), x(run.peak.device_high_bytes)
+        covered.append(Box(left=low_x, top=height - 1, right=high_x, bottom=height + 1))
     marks = []
     for kind, name, run in runs:
         words = f"{name}: {format_bytes(run.peak.device_bytes)}, {format_seconds(run.seconds_per_step)}"
@@ -197,5 +203,7 @@ def _marks(plan: Plan, x: Scale, y: Scale, *, taken: Sequence[Box]) -> list[Mark
         label = placed(words, at, height, inside=_FOR_WORDS, taken=covered)
         covered.append(label.box)
         low_x, high_x = x(run.peak.device_low_bytes), x(run.peak.device_high_bytes)
-        marks.append(Mark(kind=kind, x=at, y=height, low_x=low_x, high_x=high_x, label=label))
+        marks.append(
+            Mark(kind=kind, x=at, y=height, low_x=low_x, high_x=high_x, label=label, leader=leader(label, at, height))
+        )
     return marks

@@ -24,6 +24,7 @@ class ExpandableSegments(AbstractTechnique):
     name = "allocator_settings"
     exact = True
     exactness = "bit for bit: every operator runs unchanged"
+    of_the_allocator = True
 
     def options(self, profile: Profile) -> Iterable[Option]:
         """One option: expandable segments."""

@@ -36,6 +36,7 @@ class EmptyCache(AbstractTechnique):
     name = "empty_cache"
     exact = True
     exactness = "bit for bit: the same blocks at other addresses"
+    of_the_allocator = True
 
     def options(self, profile: Profile) -> Iterable[Option]:
         """One for each phase border at which it lowers the reserved peak."""

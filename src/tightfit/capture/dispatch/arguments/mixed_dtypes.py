@@ -24,6 +24,7 @@ aten = torch.ops.aten
 _MASKS = (torch.bool, torch.uint8)
 _POSITIONS = (torch.int64, torch.int32)
 _INDICES = (*_POSITIONS, *_MASKS)
+_NO_DIFFERENCE_OF_BOOLS = "Subtraction, the `-` operator, with two bool tensors is not supported. Use the `^` or `logical_xor()` operator instead."
 
 
 def _expected(one: torch.Tensor, other: torch.Tensor) -> str:
@@ -67,6 +68,8 @@ def _class_loss(args: Sequence[Any], _: Mapping[str, Any]) -> None:
     scores, target, weight = args[:3]
     found = name(target.dtype)
     refuse_unless(found in ("Long", "Byte"), f"expected target dtype to be Long or Byte, but got {found}")
+    # The kernel for images reads int64 alone (NLLLoss2d.cu).
+    refuse_unless(found == "Long" or target.dim() < 2, f"expected scalar type Long but found {found}")
     if weight is not None:
         refuse_unless(
             weight.dtype == scores.dtype, f"expected scalar type {name(scores.dtype)} but found {name(weight.dtype)}"
@@ -76,6 +79,21 @@ def _class_loss(args: Sequence[Any], _: Mapping[str, Any]) -> None:
 def _binary_loss(args: Sequence[Any], _: Mapping[str, Any]) -> None:
     scores, target = args[:2]
     refuse_unless(scores.dtype == target.dtype, f"Found dtype {name(target.dtype)} but expected {name(scores.dtype)}")
+
+
+def _logits_loss(args: Sequence[Any], _: Mapping[str, Any]) -> None:
+    """aten/src/ATen/native/Loss.cpp: `(1 - target).mul_(input)`."""
+    scores, target = args[:2]
+    refuse_unless(target.dtype != torch.bool, _NO_DIFFERENCE_OF_BOOLS)
+    result = torch.result_type(target, scores)
+    words = f"result type {name(result)} can't be cast to the desired output type {name(target.dtype)}"
+    refuse_unless(torch.can_cast(result, target.dtype), words)
+
+
+def _soft_margin_backward(args: Sequence[Any], _: Mapping[str, Any]) -> None:
+    """aten/src/ATen/native/Loss.cpp: `at::exp(-target * input)`."""
+    words = "Negation, the `-` operator, on a bool tensor is not supported. If you are trying to invert a mask, use the `~` or `logical_not()` operator instead."
+    refuse_unless(args[2].dtype != torch.bool, words)
 
 
 def _huber_backward(args: Sequence[Any], _: Mapping[str, Any]) -> None:
@@ -175,14 +193,10 @@ def _batch_normalised(args: Sequence[Any], _: Mapping[str, Any]) -> None:
 
 def _difference(args: Sequence[Any], _: Mapping[str, Any]) -> None:
     dtypes = [torch.bool if type(arg) is bool else getattr(arg, "dtype", None) for arg in args[:2]]
-    told = "Subtraction, the `-` operator, with "
-    refuse_unless(
-        dtypes != [torch.bool, torch.bool],
-        f"{told}two bool tensors is not supported. Use the `^` or `logical_xor()` operator instead.",
-    )
+    refuse_unless(dtypes != [torch.bool, torch.bool], _NO_DIFFERENCE_OF_BOOLS)
     refuse_unless(
         torch.bool not in dtypes,
-        f"{told}a bool tensor is not supported. If you are trying to invert a mask, use the `~` or `logical_not()` operator instead.",
+        "Subtraction, the `-` operator, with a bool tensor is not supported. If you are trying to invert a mask, use the `~` or `logical_not()` operator instead.",
     )
 
 
@@ -257,7 +271,9 @@ MIXED: dict[OpOverload, Check] = {
     aten.multi_margin_loss.default: _long_targets,
     aten.multilabel_margin_loss_forward.default: _long_targets,
     aten.binary_cross_entropy.default: _binary_loss,
+    aten.binary_cross_entropy_with_logits.default: _logits_loss,
     aten.huber_loss_backward.default: _huber_backward,
+    aten.soft_margin_loss_backward.default: _soft_margin_backward,
     aten.index_put.default: _index_put,
     aten.index_put_.default: _index_put,
     aten._index_put_impl_.default: _index_put,
