@@ -206,3 +206,17 @@ def train():
     found = plan_layout(f"{tmp_path / 'images.py'}:train", "H100", gpus=8, nodes=1)
     assert found.examples == 24
     assert any("24 examples, the images that its loss is of" in text for text in found.assumptions)
+
+
+def test_a_model_that_is_gone_when_its_program_ends_has_its_weights(
+    program: Path, model: ModelParts, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"{program.read_text()}\n\ndef main():\n    for _ in zip(range(9), train()):\n        pass\n\nmain()\n"
+    )
+    found = model_parts(Profile(capture(str(script), device="H100").of_steps(), DEVICE))
+    assert found.batch == model.batch
+    assert [part.parameter_bytes for part in (found.before, *found.blocks, found.after)] == [
+        part.parameter_bytes for part in (model.before, *model.blocks, model.after)
+    ]

@@ -83,8 +83,8 @@ class StepWatch:
         self.num_steps = num_steps
         self.num_ended = 0
         self.on_step: Callable[[], None] = lambda: None
-        self.on_prediction: Callable[[], None] = lambda: None
-        """Called after each outermost call without gradients, as long as no step has ended."""
+        self.on_models: Callable[[], None] = lambda: None
+        """Called where the models of the program are there: when a step has ended, and before the first one ends after each outermost call without gradients."""
         self.predicts_only = False
         self.has_ended = False
         self._marks = CategoryMarks(gpu)
@@ -138,6 +138,7 @@ class StepWatch:
         self._optimizer_steps.num_ended += 1
         if self.effects is not None:
             self.effects.end_step()
+        self.on_models()
         self.on_step()
         self._marks.mark_parameters()
         if self.after is not None:
@@ -155,7 +156,7 @@ class StepWatch:
     def after_prediction(self) -> None:
         """An outermost call without gradients has returned."""
         if not self.num_ended:
-            self.on_prediction()
+            self.on_models()
 
     def predicts(self) -> bool:
         """A script is over: whether it called modules without gradients and took no step, in which case all of that is one step."""
