@@ -158,8 +158,16 @@ class StepWatch:
         if not self.num_ended:
             self.on_models()
 
-    def predicts(self) -> bool:
-        """A script is over: whether it called modules without gradients and took no step, in which case all of that is one step."""
+    def is_one_step(self) -> bool:
+        """A script is over in which no step has ended: whether all of it from the first call of a model on is taken for one, as it only called modules without
+        gradients, or as an optimizer stepped while another one, which never has, was waited for."""
+        if self._has_stepped:
+            self.gpu.recorder.assume(
+                self.gpu.attribution.where(),
+                "an optimizer of the program never steps, and it ends before others have stepped often: all its turns are assumed to be one step",
+            )
+            self.end_step()
+            return True
         spans = self.gpu.recorder.spans
         first = next((n for n, (_, kind, *_) in enumerate(spans) if kind != SpanKind.SETUP), None)
         if first is None or any(kind == SpanKind.STEP for _, kind, *_ in spans):
@@ -170,17 +178,6 @@ class StepWatch:
         self.gpu.recorder.assume(
             self.gpu.attribution.where(),
             "nothing is trained here: from the first call of a model on, the script is assumed to be one step",
-        )
-        self.end_step()
-        return True
-
-    def waits_for_another(self) -> bool:
-        """A script is over: whether an optimizer stepped and another one, which never has, was waited for, in which case all of that is one step."""
-        if self.num_ended or not self._has_stepped:
-            return False
-        self.gpu.recorder.assume(
-            self.gpu.attribution.where(),
-            "an optimizer of the program never steps, and it ends before others have stepped often: all its turns are assumed to be one step",
         )
         self.end_step()
         return True
