@@ -16,6 +16,7 @@ from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.capture.steps.category_marks import CategoryMarks
 from tightfit.capture.steps.effects.effect_watch import EffectWatch
 from tightfit.capture.steps.micro_batches.alike_batches import AlikeBatches
+from tightfit.capture.steps.recurring_calls import merge_recurring_calls
 from tightfit.capture.steps.step_hooks import StepHooks
 from tightfit.capture.steps.wrapping_optimizers import holds_another
 from tightfit.tape import Coverage, Phase, SpanKind
@@ -33,22 +34,28 @@ class OptimizerSteps:
         self.num_ended = 0
         self._counts: Counter[int] = Counter()
         self._stepped: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
+        self._waited_for: list[weakref.ref[torch.optim.Optimizer]] | None = None
 
     def end_step(self, optimizer: torch.optim.Optimizer, known: Iterable[torch.optim.Optimizer]) -> bool:
         """Counts a step of `optimizer`; whether a step of the script, which has the optimizers `known`, is over with it."""
         if any(reference() is None for reference in self._stepped.values()):
             # The optimizer of a stage that is over; the next stage has its own steps.
             self.count_anew()
+        if self._waited_for is None:
+            # Those that are made later are not waited for: a loop may make one anew in each turn that never steps by itself, for the settings of an inner loop.
+            self._waited_for = [weakref.ref(o) for o in known]
         counts = self._counts
         counts[id(optimizer)] += 1
         self._stepped[id(optimizer)] = weakref.ref(optimizer)
-        waiting = [0 for o in known if not counts[id(o)] and not holds_another(o)]
+        others = [o for o in (reference() for reference in self._waited_for) if o is not None]
+        waiting = [0 for o in others if id(o) not in self._stepped and not holds_another(o)]
         return ends_step([*counts.values(), *waiting], counts[id(optimizer)], self.num_ended)
 
     def count_anew(self) -> None:
         """Forgets the steps so far."""
         self._counts.clear()
         self._stepped.clear()
+        self._waited_for = None
         self.num_ended = 0
 
 
@@ -76,8 +83,8 @@ class StepWatch:
         self.num_steps = num_steps
         self.num_ended = 0
         self.on_step: Callable[[], None] = lambda: None
-        self.on_prediction: Callable[[], None] = lambda: None
-        """Called after each outermost call without gradients, as long as no step has ended."""
+        self.on_models: Callable[[], None] = lambda: None
+        """Called where the models of the program are there: when a step has ended, and before the first one ends after each outermost call without gradients."""
         self.predicts_only = False
         self.has_ended = False
         self._marks = CategoryMarks(gpu)
@@ -111,16 +118,19 @@ class StepWatch:
         """A forward pass with gradients (`is_call`), a backward pass or an optimizer's step is about to run; whether a step begins with it."""
         if self.after is not None and self.after.is_on:
             return self.after.training_begins(is_call=is_call)
-        recorder = self.gpu.recorder
-        name = f"step {self.num_ended + 1}"
-        if self.by_yield or recorder.spans[-1][0] == name:
+        if self.by_yield or self.is_in_step:
             return False
-        recorder.span(name, SpanKind.STEP)
+        self.gpu.recorder.span(_next_step(self.num_ended), SpanKind.STEP)
         return True
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a step of a script has begun, and not ended: what runs without gradients then (a teacher, a reference model) is a part of it."""
+        return self.gpu.recorder.spans[-1][:2] == (_next_step(self.num_ended), SpanKind.STEP)
 
     def begin_yielded_step(self) -> None:
         """A generator is about to be resumed."""
-        self.gpu.recorder.span(f"step {self.num_ended + 1}", SpanKind.STEP)
+        self.gpu.recorder.span(_next_step(self.num_ended), SpanKind.STEP)
 
     def end_step(self) -> None:
         """One iteration of the user's loop has ended."""
@@ -128,6 +138,7 @@ class StepWatch:
         self._optimizer_steps.num_ended += 1
         if self.effects is not None:
             self.effects.end_step()
+        self.on_models()
         self.on_step()
         self._marks.mark_parameters()
         if self.after is not None:
@@ -145,10 +156,18 @@ class StepWatch:
     def after_prediction(self) -> None:
         """An outermost call without gradients has returned."""
         if not self.num_ended:
-            self.on_prediction()
+            self.on_models()
 
-    def predicts(self) -> bool:
-        """A script is over: whether it called modules without gradients and took no step, in which case all of that is one step."""
+    def is_one_step(self) -> bool:
+        """A script is over in which no step has ended: whether all of it from the first call of a model on is taken for one, as it only called modules without
+        gradients, or as an optimizer stepped while another one, which never has, was waited for."""
+        if self._has_stepped:
+            self.gpu.recorder.assume(
+                self.gpu.attribution.where(),
+                "an optimizer of the program never steps, and it ends before others have stepped often: all its turns are assumed to be one step",
+            )
+            self.end_step()
+            return True
         spans = self.gpu.recorder.spans
         first = next((n for n, (_, kind, *_) in enumerate(spans) if kind != SpanKind.SETUP), None)
         if first is None or any(kind == SpanKind.STEP for _, kind, *_ in spans):
@@ -169,6 +188,7 @@ class StepWatch:
             self.has_ended = True
             if not self.by_yield:
                 self._marks.mark_all()
+                merge_recurring_calls(self.gpu.recorder)
             self._on_end()
 
     def after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -190,3 +210,7 @@ class StepWatch:
             "no optimizer of torch.optim steps here: each backward pass is assumed to end a step",
         )
         self.end_step()
+
+
+def _next_step(num_ended: int) -> str:
+    return f"step {num_ended + 1}"
