@@ -179,7 +179,8 @@ class EncodedStates:
         if self._ahead is not None and parameter not in self._optimizer.state:
             # Its states are about to be made.
             self._codec.settle()
-        given, held = self._given(parameter), self._held(parameter)
+        given = self._given(parameter)
+        held = {} if self._codec.is_exact else _held(self._optimizer.state.get(parameter, {}))
         self.decode(parameter)
         # By their ids: what has another name is not encoded.
         places = {name: id(dict.get(self._optimizer.state[parameter], name)) for name in (*given, *held)}
@@ -193,7 +194,7 @@ class EncodedStates:
                 for name, copies in given.items()
                 if self._written_to(parameter, name, places[name], copies)
             }
-            self._write_to_held(parameter, held, places)
+            _write_to_held(self._optimizer.state.get(parameter, {}), held, places)
             self.encode(parameter, settles=not is_expected)
             for name, copies in given.items():
                 if isinstance(lazy := dict.get(self._optimizer.state[parameter], name), LazyTensor):
@@ -205,24 +206,6 @@ class EncodedStates:
         state = self._optimizer.state.get(parameter, {})
         lazy = {name: value.source for name, value in dict.items(state) if isinstance(value, LazyTensor)}
         return {name: s.given for name, s in lazy.items() if isinstance(s, EncodedState) and s.given}
-
-    def _held(self, parameter: torch.Tensor) -> dict[str, LazyTensor]:
-        """The states that the program has names of its own for, where it sees them as they are kept."""
-        state = self._optimizer.state.get(parameter, {})
-        if self._codec.is_exact:
-            return {}
-        names = [name for name, value in dict.items(state) if isinstance(value, LazyTensor)]
-        return {name: dict.__getitem__(state, name) for name in names if num_holders(state, name)}
-
-    def _write_to_held(
-        self, parameter: torch.Tensor, held: Mapping[str, LazyTensor], places: Mapping[str, int]
-    ) -> None:
-        """Writes states back to these, where they are the tensors that they were before the update."""
-        state = self._optimizer.state.get(parameter, {})
-        for name, lazy in held.items():
-            if id(whole := dict.get(state, name)) == places[name] and isinstance(whole, torch.Tensor):
-                lazy.source.was_written(whole)
-                dict.__setitem__(state, name, lazy)
 
     def _written_to(self, parameter: torch.Tensor, name: str, place: int, copies: CheckpointCopies) -> bool:
         """Writes a state to its copies if it is the tensor that it was; whether it is."""
@@ -314,6 +297,20 @@ def _encoded(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> list[
     state = optimizer.state.get(parameter, {})
     sources = [value.source for value in dict.values(state) if isinstance(value, LazyTensor)]
     return [source for source in sources if isinstance(source, EncodedState)]
+
+
+def _held(state: dict[str, Any]) -> dict[str, LazyTensor]:
+    """The states that the program has names of its own for, as it sees them."""
+    names = [name for name, value in dict.items(state) if isinstance(value, LazyTensor)]
+    return {name: dict.__getitem__(state, name) for name in names if num_holders(state, name)}
+
+
+def _write_to_held(state: dict[str, Any], held: Mapping[str, LazyTensor], places: Mapping[str, int]) -> None:
+    """Writes states back to these, where they are the tensors that they were before the update."""
+    for name, lazy in held.items():
+        if id(whole := dict.get(state, name)) == places[name] and isinstance(whole, torch.Tensor):
+            lazy.source.was_written(whole)
+            dict.__setitem__(state, name, lazy)
 
 
 def _lazy(state: dict[str, Any]) -> Iterator[LazyTensor]:
