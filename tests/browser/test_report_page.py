@@ -329,6 +329,8 @@ class TestLightAndDark:
         )
         try:
             assert report.run("return document.documentElement.scrollWidth") <= width
+            wide = "return [...document.querySelectorAll('.pair .scroll')].map(each => each.scrollWidth - each.clientWidth)"
+            assert width < 768 or set(report.run(wide)) == {0}
             report.wait("const c = document.getElementById('chart-base'); return c.width === c.clientWidth * 2")
         finally:
             report.devtools("Emulation.clearDeviceMetricsOverride")

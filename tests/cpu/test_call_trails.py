@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
@@ -25,6 +26,12 @@ def _number(way: Way) -> int:
         (lambda x: x[..., 0], lambda x: x[0, ...]),
         (lambda x: x[torch.tensor([1]), 0], lambda x: x[0, torch.tensor([1])]),
         (lambda x: x[:, 0], lambda x: x[0, :]),
+        # By how many rows there are, perhaps.
+        (lambda x: x * 0.5, lambda x: x * 0.25),
+        (lambda x: x * -1.0, lambda x: x * -2.0),
+        (lambda x: x * np.float32(0.5), lambda x: x * np.float32(0.25)),
+        (lambda x: x + torch.as_tensor(np.array([0.5])), lambda x: x + torch.as_tensor(np.array([0.25]))),
+        (lambda x: _either(x, first=True), lambda x: _either(x, first=False)),
     ],
 )
 def test_another_way_to_take_rows_has_another_number(one: Way, other: Way) -> None:
@@ -32,8 +39,20 @@ def test_another_way_to_take_rows_has_another_number(one: Way, other: Way) -> No
     assert _number(one) == _number(one)
 
 
-def test_a_factor_is_no_other_way() -> None:
-    assert _number(lambda x: x * 0.5) == _number(lambda x: x * 0.25)
+def _either(x: torch.Tensor, *, first: bool) -> torch.Tensor:
+    """Makes two tensors, and uses one of them."""
+    one, other = torch.tensor(0.5), torch.tensor(0.5)
+    return x * (one if first else other)
+
+
+def test_the_same_calls_are_the_same_way_whatever_tensors_they_are_given() -> None:
+    def way(x: torch.Tensor) -> torch.Tensor:
+        doubled = x * 2.0
+        # Gone again: another tensor may get its address.
+        (x * float("nan")).sum()
+        return torch.cat([doubled, x * 3.0]).add_(1.0)
+
+    assert len({_number(way) for _ in range(20)}) == 1
 
 
 # As our own code does in its first runs alone, and as programs do.

@@ -31,7 +31,7 @@ names = trace_server.preloaded(is_huggingface=False, program=Path(sys.argv[2]))
 is_before = sys.argv[1] == "before"
 fork_server._import([n for n in names if is_before or n in trace_server.PRELOADED], set())
 from tightfit.capture.child_process.capture_session import CaptureSession
-from tightfit.capture.patches import imported_before
+from tightfit.capture.targets import imported_before
 session = CaptureSession("RTX 4090", 3, by_yield=False)
 imported_before.exchange()
 if not is_before:

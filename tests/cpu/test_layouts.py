@@ -184,3 +184,39 @@ def test_a_plan_is_an_object_of_json(tape: Tape) -> None:
     assert found["fits"] and found["layout"]["dp"] >= 1 and found["tokens_per_second"] > 0
     assert {"rank", "role", "total_bytes", "bytes"} == found["ranks"][0].keys()
     assert found["ranks"][0]["total_bytes"] == sum(found["ranks"][0]["bytes"].values())
+
+
+def test_the_images_of_a_step_are_its_examples(tmp_path: Path) -> None:
+    (tmp_path / "images.py").write_text(
+        """
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+def train():
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10)).cuda()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    while True:
+        cross_entropy(net(torch.randn(24, 3, 8, 8, device="cuda")), torch.randint(10, (24,), device="cuda")).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield
+"""
+    )
+    found = plan_layout(f"{tmp_path / 'images.py'}:train", "H100", gpus=8, nodes=1)
+    assert found.examples == 24
+    assert any("24 examples, the images that its loss is of" in text for text in found.assumptions)
+
+
+def test_a_model_that_is_gone_when_its_program_ends_has_its_weights(
+    program: Path, model: ModelParts, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"{program.read_text()}\n\ndef main():\n    for _ in zip(range(9), train()):\n        pass\n\nmain()\n"
+    )
+    found = model_parts(Profile(capture(str(script), device="H100").of_steps(), DEVICE))
+    assert found.batch == model.batch
+    assert [part.parameter_bytes for part in (found.before, *found.blocks, found.after)] == [
+        part.parameter_bytes for part in (model.before, *model.blocks, model.after)
+    ]

@@ -179,6 +179,7 @@ class TestKeys:
         assert selected(state, view) is None
         view, _ = pressed(view, "h", state)
         assert all(words in text_of(state, view) for _, words in HELP)
+        assert all(word in text_of(state, view, width=60) for _, words in HELP for word in words.split())
         view, _ = pressed(view, "q", state)
         assert not view.is_help and not view.has_quit
         assert pressed(view, "q", state)[0].has_quit

@@ -1,15 +1,17 @@
 """Which functions of torch some code calls, in order: where they are others than in the run that was proved, the code has taken another way.
 
 A graph has nothing of what is computed without gradients, and no snapshot has all that code may branch on (an array of numpy's, a counter in C, a level of
-logging, the folder): with both the same, a block may begin to take off the mean over all rows, detached. Its calls show it; at the host, where operators take longer than a look at them, so do the operators.
+logging, the folder): with both the same, a block may begin to take off the mean over all rows, detached, or to scale by how many rows there are. Its calls show it; at the host, where operators take longer than a look at them, so do the operators.
 """
 
 import contextlib
 import sys
 import types
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
+import numpy as np
 import torch
 import torch.autograd.grad_mode
 from torch._ops import OpOverload
@@ -19,8 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tightfit.effects.dispatched import dispatched
 from tightfit.effects.users_code import FILES_OF_OURS
 
-# What a call says of how rows are taken: sizes, dimensions, indices, equations. Factors (float) change no row into another's.
+# What a call says of how rows are taken: sizes, dimensions, indices, equations. Factors too, for the code may take them from the number of rows.
 _TOLD = (int, str, type(None))
+# Of arrays that tensors are made of: tables, and not data.
+_LARGEST_TOLD_BYTES = 1 << 12
 _NESTED = (tuple, list)
 # What is called here is called by who enters a context such as `torch.no_grad()`, or calls an operator.
 _PASS_ON = frozenset({torch.autograd.grad_mode.__file__, OpOverload.__call__.__code__.co_filename})
@@ -28,10 +32,13 @@ _PASS_ON = frozenset({torch.autograd.grad_mode.__file__, OpOverload.__call__.__c
 
 @final
 class CallTrail:
-    """The calls of one run."""
+    """The calls of one run. Tensors are told apart by numbers, in the order in which they are first met: another one of two is another way."""
 
     def __init__(self) -> None:
         self._calls: list[Any] = []
+        # By `id`, as long as they live.
+        self._tensors: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._num_tensors = 0
 
     def note(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
         """Adds a call that the caller of this, a `__torch_function__`, handles, unless our own code makes it."""
@@ -44,32 +51,60 @@ class CallTrail:
             return
         # A function that is made anew for each call has the same code.
         self._calls.append(getattr(func, "__code__", func))
-        _add(self._calls, args)
+        self._add(args)
         if kwargs:
             for name, value in kwargs.items():
                 self._calls.append(name)
-                _add(self._calls, (value,))
+                self._add((value,))
+
+    def made(self, result: Any) -> Any:
+        """Numbers the tensors that a call has returned, and returns them."""
+        if isinstance(result, torch.Tensor):
+            self._number_of(result)
+        elif isinstance(result, _NESTED):
+            for each in result:
+                self.made(each)
+        return result
 
     def number(self) -> int:
         """The same for the same calls."""
         return hash(tuple(self._calls))
 
+    def _number_of(self, tensor: torch.Tensor) -> int:
+        known = self._tensors.get(id(tensor))
+        if known is not None and known[0]() is tensor:
+            return known[1]
+        self._num_tensors += 1
+        self._tensors[id(tensor)] = weakref.ref(tensor), self._num_tensors
+        return self._num_tensors
 
-def _add(found: list[Any], values: Sequence[Any]) -> None:
-    for value in values:
-        if isinstance(value, int) and value < 0:
-            # Python has one hash for -1 and -2, which are other dimensions.
-            found += ("below zero", -value)
-        elif isinstance(value, _TOLD):
-            found.append(value)
-        elif isinstance(value, _NESTED):
-            found.append(len(value))
-            _add(found, value)
-        elif isinstance(value, slice):
-            _add(found, (value.start, value.stop, value.step))
-        else:
-            # Its place counts: `x[rows, 0]` is not `x[0, rows]`, nor is `x[..., 0]` what `x[0, ...]` is.
-            found.append(type(value))
+    def _add(self, values: Sequence[Any]) -> None:
+        found = self._calls
+        for value in values:
+            if isinstance(value, int) and value < 0:
+                # Python has one hash for -1 and -2, which are other dimensions.
+                found += ("below zero", -value)
+            elif isinstance(value, _TOLD):
+                found.append(value)
+            elif isinstance(value, torch.Tensor):
+                # Its place counts: `x[rows, 0]` is not `x[0, rows]`, nor is `x[..., 0]` what `x[0, ...]` is.
+                found += (torch.Tensor, self._number_of(value))
+            elif isinstance(value, _NESTED):
+                found.append(len(value))
+                self._add(value)
+            elif isinstance(value, slice):
+                self._add((value.start, value.stop, value.step))
+            elif isinstance(value, float):
+                # As text: 1.0 has the hash of 1, and a number that is none that of its address.
+                found.append(value.hex())
+            elif isinstance(value, complex):
+                found += (value.real.hex(), value.imag.hex())
+            elif isinstance(value, np.generic) and not value.dtype.hasobject:
+                found += (value.dtype.char, value.tobytes())
+            elif isinstance(value, np.ndarray) and value.nbytes <= _LARGEST_TOLD_BYTES and not value.dtype.hasobject:
+                found += (value.dtype.char, value.shape, value.tobytes())
+            else:
+                found.append(type(value))
 
 
 @final
@@ -89,7 +124,7 @@ class Operators(TorchDispatchMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         self._calls.note(func, args, kwargs)
-        return func(*args, **kwargs) if kwargs else func(*args)
+        return self._calls.made(func(*args, **kwargs) if kwargs else func(*args))
 
 
 def operators_at(device: torch.device, calls: CallTrail) -> contextlib.AbstractContextManager[Any]:
@@ -110,7 +145,7 @@ class Trail(TorchFunctionMode):
     ) -> Any:
         self.calls.note(func, args, kwargs)
         func = dispatched(func)
-        return func(*args, **kwargs) if kwargs else func(*args)
+        return self.calls.made(func(*args, **kwargs) if kwargs else func(*args))
 
 
 HANDLERS: set[types.CodeType] = {Trail.__torch_function__.__code__}

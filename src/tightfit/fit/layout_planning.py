@@ -20,6 +20,7 @@ from tightfit.layouts.layout_plan import LayoutPlan, PricedLayout
 from tightfit.layouts.layout_search import LayoutSearch
 from tightfit.layouts.model_parts import ModelParts, model_parts
 from tightfit.layouts.stages import stage_sizes
+from tightfit.simulate.throughput import counts_of_step
 from tightfit.tape import Phase, Tape
 
 
@@ -75,13 +76,18 @@ def plan_layout(
     if not (tape.operators.phase == Phase.BACKWARD).any():
         raise UsageError("the traced steps have no backward pass: layouts are planned for training")
     model = model_parts(Profile(tape.of_steps(), on.card))
-    is_seen = model.batch.num_examples > 0
+    is_seen, is_given = model.batch.num_examples > 0, global_batch is not None
+    if not (is_seen or is_given):
+        # The samples of its throughput, of which a second is as good as any other: images, rows of a table.
+        global_batch = counts_of_step(tape.of_steps(), on.card, 1.0).num_samples
     model, examples = _with_batch(model, global_batch)
     search = LayoutSearch(
         model, on.card, kind, budget_bytes=min(on.budget_bytes(budget), on.card.capacity_bytes), tool=tool
     )
     found = search.run(gpus, examples)
-    found = dataclasses.replace(found, assumptions=_assumptions(search.model, kind.name, tool, is_seen=is_seen))
+    found = dataclasses.replace(
+        found, assumptions=_assumptions(search.model, kind.name, tool, is_seen=is_seen, is_given=is_given)
+    )
     if tool is None or found.best is None:
         return found
     run = _run_of(found, found.best, search.model, _command(target, arguments))
@@ -124,7 +130,9 @@ def _with_batch(model: ModelParts, global_batch: int | None) -> tuple[ModelParts
     return dataclasses.replace(model, batch=dataclasses.replace(model.batch, num_examples=each)), global_batch
 
 
-def _assumptions(model: ModelParts, node: str, tool: AbstractTool | None, *, is_seen: bool) -> tuple[str, ...]:
+def _assumptions(
+    model: ModelParts, node: str, tool: AbstractTool | None, *, is_seen: bool, is_given: bool
+) -> tuple[str, ...]:
     found = [
         f"nodes are {node}: another one by --node",
         "seconds are estimates; memory is computed from one trace, not verified by traces of ranks",
@@ -134,9 +142,12 @@ def _assumptions(model: ModelParts, node: str, tool: AbstractTool | None, *, is_
             f"only layouts that {tool.name} ({tool.version}) runs are considered, with what it keeps of weights and gradients"
         )
     if not is_seen:
-        found.append(
-            f"one traced forward pass has {model.batch.num_examples} examples, as --global-batch says: the trace does not show it"
+        why = (
+            "as --global-batch says: the trace does not show it"
+            if is_given
+            else "the images that its loss is of: another number by --global-batch"
         )
+        found.append(f"one traced forward pass has {model.batch.num_examples} examples, {why}")
     if model.order:
         found.append(
             "tensor parallelism divides every block: its degree has to divide the heads and the key-value heads"

@@ -118,7 +118,7 @@ class CaptureSession:
             batches=None if differs is None else AlikeBatches(self.gpu, differs, process_role.does_batches_alone),
         )
         self._weights = WeightsOnCard(self.gpu)
-        self.watch.on_prediction = self._weights.note
+        self.watch.on_models = lambda: self._weights.note(is_of_step=self.watch.num_ended > 0)
         self.watch.install()
         loaders.install(lambda: self.watch.num_ended)
         self._loading = LoadingTimes(self.recorder)
@@ -142,7 +142,7 @@ class CaptureSession:
             tape,
             effects=() if self.watch.effects is None else self.watch.effects.effects(),
             coverage=coverage,
-            weights=self._weights.rows(with_noted=self.watch.predicts_only),
+            weights=self._weights.rows(),
             strings=tuple(self.recorder.strings.texts),
             loaders=self._loading.uses(),
         )

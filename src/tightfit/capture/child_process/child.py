@@ -174,7 +174,7 @@ def _trace(request: Request, path: str, closed_in: ClosedIn) -> Any:
         # First, as what is imported next takes these names at its head.
         manifest.check()
         from tightfit.capture.child_process.capture_session import CaptureSession
-        from tightfit.capture.patches import imported_before
+        from tightfit.capture.targets import imported_before
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise

@@ -29,7 +29,7 @@ PRELOADED = (
 )
 _OF_HUGGING_FACE = "tightfit.capture.targets.huggingface.preload:import_transformers"
 # Around the imports of libraries that a program begins with.
-_BEFORE, _AFTER = (f"tightfit.capture.patches.imported_before:{name}" for name in ("begin", "note"))
+_BEFORE, _AFTER = (f"tightfit.capture.targets.imported_before:{name}" for name in ("begin", "note"))
 _SAVED = (".npz", ".pickle")
 
 

@@ -13,14 +13,16 @@ class WeightsOnCard:
         self._gpu = gpu
         self._noted: dict[tuple[int, int], bool] = {}
 
-    def note(self) -> None:
-        """Notes those that are held now: models that a script predicts with, and trains nothing, are often gone when it ends."""
+    def note(self, *, is_of_step: bool) -> None:
+        """Notes those that are held now. A model that a function made is gone when the program ends: those of a step that has just ended are what counts;
+        before there is one, those that the program predicts with are added to one another."""
+        if is_of_step:
+            self._noted.clear()
         self._noted.update((row[:2], row[2]) for row in self._held())
 
-    def rows(self, *, with_noted: bool) -> Weights:
-        """The weights that are held now, and those noted before if they are wanted."""
-        noted = self._noted if with_noted else {}
-        found = noted | {row[:2]: row[2] for row in self._held()}
+    def rows(self) -> Weights:
+        """The weights that were noted, and those that are held now."""
+        found = self._noted | {row[:2]: row[2] for row in self._held()}
         rows = sorted((*key, is_trained) for key, is_trained in found.items())
         columns = zip(*rows, strict=True) if rows else ((), (), ())
         return Weights.from_columns(dict(zip(("storage", "module", "is_trained"), columns, strict=True)))

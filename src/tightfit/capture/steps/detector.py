@@ -16,6 +16,7 @@ from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.capture.steps.category_marks import CategoryMarks
 from tightfit.capture.steps.effects.effect_watch import EffectWatch
 from tightfit.capture.steps.micro_batches.alike_batches import AlikeBatches
+from tightfit.capture.steps.recurring_calls import merge_recurring_calls
 from tightfit.capture.steps.step_hooks import StepHooks
 from tightfit.capture.steps.wrapping_optimizers import holds_another
 from tightfit.tape import Coverage, Phase, SpanKind
@@ -76,8 +77,8 @@ class StepWatch:
         self.num_steps = num_steps
         self.num_ended = 0
         self.on_step: Callable[[], None] = lambda: None
-        self.on_prediction: Callable[[], None] = lambda: None
-        """Called after each outermost call without gradients, as long as no step has ended."""
+        self.on_models: Callable[[], None] = lambda: None
+        """Called where the models of the program are there: when a step has ended, and before the first one ends after each outermost call without gradients."""
         self.predicts_only = False
         self.has_ended = False
         self._marks = CategoryMarks(gpu)
@@ -111,16 +112,19 @@ class StepWatch:
         """A forward pass with gradients (`is_call`), a backward pass or an optimizer's step is about to run; whether a step begins with it."""
         if self.after is not None and self.after.is_on:
             return self.after.training_begins(is_call=is_call)
-        recorder = self.gpu.recorder
-        name = f"step {self.num_ended + 1}"
-        if self.by_yield or recorder.spans[-1][0] == name:
+        if self.by_yield or self.is_in_step:
             return False
-        recorder.span(name, SpanKind.STEP)
+        self.gpu.recorder.span(_next_step(self.num_ended), SpanKind.STEP)
         return True
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a step of a script has begun, and not ended: what runs without gradients then (a teacher, a reference model) is a part of it."""
+        return self.gpu.recorder.spans[-1][:2] == (_next_step(self.num_ended), SpanKind.STEP)
 
     def begin_yielded_step(self) -> None:
         """A generator is about to be resumed."""
-        self.gpu.recorder.span(f"step {self.num_ended + 1}", SpanKind.STEP)
+        self.gpu.recorder.span(_next_step(self.num_ended), SpanKind.STEP)
 
     def end_step(self) -> None:
         """One iteration of the user's loop has ended."""
@@ -128,6 +132,7 @@ class StepWatch:
         self._optimizer_steps.num_ended += 1
         if self.effects is not None:
             self.effects.end_step()
+        self.on_models()
         self.on_step()
         self._marks.mark_parameters()
         if self.after is not None:
@@ -145,7 +150,7 @@ class StepWatch:
     def after_prediction(self) -> None:
         """An outermost call without gradients has returned."""
         if not self.num_ended:
-            self.on_prediction()
+            self.on_models()
 
     def predicts(self) -> bool:
         """A script is over: whether it called modules without gradients and took no step, in which case all of that is one step."""
@@ -169,6 +174,7 @@ class StepWatch:
             self.has_ended = True
             if not self.by_yield:
                 self._marks.mark_all()
+                merge_recurring_calls(self.gpu.recorder)
             self._on_end()
 
     def after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -190,3 +196,7 @@ class StepWatch:
             "no optimizer of torch.optim steps here: each backward pass is assumed to end a step",
         )
         self.end_step()
+
+
+def _next_step(num_ended: int) -> str:
+    return f"step {num_ended + 1}"

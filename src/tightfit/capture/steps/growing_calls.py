@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from tightfit.capture.dispatch.virtual import VirtualGpu
+from tightfit.capture.steps.recurring_calls import REPEATED
 from tightfit.tape import EventKind
 
 NUM_CALLS_TRACED = 3
@@ -197,7 +198,7 @@ class GrowingCalls:
             self._gpu.attribution.where(),
             f"calls of {type(module).__name__} with a growing cache repeat themselves here: {NUM_CALLS_TRACED} were traced, and the sizes continued for the others",
         )
-        name = recorder.strings.intern(f"{type(module).__name__} (repeated)")
+        name = recorder.strings.intern(f"{type(module).__name__} {REPEATED}")
         recorder.operator(name, name, self._gpu.attribution.line(), 0, 0, 0, 0)
         alive = self._gpu.storages.alive_bytes()
         counts = alive > history.max_bytes * (1 + MIN_GROWTH)

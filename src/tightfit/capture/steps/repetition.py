@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from tightfit.capture.dispatch.virtual import VirtualGpu
+from tightfit.capture.steps.recurring_calls import REPEATED
 from tightfit.tape import EventKind
 
 # The first call differs often (caches, autocast's casts); two equal ones after it show that the call has
@@ -59,11 +60,12 @@ class _Call:
 
 @dataclasses.dataclass(slots=True)
 class _History:
-    """The calls of `module` with one key: the latest, how many in a row were equal to it, and the most memory that was allocated around one."""
+    """The calls of `module` with one key: the latest, how many in a row were equal to it in this turn, and the most memory that was allocated around one."""
 
     module: weakref.ref[torch.nn.Module]
     call: _Call | None = None
     num_alike: int = 0
+    turn: int = 0
     max_bytes: int = 0
 
 
@@ -80,8 +82,8 @@ class Repetition:
         """Follows the end of autocast contexts, where the cached half-precision copies of weights are freed."""
         self._gpu.casts.when_cleared += [self._called_in_context.clear, self._kept.clear]
 
-    def call(self, module: torch.nn.Module, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
-        """The result of calling `module` without gradients; `run` runs it."""
+    def call(self, module: torch.nn.Module, args: Any, kwargs: Any, run: Callable[[], Any], *, turn: int) -> Any:
+        """The result of calling `module` without gradients; `run` runs it. A loop of calls is within one `turn` of the training loop."""
         # `torch.jit.trace` (TensorBoard's `add_graph`) names values after the variables of the functions that it finds on the stack, and compares
         # the names of two runs.
         key = None if torch.jit.is_tracing() else self._key(module, args, kwargs)
@@ -91,6 +93,8 @@ class Repetition:
         # Another module may have got the address of one that is gone.
         if history is None or history.module() is not module:
             history = self._histories[key] = _History(weakref.ref(module))
+        if history.turn != turn:
+            history.turn, history.num_alike = turn, 0
         alive = self._gpu.storages.alive_bytes()
         self._called_in_context.add(id(module))
         if history.call is not None and history.num_alike >= NUM_CALLS_TRACED:
@@ -184,7 +188,7 @@ class Repetition:
             self._gpu.attribution.where(),
             f"calls of {type(module).__name__} without gradients repeat themselves here: {NUM_CALLS_TRACED} were traced, the others give tensors of the same shapes",
         )
-        name = recorder.strings.intern(f"{type(module).__name__} (repeated)")
+        name = recorder.strings.intern(f"{type(module).__name__} {REPEATED}")
         recorder.operator(name, name, self._gpu.attribution.line(), 0, 0, 0, 0)
         if alive > history.max_bytes * (1 + MIN_GROWTH):
             history.max_bytes = alive

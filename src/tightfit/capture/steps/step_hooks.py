@@ -27,6 +27,11 @@ class Steps(Protocol):
     by_yield: bool
     num_ended: int
 
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a step of a script has begun, and not ended."""
+        ...
+
     def begin_step(self, *, is_call: bool = False) -> bool:
         """Something of a step is about to run; whether a step begins with it."""
         ...
@@ -206,7 +211,8 @@ class StepHooks:
                 self._enter_root(module)
                 # Answering repeated calls from memory pays off in evaluation loops of scripts; a generator
                 # yields for each step, and there are three.
-                if not (self._watch.by_yield or torch.is_grad_enabled()):
+                # Inside a step each call has its seconds.
+                if not (self._watch.by_yield or self._watch.is_in_step or torch.is_grad_enabled()):
                     is_answered, returned = False, None
                     # What a script does that only predicts counts, with its seconds.
                     if self._marks.optimizers:
@@ -214,7 +220,9 @@ class StepHooks:
                             module, args, kwargs, lambda: inside(module, *args, **kwargs)
                         )
                     if not is_answered:
-                        returned = repetition.call(module, args, kwargs, lambda: inside(module, *args, **kwargs))
+                        returned = repetition.call(
+                            module, args, kwargs, lambda: inside(module, *args, **kwargs), turn=self._watch.num_ended
+                        )
                     self._watch.after_prediction()
                     return returned
                 if self._batches is not None and torch.is_grad_enabled() and not (after is not None and after.is_on):
@@ -233,7 +241,7 @@ class StepHooks:
                 self._marks.begin_forward()
         elif self._watch.after is not None and self._watch.after.is_on:
             self._watch.after.call_begins()
-        elif not self._watch.by_yield:
+        elif not (self._watch.by_yield or self._watch.is_in_step):
             name = f"without gradients at {self._gpu.attribution.where()}"
             if recorder.spans[-1][0] != name:
                 recorder.span(name, SpanKind.ASIDE)

@@ -1,6 +1,6 @@
 """A backward pass whose graph is retained and run again, once the script has read, scaled, cleared or used its gradients.
 
-The first run keeps the norm and the sum of each gradient. A later run computes the same gradients one after the other, for updates or because they
+The first run keeps the norm and the form of each gradient (`gradient_forms`), and at the host a checksum of its bits. A later run computes the same gradients one after the other, for updates or because they
 are read; only parameters whose gradient is still wanted get one, so that nothing else is accumulated twice. The gradients of both runs are compared.
 
 A parameter may be updated once its gradient is complete and nothing else refers to its memory: tensors that the graph saved of it on the way to its
@@ -16,8 +16,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tightfit.effects.random_states import AllRandom
+from tightfit.effects.values.contents import checksum_of
 from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.deferred_gradients import REMEDY, Deferred, defer_gradient, deferred_gradient
+from tightfit.techniques.lazy_tensors.gradient_forms import GradientForms
 from tightfit.techniques.lazy_tensors.lazy_tensor import carry_attributes
 from tightfit.techniques.lazy_tensors.programs_code import ProgramsCode
 from tightfit.techniques.lazy_tensors.repeated_pass import as_before, drawing_as
@@ -33,27 +35,31 @@ _USES_OF_ITS_OWN = 2
 Told = Callable[[torch.Tensor], None]
 
 # Gradients that are summed in another order from run to run, as some kernels on a card do, have norms that differ by rounding only.
-_SAME_NORM = {"cpu": 1e-6}
-_SAME_SUM = {"cpu": 1e-5}
-_SAME_NORM_ON_A_CARD = 1e-3
+_SAME_AT_HOST = 1e-6
+_SAME_ON_A_CARD = 1e-3
+_ROUNDINGS = 64
 
 
 class _Comparison:
-    """The sums of the gradients of a first run, and whether those of another one are equal to them.
+    """What is known of the gradients of a first run, and whether those of another one are equal to them.
 
-    Before an update its gradient must be known to be the same, so the host waits for two numbers of each parameter; those of the first run are read together,
-    and compared here: on the device a comparison is twenty kernels, each of which is the processor's time of a step.
+    At the host their bits are. Where these are others, and on a card, norms and forms must be the same but for rounding. Before an update its gradient must be known to
+    be the same, so the host waits for two numbers of each parameter; those of the first run are read together, and compared here: on the device a comparison is twenty
+    kernels, each of which is the processor's time of a step.
     """
 
-    def __init__(self) -> None:
-        self._sums: dict[torch.Tensor, torch.Tensor] = {}
-        # Of the first run, once they are read: the norm and the sum.
+    def __init__(self, forms: GradientForms) -> None:
+        self._form_of = forms.of
+        self._forms: dict[torch.Tensor, torch.Tensor] = {}
+        self._bits: dict[torch.Tensor, int | None] = {}
+        # Of the first run, once they are read: the norm and the form.
         self._first: dict[torch.Tensor, tuple[torch.Tensor, float, float]] = {}
         self._found: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
     def keep(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Keeps the sum of the first gradient of `parameter`."""
-        self._sums[parameter] = _sum(gradient)
+        """Keeps what is known of the first gradient of `parameter`."""
+        self._forms[parameter] = self._form_of(gradient)
+        self._bits[parameter] = checksum_of(gradient)
 
     def forget(self) -> None:
         """Drops the comparisons that were made."""
@@ -62,14 +68,14 @@ class _Comparison:
     def found_other(self) -> bool:
         """Whether a gradient differed since this was asked last. Waits for the device."""
         found, self._found = self._found, []
-        norms, sums = (_values([each[place] for each in found]) for place in (1, 2))
-        for (parameter, _, _), norm, total in zip(found, norms, sums, strict=True):
-            _, first_norm, first_total = self._first[parameter]
-            device = parameter.device.type
-            same_norm = _SAME_NORM.get(device, _SAME_NORM_ON_A_CARD)
-            same_sum = _SAME_SUM.get(device, _SAME_NORM_ON_A_CARD)
-            # The sum finds gradients of another direction and the same norm. Written so that a NaN in both, as in a step that a scaler will skip, counts as the same.
-            if not _is_close(norm, first_norm, same_norm) or abs(total - first_total) > same_sum * first_norm:
+        norms, forms = (_values([each[place] for each in found]) for place in (1, 2))
+        for (parameter, _, _), norm, form in zip(found, norms, forms, strict=True):
+            _, first_norm, first_form = self._first[parameter]
+            share = _share(parameter)
+            # A norm in half precision may be infinite where no element is.
+            size = first_norm if math.isfinite(first_norm) else abs(first_form)
+            # The form finds gradients of another direction and the same norm. Written so that a NaN in both, as in a step that a scaler will skip, counts as the same.
+            if not _is_close(norm, first_norm, share) or abs(form - first_form) > share * size:
                 return True
         return False
 
@@ -101,19 +107,29 @@ class _Comparison:
         deferred: Deferred,
         waiting: Mapping[torch.Tensor, Deferred],
     ) -> None:
-        """Compares a gradient with the first one, of which norm and sum are known."""
+        """Compares a gradient with the first one, of which norm and form are known."""
         if deferred.norm is None or isinstance(gradient, FakeTensor):
+            return
+        bits = self._bits.get(parameter)
+        if bits is not None and bits == checksum_of(gradient):
             return
         if parameter not in self._first or self._first[parameter][0] is not deferred.norm:
             self._read_first({**waiting, parameter: deferred})
-        self._found.append((parameter, _norm(gradient), _sum(gradient)))
+        self._found.append((parameter, _norm(gradient), self._form_of(gradient)))
 
     def _read_first(self, waiting: Mapping[torch.Tensor, Deferred]) -> None:
         known = {parameter: each.norm for parameter, each in waiting.items() if each.norm is not None}
-        known = {parameter: norm for parameter, norm in known.items() if parameter in self._sums}
-        values = zip(_values([*known.values()]), _values([self._sums[each] for each in known]), strict=True)
-        for (parameter, norm), (norm_value, total) in zip(known.items(), values, strict=True):
-            self._first[parameter] = norm, norm_value, total
+        known = {parameter: norm for parameter, norm in known.items() if parameter in self._forms}
+        values = zip(_values([*known.values()]), _values([self._forms[each] for each in known]), strict=True)
+        for (parameter, norm), (norm_value, form) in zip(known.items(), values, strict=True):
+            self._first[parameter] = norm, norm_value, form
+
+
+def _share(parameter: torch.Tensor) -> float:
+    """By which share of its norm a gradient may be another one and the same but for rounding."""
+    if parameter.device.type != "cpu":
+        return _SAME_ON_A_CARD
+    return min(_SAME_AT_HOST, _ROUNDINGS * torch.finfo(parameter.dtype).eps)
 
 
 def _is_close(one: float, other: float, share: float) -> bool:
@@ -152,6 +168,7 @@ class KeptPass:
         buffers: Collection[torch.Tensor],
         others: Collection[torch.Tensor],
         refuse: Callable[[str], ApplyError],
+        forms: GradientForms,
         code: ProgramsCode | None = None,
     ) -> None:
         self.backward = backward
@@ -162,7 +179,7 @@ class KeptPass:
         self._buffers = buffers
         self._refuse = refuse
         self._versions: list[tuple[torch.Tensor, int]] = []
-        self._comparison = _Comparison()
+        self._comparison = _Comparison(forms)
         self._leaves: frozenset[int] | None = None
         self._drawn_from: AllRandom | None = None
         """Where code of the program's draws within the pass."""
@@ -427,12 +444,6 @@ def _bits_and_key(parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     infinity = torch.full((), torch.inf, dtype=whole.dtype, device=whole.device).view(integer)
     exponent = mean.to(whole.dtype).view(integer) & infinity
     return whole.view(integer), (exponent ^ infinity) | 1
-
-
-def _sum(gradient: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        whole = torch.view_as_real(gradient) if gradient.is_complex() else gradient
-        return whole.sum(dtype=torch.promote_types(whole.dtype, torch.float32))
 
 
 def _norm(gradient: torch.Tensor) -> torch.Tensor:

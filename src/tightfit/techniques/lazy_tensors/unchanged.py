@@ -6,6 +6,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from tightfit.effects.values.contents import contents_of, is_any_written
 from tightfit.effects.values.word_sums import sum_of_words
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -13,20 +14,27 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Contents:
-    """The address, version and sum of bits of each of `tensors`, at construction."""
+    """The address, version and content of each of `tensors`, at construction; on a card the sum of its words stands for its content."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         # Wrapper subclasses have no storage of their own.
         self._tensors = [t for t in dict.fromkeys(tensors) if type(t) in _PLAIN and t.layout == torch.strided]
         self._places = [_place(tensor) for tensor in self._tensors]
-        self._sums = _sums(self._tensors)
+        self._contents = contents_of(self._tensors)
+        self._sums = self._sums_of_others()
 
     def have_changed(self) -> bool:
         """Whether any of them was written to, or given other memory. Waits for the device."""
         if [_place(tensor) for tensor in self._tensors] != self._places:
             return True
-        now = _sums(self._tensors)
+        if is_any_written(self._contents, self._tensors):
+            return True
+        now = self._sums_of_others()
         return any(not torch.equal(now[device], before) for device, before in self._sums.items())
+
+    def _sums_of_others(self) -> dict[torch.device, torch.Tensor]:
+        """Of those whose contents cannot be read at once."""
+        return _sums([t for t, content in zip(self._tensors, self._contents, strict=True) if content is None])
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)

@@ -196,8 +196,9 @@ class BatchProofs:
         proved.shapes.add(shape)
         known = self._known.setdefault(key, {})
         earlier = known.get(proved.decisions)
-        if earlier is not None and (earlier.joined, earlier.means) == (proved.joined, proved.means):
-            # The code takes one way or another by turns.
+        is_alike = earlier is not None and (earlier.joined, earlier.means) == (proved.joined, proved.means)
+        # Where the code takes one way or another by turns, and not each time another.
+        if earlier is not None and is_alike and len(earlier.shapes) < _MAX_SHAPES:
             proved.shapes.update(earlier.shapes)
         if len(known) >= _MAX_SHAPES:
             known.clear()

@@ -70,7 +70,7 @@ class LossWatch(TorchFunctionMode):
         self.calls.note(func, args, kwargs)
         if isinstance(func, OF_C) and _is_of_no_interest(func.__name__):
             # Most calls are such, and each is the processor's time of a step.
-            return func(*args, **kwargs) if kwargs else func(*args)
+            return self.calls.made(func(*args, **kwargs) if kwargs else func(*args))
         func = dispatched(func)
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
@@ -82,7 +82,7 @@ class LossWatch(TorchFunctionMode):
             raise self._refusal(
                 f"{name} draws random numbers, which would be others in parts of the batch; --allow micro_batches takes that"
             )
-        result = func(*args, **kwargs)
+        result = self.calls.made(func(*args, **kwargs))
         if func in _OF_CLASSES or func in _OF_ELEMENTS:
             self._note(func, args, kwargs, result)
         elif name in _DECIDES and isinstance(result, bool | int | float) and not is_called_by_us():

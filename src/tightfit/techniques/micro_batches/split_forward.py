@@ -199,11 +199,11 @@ class SplitForward:
             if is_new:
                 _refuse_own_code(loss, self._refuse)
             values = None if reads is None else reads.values
-            shape = end - begin, graph_shape(loss.grad_fn), watch.calls.number()
+            shape, is_other_way = (end - begin, graph_shape(loss.grad_fn), watch.calls.number()), False
             # Another way through the code, for which nothing may be proved: a switch in a file, say.
             if proved is not None and not is_new and not proved.holds_for(decisions, shape):
                 proved = self._proofs.with_decisions(batch, parts, decisions, shape)
-                is_new = proved is None
+                is_new = is_other_way = proved is None
                 values = self._read(forward, args, kwargs) if is_new else None
             if proved is None or is_new:
                 # After the first part has run for real, so that lazy modules and caches are made; what that run
@@ -216,7 +216,7 @@ class SplitForward:
             del output, watch
             self._run_backward(loss, weight, sums, batch, aside)
             del loss
-            if self._checks_left and batch.num_examples > 1 and not begin and has_values(*aside.parameters):
+            if self._checks_left and _has_pairs(batch, aside) and (not begin or is_other_way):
                 self._checks_left -= 1
                 with _looking(self._refuse), self._unseen(), paused(), nothing_hidden(self.model):
                     self._check(forward, batch, proved.means)
@@ -397,6 +397,11 @@ def _refuse_own_code(loss: torch.Tensor, refuse: Refuse) -> None:
         raise refuse(
             "a checkpoint of the program's has contexts of its own (context_fn), which each part would enter; leave micro_batches out"
         )
+
+
+def _has_pairs(batch: AbstractBatch, aside: "_GradientsAside") -> bool:
+    """Whether two examples can be compared with one and one."""
+    return batch.num_examples > 1 and has_values(*aside.parameters)
 
 
 def _refuse_float16(device: torch.device) -> None:

@@ -146,7 +146,9 @@ class _Tiles:
                 first_state=first_state,
                 is_checked=proofs.is_checked,
                 runs=proofs.runs,
-                prove_again=functools.partial(proofs.prove_again, run_first, dim, tiles) if has_values(value) else None,
+                prove_again=functools.partial(proofs.prove_other_way, run_first, dim, tiles)
+                if has_values(value)
+                else None,
             )
             return run_tiled(tiling, value)
 

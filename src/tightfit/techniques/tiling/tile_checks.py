@@ -64,10 +64,7 @@ class TileProofs:
         self.is_checked = self._checks_left > 0 and has_values(value)
         if self.is_checked:
             self._checks_left -= 1
-            with paused():
-                told = halves_differ(module, run, tiles[0].of(value.detach(), dim), dim)
-            if told:
-                raise self._refuse(f"cannot be run in tiles: {told}")
+            self._compare_halves(run, dim, tiles, value)
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         return FirstState(self._owner, self._state, now, code=self._code, trained=trained)
 
@@ -89,6 +86,26 @@ class TileProofs:
             check_token_wise(self._owner(), run, value, dim, [t.end - t.begin for t in tiles], first_call=first_call)
         except Mixes as error:
             raise self._refuse(f"cannot be run in tiles: {error}") from None
+
+    def prove_other_way(
+        self, run: Callable[[torch.Tensor], Any], dim: int, tiles: Sequence[Tile], value: torch.Tensor
+    ) -> None:
+        """The proof and the comparison of values, for a tile that called other functions than the run that was proved.
+
+        Raises:
+            ApplyError: it may not be run in tiles.
+        """
+        self.prove_again(run, dim, tiles, value)
+        if self._check_steps:
+            self._compare_halves(run, dim, tiles, value)
+
+    def _compare_halves(
+        self, run: Callable[[torch.Tensor], Any], dim: int, tiles: Sequence[Tile], value: torch.Tensor
+    ) -> None:
+        with paused():
+            told = halves_differ(self._owner(), run, tiles[0].of(value.detach(), dim), dim)
+        if told:
+            raise self._refuse(f"cannot be run in tiles: {told}")
 
     def _owner(self) -> torch.nn.Module:
         module = self._module()

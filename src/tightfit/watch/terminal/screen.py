@@ -1,6 +1,7 @@
 """The screen as lines: a head, the cards, the history of one of them, the processes, and what is to be said. It fits any size: what has no room is left out."""
 
 import dataclasses
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 
@@ -15,6 +16,7 @@ from tightfit.watch.terminal.words import warnings
 
 _MIN_FULL_HEIGHT = 32
 _MIN_SAID = 4
+_KEYS_WIDTH = 22
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +32,7 @@ class ScreenContent:
 def screen(shown: ScreenContent, view: View, width: int, height: int, *, is_ascii: bool = False) -> list[Text]:
     """Exactly `height` lines, none wider than `width`."""
     if view.is_help:
-        lines = _help()
+        lines = _help(width)
     else:
         head = [_head(shown, width)]
         said = _said(shown, view, max(_MIN_SAID, height // 5))
@@ -102,5 +104,10 @@ def _history(shown: ScreenContent, view: View, width: int, height: int, room: in
     )
 
 
-def _help() -> list[Text]:
-    return [Text("tightfit watch: keys", "bold"), *(Text(f"{keys:<22}{words}") for keys, words in HELP)]
+def _help(width: int) -> list[Text]:
+    """The keys, and what they do beside them, in as many lines as that takes."""
+    lines = [Text("tightfit watch: keys", "bold")]
+    for keys, words in HELP:
+        for number, part in enumerate(textwrap.wrap(words, max(_KEYS_WIDTH, width - _KEYS_WIDTH))):
+            lines.append(Text(f"{'' if number else keys:<{_KEYS_WIDTH}}{part}"))
+    return lines

@@ -81,7 +81,7 @@ def notes() -> list[tuple[str, str]]:
         return []
     return [
         (
-            "files",
+            "",
             "this system allows no way to keep libraries written in C from writing files; what Python wrote was dropped",
         )
     ]

@@ -2,7 +2,7 @@
 
 The optimizer's own fused implementation for the host (aten/src/ATen/native/cpu/FusedAdamKernel.cpp and beside it) works on the states in the slab and
 on a second copy of the weight beside them. That copy is used again as long as the weight on the card has the bits that it was given: sums over rows and
-columns of its bits say so, since a write through `.data` changes no version.
+columns of its bits say so (at the host a checksum), since a write through `.data` changes no version.
 """
 
 import dataclasses
@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from tightfit.capture.observe.host_python import spends
 from tightfit.cost.host_python import HostWork
+from tightfit.effects.values.contents import checksum_of
 from tightfit.engine.copy_engines import CopyEngine, Ticket
 from tightfit.engine.host_slab import HostSlab, Part
 from tightfit.techniques.lazy_tensors.lazy_tensor import LazyTensor
@@ -28,6 +29,7 @@ from tightfit.techniques.optimizer.states.quantized_states import EncodedState
 from tightfit.techniques.optimizer.updates.optimizer_steps import beside, step_of
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
+_LARGEST_SUMMED = 4
 # The implementation on the host; it takes no flags that are for a card.
 _FLAGS = {"fused": True, "foreach": False, "capturable": False}
 
@@ -37,7 +39,7 @@ class _HostWeight:
     """The copy of a weight at the host, and the sums of the bits that the weight on the card has had since."""
 
     part: Part
-    sums: tuple[torch.Tensor, torch.Tensor] | None = None
+    sums: "_Sums | None" = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,13 +126,7 @@ class HostUpdates:
         for parameter, kept in known:
             # Taken as changed until the step is over: one that is cut short has updated no one knows which.
             sums, kept.sums = kept.sums, None
-            now = _sums(parameter)
-            is_other = sums is None or any(one.shape != other.shape for one, other in zip(now, sums, strict=True))
-            flags.append(
-                torch.ones((), dtype=torch.bool, device=parameter.device)
-                if is_other or sums is None
-                else torch.stack([(one != other).any() for one, other in zip(now, sums, strict=True)]).any()
-            )
+            flags.append(_is_other(parameter, sums))
         if flags:
             for (parameter, _), is_other in zip(known, torch.stack(flags).tolist(), strict=True):
                 if is_other:
@@ -212,15 +208,32 @@ def _at_host(value: Any) -> Any:
     return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
-def _sums(parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+_Sums = tuple[torch.Tensor, torch.Tensor] | int
+
+
+def _sums(parameter: torch.Tensor) -> _Sums:
     """The sums of the bits over the rows and over the columns of a dense tensor in the order of memory, int64: exact in any order, and other ones where
-    two elements have changed places.
+    two elements have changed places. Of a tensor that is at the host itself the checksum.
     """
+    checksum = checksum_of(parameter)
+    if checksum is not None:
+        return checksum
     with torch.no_grad():
         flat = flat_bytes(parameter.detach())
-        bits = flat.view(INTEGERS[parameter.element_size()])
+        # Not of 64 bits: their sums wrap around, and the signs of two numbers would cancel.
+        bits = flat.view(INTEGERS[min(parameter.element_size(), _LARGEST_SUMMED)])
         matrix = bits.view(-1, _row_length(len(bits)))
         return matrix.sum(0, dtype=torch.int64), matrix.sum(1, dtype=torch.int64)
+
+
+def _is_other(parameter: torch.Tensor, sums: _Sums | None) -> torch.Tensor:
+    """Whether these are not the sums of a parameter, as a tensor on its device."""
+    now = _sums(parameter)
+    if isinstance(now, int) or not isinstance(sums, tuple):
+        return torch.tensor(not isinstance(now, int) or now != sums, device=parameter.device)
+    if any(one.shape != other.shape for one, other in zip(now, sums, strict=True)):
+        return torch.ones((), dtype=torch.bool, device=parameter.device)
+    return torch.stack([(one != other).any() for one, other in zip(now, sums, strict=True)]).any()
 
 
 def _row_length(numel: int) -> int:

@@ -28,6 +28,7 @@ from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.code_in_graphs import CodeInGraph, runs_own_code
 from tightfit.techniques.lazy_tensors.data_of_stand_ins import refuse_data_of_stand_ins
 from tightfit.techniques.lazy_tensors.deferred_gradients import REMEDY, deferred_gradient, settle
+from tightfit.techniques.lazy_tensors.gradient_forms import GradientForms
 from tightfit.techniques.lazy_tensors.lazy_tensor import is_in_compiled_code
 from tightfit.techniques.lazy_tensors.programs_code import ProgramsCode, RegionStates
 from tightfit.techniques.lazy_tensors.retained_graphs import (
@@ -307,6 +308,7 @@ class Updates:
         self._question = ClassQuestion(session.model)
         self._states = RegionStates()
         self._reduced = ReducedGradients()
+        self._forms = GradientForms()
         self._steps = _Steps(session, self._steppers, self._passes)
         self.is_over = False
 
@@ -425,7 +427,7 @@ class Updates:
         # The pass may read frozen weights and the batch too; a write to one of them changes what the second
         # pass would compute.
         frozen = [parameter for parameter in model.parameters() if parameter not in reached]
-        kept = KeptPass(backward, list(model.buffers()), [*frozen, *self._inputs], _weakly(self), code)
+        kept = KeptPass(backward, list(model.buffers()), [*frozen, *self._inputs], _weakly(self), self._forms, code)
         self._inputs.clear()
         result = kept.run_first(reached, zeroed, make_all)
         self._passes.kept.append(kept)
