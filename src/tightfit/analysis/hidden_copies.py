@@ -11,6 +11,7 @@ import numpy as np
 
 from tightfit.analysis.modules import ModuleCall, ModuleCalls
 from tightfit.analysis.recomputable import RecomputableBlock
+from tightfit.analysis.relative_places import is_of_same_model
 from tightfit.cost.copies import copy_costs
 from tightfit.cost.disks import disk_costs
 from tightfit.tape import Column
@@ -23,9 +24,12 @@ _WITH_STATISTICS = re.compile(r"dropout|norm|attention|pool|topk|sort|median|mod
 
 
 def following_block(profile: "Profile", block: RecomputableBlock) -> RecomputableBlock | None:
-    """The block whose calls come next after those of `block` and contain none of them; the outermost one."""
+    """The block of the same model whose calls come next after those of `block` and contain none of them; the outermost one."""
     found, begins = None, None
     for other in profile.blocks:
+        # Each model has a session of its own, which finds no block of another one.
+        if not is_of_same_model(block.path, other.path):
+            continue
         if len(other.calls) != len(block.calls) or other.slots & block.slots:
             continue
         pairs = list(zip(block.calls, other.calls, strict=True))

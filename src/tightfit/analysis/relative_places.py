@@ -19,13 +19,18 @@ def relative_place(path: str, other: str) -> str:
     return "/".join([*([".."] * (len(own) - 1)), ".".join(its)])
 
 
+def is_of_same_model(path: str, other: str) -> bool:
+    """Whether two places are in the same model of the program: in one of the same class."""
+    return path.partition(".")[0] == other.partition(".")[0]
+
+
 def place_from(path: str, relative: str) -> str:
     """What `relative_place` was made of; `relative` itself where it is a whole path.
 
     Raises:
         ApplyError: it leads nowhere.
     """
-    if relative.partition(".")[0] == path.partition(".")[0]:
+    if is_of_same_model(path, relative):
         return relative
     *ups, rest = relative.split("/")
     parts = path.split(".")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from tightfit.analysis.profile import Profile
-from tightfit.analysis.relative_places import relative_place
+from tightfit.analysis.relative_places import is_of_same_model, relative_place
 from tightfit.analysis.streamed_uses import StreamedUses
 from tightfit.cost.steps import step_operators
 from tightfit.engine.disk.disk_sizes import buffer_bytes_for, in_pages
@@ -60,7 +60,11 @@ def _options(technique: str, profile: Profile) -> Iterator[Option]:
         streamed = block.storages[sizes[block.storages] >= smallest]
         if not len(streamed):
             continue
-        preceding, following = (relative_place(block.path, path) if path else "" for path in beside[block.path])
+        # Each model has a session of its own, which finds no block of another one.
+        preceding, following = (
+            relative_place(block.path, path) if is_of_same_model(block.path, path) else ""
+            for path in beside[block.path]
+        )
         for tier in ("host", "disk"):
             yield _option(
                 technique,
