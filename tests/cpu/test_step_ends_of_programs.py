@@ -41,6 +41,25 @@ for turn in range(20):
     for inner in optimizer.inner:
         inner.step()
 """,
+    "one that is made anew in each turn and never steps": """
+optimizer = torch.optim.Adam(model.parameters(), 0.1)
+for turn in range(5):
+    inner = torch.optim.SGD(model.parameters(), 0.1)
+    backward()
+    optimizer.step()
+""",
+    "weights that are no leaves, and warnings that are errors": """
+import warnings
+warnings.simplefilter("error")
+optimizer = torch.optim.SGD(list(model.parameters()), 0.1)
+weights = dict(model.named_parameters())
+for turn in range(5):
+    model._parameters.update({name: weight * 2 for name, weight in weights.items()})
+    model(torch.randn(4, 512, device="cuda")).sum().backward()
+    held.append(torch.empty(1 << 20, dtype=torch.int8, device="cuda"))
+    optimizer.step()
+    optimizer.zero_grad()
+""",
     # The last step ends in a thread of torch's, in which no handler of a signal can be set.
     "one for each weight, in hooks": """
 optimizers = {weight: torch.optim.SGD([weight], 0.1) for weight in model.parameters()}

@@ -189,7 +189,10 @@ def _attempt(
             request,
             environment=trace_server.trace_environment(policy, fields["world"]),
             reads_errors=not fields["show_output"],
-            preloaded=trace_server.preloaded(is_huggingface=isinstance(target, HuggingFaceConfig)),
+            preloaded=trace_server.preloaded(
+                is_huggingface=isinstance(target, HuggingFaceConfig),
+                program=trace_server.program_of(target, fields["world"]),
+            ),
             containment=containment,
             imports=(*trace_server.imports_of(target), *(fields["preparation"] or {}).get("imports", ())),
         ) as process:

@@ -181,7 +181,7 @@ class CaptureSession:
             if isinstance(target, Script):
                 assert self.watch.after is not None
                 held = self._run_script(target, self.watch.after)  # noqa: F841 - what lives at the end of a script lives on until the tape is taken
-                if self.watch.num_ended or self.watch.predicts():
+                if self.watch.num_ended or self.watch.is_one_step():
                     self.watch.settle()
             else:
                 self._run_generator(generator_on(target, device="cuda"))

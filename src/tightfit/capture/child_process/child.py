@@ -174,6 +174,7 @@ def _trace(request: Request, path: str, closed_in: ClosedIn) -> Any:
         # First, as what is imported next takes these names at its head.
         manifest.check()
         from tightfit.capture.child_process.capture_session import CaptureSession
+        from tightfit.capture.targets import imported_before
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
@@ -204,6 +205,8 @@ def _trace(request: Request, path: str, closed_in: ClosedIn) -> Any:
     _answer_as_nvidia_smi(session, f"{path}.bin")
     visible_devices.show(session.num_cards)
     closed_in.begin()
+    # All that answers for the card is in its place now.
+    imported_before.exchange()
     _refuse_in_forks(session, request.label, path)
     with _steps_in_time(session.watch, request.timeout_seconds, f"{path}.stack", status), _exits_seen():
         session.run(target_of(request.target))

@@ -12,7 +12,8 @@ from tightfit.capture.processes import visible_devices
 from tightfit.capture.processes.containment.policy import Policy
 from tightfit.capture.processes.fork_server import begin
 from tightfit.capture.targets.huggingface.known_names import modules_of
-from tightfit.capture.targets.target_kinds import HuggingFaceConfig, Target
+from tightfit.capture.targets.library_imports import library_imports
+from tightfit.capture.targets.target_kinds import GeneratorFunction, HuggingFaceConfig, Script, Target
 
 # What every trace imports, and the catalogue that it reads. Three are imported by torch itself, when it makes the first tensor without data and runs
 # the first backward pass; safetensors is patched where it is installed.
@@ -27,12 +28,28 @@ PRELOADED = (
     "safetensors.torch",
 )
 _OF_HUGGING_FACE = "tightfit.capture.targets.huggingface.preload:import_transformers"
+# Around the imports of libraries that a program begins with.
+_BEFORE, _AFTER = (f"tightfit.capture.targets.imported_before:{name}" for name in ("begin", "note"))
 _SAVED = (".npz", ".pickle")
 
 
-def preloaded(*, is_huggingface: bool) -> tuple[str, ...]:
-    """What the server imports, and calls, for traces of such a target."""
+def preloaded(*, is_huggingface: bool, program: Path | None = None) -> tuple[str, ...]:
+    """What the server imports, and calls, for traces of a model of Hugging Face, or of the file of a `program`."""
+    statements = () if program is None else library_imports(program)
+    if statements:
+        return (*PRELOADED, _BEFORE, *statements, _AFTER)
     return (*PRELOADED, _OF_HUGGING_FACE) if is_huggingface else PRELOADED
+
+
+def program_of(target: Target, world: dict[str, Any] | None) -> Path | None:
+    """The file whose first statements a trace of `target` runs first; None for what is imported, as a package may run something before, and for one
+    process of many: some libraries ask at their import which it is."""
+    if world is not None:
+        return None
+    if isinstance(target, Script):
+        return None if target.module else Path(target.path)
+    is_file = isinstance(target, GeneratorFunction) and target.location.endswith(".py")
+    return Path(target.location) if is_file else None
 
 
 def imports_of(target: Target) -> tuple[str, ...]:
@@ -51,7 +68,9 @@ def begin_for(target: str, *, allow_writes: bool, allow_network: bool) -> None:
     """Begins the server for traces of `target`; a saved one needs none."""
     if Path(target).suffix not in _SAVED:
         policy = Policy(allow_writes=allow_writes, allow_network=allow_network)
-        names = preloaded(is_huggingface=_names_model(target))
+        is_model = _names_model(target)
+        path = Path(target.partition(":")[0])
+        names = preloaded(is_huggingface=is_model, program=None if is_model or path.suffix != ".py" else path)
         begin(trace_environment(policy, None), names, is_kept=not policy.allows_all)
 
 

@@ -75,6 +75,11 @@ def answer_at_import(name: str, answer: Answer) -> None:
         sys.meta_path.insert(0, _Finder({name: answer}))
 
 
+def read_lists_from_their_begin() -> None:
+    """Has transformers look through its source as it does in a trace, in half the time."""
+    answer_at_import(_LISTS.module, _read_lists_from_their_begin)
+
+
 def _answer(assume: Callable[[str, str], None], module: types.ModuleType) -> None:
     for name, answer in ANSWERS.items():
         if name.module != module.__name__:

@@ -4,7 +4,7 @@ Importing torch takes longer than tracing a small program, and a plan traces man
 the part of the environment that the interpreter and torch read is the same. It ends with that thread, and after a while without work. Without
 `fork`, or if the server fails, the child is an ordinary one (`tightfit.capture.processes.children`).
 
-    python -m tightfit.capture.processes.fork_server SOCKET PARENT SECONDS MODULE,MODULE:FUNCTION,...
+    python -m tightfit.capture.processes.fork_server SOCKET PARENT SECONDS '["MODULE", "MODULE:FUNCTION", "import ...", ...]'
 """
 
 import atexit
@@ -39,10 +39,11 @@ _IS_SUPPORTED = sys.platform == "linux"
 # Variables that are read when Python starts or when torch and numpy are imported; all others are set anew in
 # each child: torchrun's too, which torch reads when a process joins a group.
 _READ_AT_START = re.compile(
-    "TIGHTFIT_CONTAINMENT|PYTHON|LD_|LC_|LANG|TZ|GLIBC|MALLOC|VIRTUAL_ENV|TORCH(?!ELASTIC)|PYTORCH|ATEN|USE_|CUDA|NVIDIA|NCCL|TRITON"
+    "TIGHTFIT_CONTAINMENT|HOME|XDG_|HF_|HUGGINGFACE|TRANSFORMERS|ACCELERATE|DIFFUSERS|PEFT|TIMM|LIGHTNING|PL_|DISABLE_|PYTHON|LD_|LC_|LANG|TZ|GLIBC|MALLOC|VIRTUAL_ENV|TORCH(?!ELASTIC)|PYTORCH|ATEN|USE_|CUDA|NVIDIA|NCCL|TRITON"
     "|OMP|GOMP|KMP|MKL|DNNL|ONEDNN|OPENBLAS|BLIS|NUMEXPR|NPY|NUMPY"
 )
 _MAX_BYTES = 1 << 20
+_STATEMENTS = ("import ", "from ")
 NOT_CLOSED_IN = 97
 NO_ROOM = 98
 """The exit code of a child that could not write its answer: the folder for temporary files is full."""
@@ -135,7 +136,7 @@ class _Server:
             self.process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "tightfit.capture.processes.fork_server"),
-                    *(str(theirs.fileno()), str(self.asked_by), str(IDLE_SECONDS), ",".join(preloaded)),
+                    *(str(theirs.fileno()), str(self.asked_by), str(IDLE_SECONDS), json.dumps(preloaded)),
                     *(["kept"] if is_kept else []),
                 ],
                 env=environment,
@@ -223,7 +224,7 @@ def forked_child(
     imports: Sequence[str] = (),
 ) -> Iterator["ForkedChild | subprocess.Popen[bytes]"]:
     """As `tightfit.capture.processes.children.child`, but faster: the child is forked from a server that has imported the `preloaded` modules, and
-    called the functions that are named behind a colon there. `imports` are more of these, which the server imports when they are first asked for.
+    called the functions that are named behind a colon there, and run the import statements. `imports` are more of these, which the server imports when they are first asked for.
 
     With `containment` it is closed in, by the kernel where that is possible.
     """
@@ -339,6 +340,13 @@ def _import(names: Sequence[str], imported: set[str]) -> None:
         if name in imported:
             continue
         imported.add(name)
+        if name.startswith(_STATEMENTS):
+            try:
+                exec(name, {})
+            except BaseException:  # noqa: BLE001 - the child is to begin without what was half imported
+                os._exit(1)
+            gc.freeze()
+            continue
         module, _, function = name.partition(":")
         # A missing or broken module is reported by the child.
         with contextlib.suppress(Exception):
@@ -410,7 +418,7 @@ def main(descriptor: str, parent: str, idle_seconds: str, preloaded: str, *words
     """The server process, or its keeper."""
     die_with_parent(int(parent))
     connection = socket.socket(fileno=int(descriptor))
-    serve(connection, preloaded.split(","), keep() if "kept" in words else None, int(idle_seconds))
+    serve(connection, json.loads(preloaded), keep() if "kept" in words else None, int(idle_seconds))
 
 
 if __name__ == "__main__":

@@ -45,12 +45,15 @@ class CategoryMarks:
                 self._leaves.setdefault(id(leaf), weakref.ref(leaf))
 
     def parameters(self) -> Iterable[torch.Tensor]:
-        """The parameters of the optimizers, of the modules that the program has called itself, and leaves without either."""
+        """The parameters of the optimizers, of the modules that the program has called itself, and leaves without either.
+
+        Those of an unrolled inner loop are no leaves: they are made of others in each turn, and torch warns where such a one is asked for its gradient.
+        """
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 yield from group["params"]
         for module in list(self.roots.values()):
-            yield from module.parameters()
+            yield from (p for p in module.parameters() if p.is_leaf)
         for reference in self._leaves.values():
             leaf = reference()
             if leaf is not None:

@@ -34,22 +34,28 @@ class OptimizerSteps:
         self.num_ended = 0
         self._counts: Counter[int] = Counter()
         self._stepped: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
+        self._waited_for: list[weakref.ref[torch.optim.Optimizer]] | None = None
 
     def end_step(self, optimizer: torch.optim.Optimizer, known: Iterable[torch.optim.Optimizer]) -> bool:
         """Counts a step of `optimizer`; whether a step of the script, which has the optimizers `known`, is over with it."""
         if any(reference() is None for reference in self._stepped.values()):
             # The optimizer of a stage that is over; the next stage has its own steps.
             self.count_anew()
+        if self._waited_for is None:
+            # Those that are made later are not waited for: a loop may make one anew in each turn that never steps by itself, for the settings of an inner loop.
+            self._waited_for = [weakref.ref(o) for o in known]
         counts = self._counts
         counts[id(optimizer)] += 1
         self._stepped[id(optimizer)] = weakref.ref(optimizer)
-        waiting = [0 for o in known if not counts[id(o)] and not holds_another(o)]
+        others = [o for o in (reference() for reference in self._waited_for) if o is not None]
+        waiting = [0 for o in others if id(o) not in self._stepped and not holds_another(o)]
         return ends_step([*counts.values(), *waiting], counts[id(optimizer)], self.num_ended)
 
     def count_anew(self) -> None:
         """Forgets the steps so far."""
         self._counts.clear()
         self._stepped.clear()
+        self._waited_for = None
         self.num_ended = 0
 
 
@@ -152,8 +158,16 @@ class StepWatch:
         if not self.num_ended:
             self.on_models()
 
-    def predicts(self) -> bool:
-        """A script is over: whether it called modules without gradients and took no step, in which case all of that is one step."""
+    def is_one_step(self) -> bool:
+        """A script is over in which no step has ended: whether all of it from the first call of a model on is taken for one, as it only called modules without
+        gradients, or as an optimizer stepped while another one, which never has, was waited for."""
+        if self._has_stepped:
+            self.gpu.recorder.assume(
+                self.gpu.attribution.where(),
+                "an optimizer of the program never steps, and it ends before others have stepped often: all its turns are assumed to be one step",
+            )
+            self.end_step()
+            return True
         spans = self.gpu.recorder.spans
         first = next((n for n, (_, kind, *_) in enumerate(spans) if kind != SpanKind.SETUP), None)
         if first is None or any(kind == SpanKind.STEP for _, kind, *_ in spans):

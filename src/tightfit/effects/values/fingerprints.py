@@ -112,15 +112,24 @@ def _entered() -> list[Fingerprints]:
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Excludes what runs in this thread from the fingerprints of any active run."""
+    """Excludes what runs in this thread from the fingerprints of any active run, and from all else that counts operators and asks for `num_paused`: what a
+    check of ours runs once, in one run of a block and not in the other, is nothing that the block does."""
     several = [each for each in _entered() if not each._is_paused]
     for each in several:
         each._is_paused = True
+    number = num_paused()
+    _of_thread.paused = number + 1
     try:
         yield
     finally:
+        _of_thread.paused = number
         for each in several:
             each._is_paused = False
+
+
+def num_paused() -> int:
+    """In how many checks of ours, one within the other, this thread is."""
+    return vars(_of_thread).get("paused", 0)
 
 
 def first_mismatch(first: Sequence[Fingerprint], second: Sequence[Fingerprint]) -> str | None:

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
 
 from tightfit.cost.classes import TENSOR_CORE_CLASSES, operator_class
+from tightfit.effects.values.fingerprints import num_paused
 from tightfit.techniques.recomputation.large_calls import large_calls
 from tightfit.techniques.recomputation.recompute import Recomputed
 from tightfit.techniques.session import Session
@@ -42,11 +43,31 @@ def keeping_contexts(keep: frozenset[int]) -> tuple[AbstractContextManager[Any],
     """The contexts of a forward and its second run: each counts its products, and those whose number is in `keep` are saved."""
     kept = _KeptProducts(keep)
     first, later = create_selective_checkpoint_contexts(kept.policy)
+    if not torch.compiler.is_compiling():
+        for mode in (first, later):
+            mode.__class__ = _without_checks(type(mode))
     kept.storage = cast(Any, first).storage
     # torch 2.14 asks whether what is kept goes to the hooks for saved tensors around it, as it will by default one day. As ever it does not: those of the
     # first run are ours. Older ones do not look.
     setattr(first, "respect_saved_tensors_hooks", False)  # noqa: B010 - no attribute of it that a type checker knows
     return first if torch.compiler.is_compiling() else First(first, kept), _Later(later, kept)
+
+
+@functools.cache
+def _without_checks(kind: Any) -> Any:
+    """torch's mode, which numbers the operators that it sees, and does not see those of our checks: a technique within the block may check one of its runs and not the other."""
+
+    class WithoutChecks(kind):
+        def __enter__(self) -> Any:
+            self._num_paused = num_paused()
+            return super().__enter__()
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if num_paused() > self._num_paused:
+                return func(*args, **(kwargs or {}))
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    return WithoutChecks
 
 
 class _KeptProducts:

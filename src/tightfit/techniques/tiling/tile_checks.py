@@ -76,7 +76,8 @@ class TileProofs:
         Raises:
             ApplyError: it may not be run in tiles.
         """
-        part = tiles[0].of(value.detach(), dim)
+        with paused():
+            part = tiles[0].of(value.detach(), dim)
 
         def first_call() -> None:
             with torch.no_grad(), paused():

@@ -183,7 +183,8 @@ class AlikeBatches:
             return None
         described = [_described(leaf) for leaf in leaves]
         parameters = list(module.parameters())
-        if None in described or any(map(_has_hooks, parameters)):
+        # Weights that are no leaves, such as those of an unrolled inner loop, are others in each call.
+        if None in described or any(map(_has_hooks, parameters)) or not all(p.is_leaf for p in parameters):
             return None
         storages = {leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, torch.Tensor)}
         autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")

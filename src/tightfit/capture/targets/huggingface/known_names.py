@@ -19,7 +19,7 @@ NUM_NEAREST = 3
 OF_CARDS = ("flash_attn", "flash_attn_interface")
 """Packages of which transformers asks at its import whether they can be used, which depends on the card."""
 # And of which the code of some models asks at its own.
-_OF_CARDS_TOO = ("mamba_ssm", "causal_conv1d", "fla", "xformers", "natten", "apex")
+OF_CARDS_TOO = ("mamba_ssm", "causal_conv1d", "fla", "xformers", "natten", "apex")
 
 
 @functools.cache
@@ -43,7 +43,7 @@ def modules_of(source: str) -> tuple[str, ...]:
 
     None where it might ask for a card at its import: there is none in the process that is forked from.
     """
-    if any(importlib.util.find_spec(name) is not None for name in (*OF_CARDS, *_OF_CARDS_TOO)):
+    if any(importlib.util.find_spec(name) is not None for name in (*OF_CARDS, *OF_CARDS_TOO)):
         return ()
     path = Path(source)
     file = path / "config.json" if path.is_dir() else path
