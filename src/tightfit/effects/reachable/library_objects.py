@@ -97,7 +97,7 @@ class StoredOnLibraries:
             value = vars(module)[name]
             if isinstance(value, types.ModuleType) and not is_users_module(value):
                 self.met_module(value, attributes)
-            elif isinstance(value, type):
+            elif isinstance(value, type) or _has_attributes(value):
                 self.met(f"{module.__name__}.{name}", value)
 
     def holders(self, known: Callable[[], Iterable[str]]) -> Iterator[Names]:
@@ -116,6 +116,11 @@ class StoredOnLibraries:
             there = {name for name in self._stored if name in space and not isinstance(space[name], CODE)}
             if names := there | {name for name in unknown if name not in space}:
                 yield Names(path, (id(owner), "stored"), _giving(space), only=tuple(sorted(names)), is_attributes=True)
+
+
+def _has_attributes(value: Any) -> bool:
+    """Whether a library's object, its root logger say, takes attributes of anybody's."""
+    return not isinstance(value, CODE) and isinstance(getattr(value, "__dict__", None), dict)
 
 
 def _giving(space: Any) -> Callable[[], Any]:

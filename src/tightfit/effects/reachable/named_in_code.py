@@ -11,13 +11,15 @@ _ATTRIBUTES = ("LOAD_ATTR", "STORE_ATTR", "IMPORT_FROM")
 # By which code reaches globals without naming them, and attributes without naming these.
 _ALL_GLOBALS = frozenset({"globals", "exec", "eval"})
 _ALL_ATTRIBUTES = frozenset({"getattr", "setattr", "vars", "__dict__", "attrgetter"})
+# By which code sets attributes whose names are constants of it.
+_SETS_BY_NAME = frozenset({"setattr", "delattr", "__setattr__", "__delattr__", "vars", "__dict__"})
 # By which code finds a Python module at run time.
 _FINDS_MODULES = frozenset({"import_module", "__import__", "modules"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Named:
-    """The names in a code object and in the functions inside it. `stored` are the attributes that it sets."""
+    """The names in a code object and in the functions inside it. `stored` are the attributes that it sets, also those that it names by a string."""
 
     names: frozenset[str]
     attributes: frozenset[str]
@@ -53,6 +55,10 @@ def named_in(code: types.CodeType) -> Named:
             attributes.add(instruction.argval)
         if instruction.opname == "STORE_ATTR":
             stored.add(instruction.argval)
+    if not _SETS_BY_NAME.isdisjoint(names | attributes):
+        by_name = {text for text in code.co_consts if isinstance(text, str) and text.isidentifier()}
+        attributes |= by_name
+        stored |= by_name
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             inner = named_in(constant)

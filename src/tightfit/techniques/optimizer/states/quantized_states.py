@@ -180,9 +180,10 @@ class EncodedStates:
             # Its states are about to be made.
             self._codec.settle()
         given = self._given(parameter)
+        held = {} if self._codec.is_exact else _held(self._optimizer.state.get(parameter, {}))
         self.decode(parameter)
         # By their ids: what has another name is not encoded.
-        places = {name: id(dict.get(self._optimizer.state[parameter], name)) for name in given}
+        places = {name: id(dict.get(self._optimizer.state[parameter], name)) for name in (*given, *held)}
         try:
             self._update_whole(parameter, group)
         # An update that raises must not leave one parameter's states whole: the next step would run out of
@@ -193,6 +194,7 @@ class EncodedStates:
                 for name, copies in given.items()
                 if self._written_to(parameter, name, places[name], copies)
             }
+            _write_to_held(self._optimizer.state.get(parameter, {}), held, places)
             self.encode(parameter, settles=not is_expected)
             for name, copies in given.items():
                 if isinstance(lazy := dict.get(self._optimizer.state[parameter], name), LazyTensor):
@@ -213,20 +215,21 @@ class EncodedStates:
         copies.refresh(dict.__getitem__(state, name))
         return True
 
-    def encode(self, parameter: torch.Tensor, *, settles: bool = True) -> None:
-        """Quantises the states of one parameter; `settles`: once what earlier ones have kept on the card is freed."""
+    def encode(self, parameter: torch.Tensor, *, settles: bool = True, is_loaded: bool = False) -> None:
+        """Quantises the states of one parameter, which were just loaded or updated; `settles`: once what earlier ones have kept on the card is freed."""
         if parameter not in self._optimizer.state:
             return
         # Before this function has a name for it too.
         is_held = num_holders(self._optimizer.state, parameter) > 0
         state = self._optimizer.state[parameter]
         names = [name for name, value in dict.items(state) if self._is_whole(name, value, parameter)]
-        if self._codec.is_exact and names:
-            if not isinstance(state, DecodingStates):
-                if is_held:
-                    # Of a dict that the program has a name for there is no other.
-                    return
-                state = self._optimizer.state[parameter] = DecodingStates(state)
+        if self._codec.is_exact and names and not isinstance(state, DecodingStates):
+            if is_held:
+                # Of a dict that the program has a name for there is no other.
+                return
+            state = self._optimizer.state[parameter] = DecodingStates(state)
+        # What the program has a name of its own for stays what it is; but who loads a checkpoint has it at hand, and codes are for that too.
+        if self._codec.is_exact or not is_loaded:
             names = [name for name in names if not is_shared(state, name)]
         if names and settles:
             self._codec.settle()
@@ -286,7 +289,7 @@ class EncodedStates:
     def loaded(self, optimizer: torch.optim.Optimizer) -> None:
         """Quantises loaded states."""
         for parameter in groups_by_parameter(optimizer):
-            self.encode(parameter)
+            self.encode(parameter, is_loaded=True)
         self._codec.settle()
 
 
@@ -294,6 +297,20 @@ def _encoded(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> list[
     state = optimizer.state.get(parameter, {})
     sources = [value.source for value in dict.values(state) if isinstance(value, LazyTensor)]
     return [source for source in sources if isinstance(source, EncodedState)]
+
+
+def _held(state: dict[str, Any]) -> dict[str, LazyTensor]:
+    """The states that the program has names of its own for, as it sees them."""
+    names = [name for name, value in dict.items(state) if isinstance(value, LazyTensor)]
+    return {name: dict.__getitem__(state, name) for name in names if num_holders(state, name)}
+
+
+def _write_to_held(state: dict[str, Any], held: Mapping[str, LazyTensor], places: Mapping[str, int]) -> None:
+    """Writes states back to these, where they are the tensors that they were before the update."""
+    for name, lazy in held.items():
+        if id(whole := dict.get(state, name)) == places[name] and isinstance(whole, torch.Tensor):
+            lazy.source.was_written(whole)
+            dict.__setitem__(state, name, lazy)
 
 
 def _lazy(state: dict[str, Any]) -> Iterator[LazyTensor]:
