@@ -81,3 +81,14 @@ def test_a_turn_is_a_step_with(kind: str, tmp_path: Path) -> None:
     found = tightfit.estimate(str(path), "RTX 4090")
     ends = [span.end_allocated_bytes for span in found.spans if span.kind == "step"]
     assert [after - before for before, after in itertools.pairwise(ends)] == [HELD_BYTES, HELD_BYTES]
+
+
+def test_a_program_that_ends_while_it_waits_for_an_optimizer_is_one_step(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    turns = "".join(f"    {line}\n" for line in ["backward()", "optimizer.step()"] * 3)
+    path.write_text(
+        f"{PRELUDE}\ndef main():\n    optimizer, _never = (torch.optim.SGD(model.parameters(), 0.1) for _ in range(2))\n{turns}main()\n"
+    )
+    found = tightfit.estimate(str(path), "RTX 4090")
+    assert [span.name for span in found.spans if span.kind == "step"] == ["step 1"]
+    assert any("never steps" in assumption.what for assumption in found.assumptions)

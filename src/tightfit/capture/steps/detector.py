@@ -161,6 +161,8 @@ class StepWatch:
     def is_one_step(self) -> bool:
         """A script is over in which no step has ended: whether all of it from the first call of a model on is taken for one, as it only called modules without
         gradients, or as an optimizer stepped while another one, which never has, was waited for."""
+        # Models that a function made are gone by now.
+        self.on_models = lambda: None
         if self._has_stepped:
             self.gpu.recorder.assume(
                 self.gpu.attribution.where(),
