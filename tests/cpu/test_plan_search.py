@@ -1,5 +1,7 @@
 """How a search closes in on its limit, and what it does when the workload does not run with what was chosen."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from tests.conformance.models import workload
@@ -57,14 +59,16 @@ class FailingRuns(TracedRuns):
         if traced is not None:
             self._made, self._effects = traced._made, traced._effects
 
-    def run_with(self, options: tuple[Option, ...] | list[Option]) -> TracedRun:
+    def run_with(
+        self, options: tuple[Option, ...] | list[Option], meanwhile: Callable[[], object] | None = None
+    ) -> TracedRun:
         for option in options:
             if option.technique in self.failing:
                 raise ApplyError(f"{option.technique}: it cannot be done here", technique=option.technique)
             if option.where in self.failing:
                 said = f"{option.technique}: not at {option.where}"
                 raise ApplyError(said, technique=option.technique, places=[option.where])
-        return super().run_with(options)
+        return super().run_with(options, meanwhile)
 
 
 @pytest.fixture(scope="module")
@@ -111,11 +115,13 @@ class TogetherFailingRuns(FailingRuns):
         self._alone = alone
         self.tried: list[frozenset[str]] = []
 
-    def run_with(self, options: tuple[Option, ...] | list[Option]) -> TracedRun:
+    def run_with(
+        self, options: tuple[Option, ...] | list[Option], meanwhile: Callable[[], object] | None = None
+    ) -> TracedRun:
         if {self._alone} < {option.technique for option in options}:
             self.tried.append(frozenset(option.key for option in options))
             raise ApplyError(f"{self._alone}: not beside another technique", technique=self._alone)
-        return super().run_with(options)
+        return super().run_with(options, meanwhile)
 
 
 @pytest.mark.parametrize("share", [2, 1000])
@@ -140,11 +146,13 @@ class InterruptedRuns(FailingRuns):
         super().__init__(*traced.failing, traced=traced)
         self._left = end
 
-    def run_with(self, options: tuple[Option, ...] | list[Option]) -> TracedRun:
+    def run_with(
+        self, options: tuple[Option, ...] | list[Option], meanwhile: Callable[[], object] | None = None
+    ) -> TracedRun:
         self._left -= bool(options)
         if self._left < 0:
             raise KeyboardInterrupt
-        return super().run_with(options)
+        return super().run_with(options, meanwhile)
 
 
 def test_wherever_a_search_is_interrupted_the_best_so_far_is_there(runs: FailingRuns) -> None:

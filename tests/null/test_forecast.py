@@ -97,7 +97,7 @@ def test_a_constant_series_stays() -> None:
 @pytest.mark.parametrize("count", [1, 2, 5, 11, 30])
 def test_a_short_series_says_so(count: int) -> None:
     found = forecast_series(series_of(steps(5, count)), horizon=10, quantile=0.975)
-    assert found.note == f"{count} samples are few for such a bound"
+    assert found.note == f"{count} {'sample is' if count == 1 else 'samples are'} few for such a bound"
     assert found.now_bytes <= found.upper_bytes
     assert found.median_bytes <= found.upper_bytes
 

@@ -87,7 +87,7 @@ def test_one_sample_has_no_interval(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert run(["forecast", str(path), "--horizon", "10min"]) == 2
     assert "the series a has one sample" in capsys.readouterr().err
     assert run(["forecast", str(path)]) == 0
-    assert "1 samples are few" in capsys.readouterr().out
+    assert "1 sample is few" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

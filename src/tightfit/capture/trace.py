@@ -68,7 +68,7 @@ def trace(
     num_steps: int = DEFAULT_NUM_STEPS,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     show_output: bool = False,
-    meanwhile: Callable[[], None] | None = None,
+    meanwhile: Callable[[], object] | None = None,
     on_progress: Callable[[TraceProgress], None] | None = None,
     preparation: Preparation | None = None,
     with_effects: bool = False,
@@ -135,7 +135,7 @@ def _with_threads(
     fields: dict[str, Any],
     policy: Policy,
     on_progress: Callable[[TraceProgress], None] | None,
-    meanwhile: Callable[[], None] | None,
+    meanwhile: Callable[[], object] | None,
 ) -> Traced:
     """One trace, and another one that follows threads where the program turns out to use the GPU in some."""
     program = repr(target)
@@ -155,7 +155,7 @@ def _with_alike_batches(
     fields: dict[str, Any],
     policy: Policy,
     on_progress: Callable[[TraceProgress], None] | None,
-    meanwhile: Callable[[], None] | None,
+    meanwhile: Callable[[], object] | None,
 ) -> Traced:
     """One trace, and another one that runs all micro-batches where some that looked alike turn out to differ."""
     program = repr(target)
@@ -175,7 +175,7 @@ def _attempt(
     target: Target,
     policy: Policy,
     on_progress: Callable[[TraceProgress], None] | None,
-    meanwhile: Callable[[], None] | None = None,
+    meanwhile: Callable[[], object] | None = None,
 ) -> Traced:
     """One trace of `target`, by a child that is given `fields`."""
     label = fields["label"]

@@ -23,23 +23,19 @@ from tightfit.fit.only_large import found_for_largest_batch
 from tightfit.fit.planning_progress import OnProgress, ProgressLog
 from tightfit.fit.proof import DEFAULT_SECONDS, Prover
 from tightfit.fit.searching.allowed import Allowed, Without
+from tightfit.fit.searching.curves import Curves
 from tightfit.fit.searching.ranking import is_surely_slower
 from tightfit.fit.searching.search import Found, Search
-from tightfit.fit.searching.variants import Variant
 from tightfit.fit.traced_runs import TracedRun, TracedRuns
 from tightfit.planner import plan as plain
 from tightfit.planner.option import Option
-from tightfit.planner.plan import Alternative, Bound, Choice, ParetoPoint, Proof
+from tightfit.planner.plan import Alternative, Bound, Choice, Proof
 from tightfit.planner.problem import parts_of
-from tightfit.planner.solve import solve
 from tightfit.reports.plans import Plan
 from tightfit.reports.results import Estimate
 from tightfit.techniques.recomputation.only_above import SETTING
 from tightfit.techniques.registry import techniques
 from tightfit.units import format_bytes, to_bytes
-
-NUM_PARETO_POINTS = 8
-_PARETO_SECONDS = 1.0
 
 
 @answering("the planner")
@@ -193,7 +189,7 @@ def _proven(search: Search, runs: TracedRuns, card: Device, *, prove: bool) -> P
     prover: Prover | None = None
     while True:
         found, only_large = found_for_largest_batch(search, runs)
-        plan = _plan(found, runs, card, search.budget_bytes)
+        plan = _plan(found, search.candidates.curves, runs, card, search.budget_bytes)
         # Batches that are left alone prove nothing: what is proved is recomputed always.
         said = plan if only_large is None else only_large.said_in(plan)
         if not (prove and plan.fits and plan.choices) or plan.is_interrupted:
@@ -266,7 +262,7 @@ def _without(text: str) -> Without:
     return Without(technique=name, places=found)
 
 
-def _plan(found: Found, runs: TracedRuns, card: Device, budget_bytes: int) -> Plan:
+def _plan(found: Found, curves: Curves, runs: TracedRuns, card: Device, budget_bytes: int) -> Plan:
     best, base = found.best, found.base
     taken, seconds = best.all_options(), _seconds_of_each(found)
     return Plan(
@@ -283,7 +279,7 @@ def _plan(found: Found, runs: TracedRuns, card: Device, budget_bytes: int) -> Pl
         bound=_bound(found),
         alternatives=tuple(_alternatives(found, runs, budget_bytes)),
         # Whoever interrupts does not wait for a curve.
-        frontier=tuple(_frontier(found.variant)) if found.variant is not None and not found.is_interrupted else (),
+        frontier=curves.of(found.variant) if found.variant is not None and not found.is_interrupted else (),
         advice=suggestions_for(_planned(found), card, is_whole_card=budget_bytes == card.capacity_bytes),
         model={"roots": [dict(root) for root in best.roots]},
         host_bytes=sum(option.host_bytes for option in taken),
@@ -427,25 +423,6 @@ def _full_checkpointing(found: Found) -> Alternative | None:
         if is_too_low
         else "predicted, not verified",
     )
-
-
-def _frontier(variant: Variant) -> Iterable[ParetoPoint]:
-    """The least seconds for a row of budgets from the least that can be held to what the run holds without options."""
-    problem, trial = variant.problem, variant.run
-    if not problem.options:
-        return
-    most = problem.peak_bytes(())
-    low = solve(problem, 0, time_limit_seconds=_PARETO_SECONDS).peak_bytes
-    seen: set[tuple[int, ...]] = set()
-    for part in range(NUM_PARETO_POINTS + 1):
-        limit = low + (most - low) * part // NUM_PARETO_POINTS
-        solution = solve(problem, limit, time_limit_seconds=_PARETO_SECONDS, breaks_ties=False)
-        if solution.fits and solution.chosen not in seen:
-            seen.add(solution.chosen)
-            yield ParetoPoint(
-                device_bytes=solution.peak_bytes + variant.gap_bytes,
-                seconds_per_step=trial.seconds + solution.seconds,
-            )
 
 
 @answering("the planner")

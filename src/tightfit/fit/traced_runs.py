@@ -5,7 +5,7 @@ traced is not traced again.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tightfit.allocator.settings import AllocatorSettings
@@ -103,8 +103,8 @@ class TracedRuns:
         self._effects: tuple[Effect, ...] = ()
         self._replayed: dict[tuple[frozenset[str], str], TracedRun] = {}
 
-    def run_with(self, options: Iterable[Option]) -> TracedRun:
-        """The workload with `options` on it, with the user's own settings of the allocator.
+    def run_with(self, options: Iterable[Option], meanwhile: Callable[[], object] | None = None) -> TracedRun:
+        """The workload with `options` on it, with the user's own settings of the allocator. `meanwhile` is called while it is traced, if it is.
 
         Raises:
             ApplyError: the options cannot be put on this workload.
@@ -133,6 +133,7 @@ class TracedRuns:
                 follows=self._followed(options),
                 policy=self.policy,
                 on_progress=self.log.on_trace,
+                meanwhile=meanwhile,
             )
             self.log.traced()
             self._check_end(options, traced.tape)

@@ -108,7 +108,7 @@ def forecast_series(series: Series, *, horizon: int, quantile: float) -> SeriesF
 def _note(found: Contest) -> str:
     count = len(found.history.values)
     if count * (1.0 - found.quantile) < found.history.horizon:
-        return f"{count} samples are few for such a bound"
+        return f"{count} {'sample is' if count == 1 else 'samples are'} few for such a bound"
     if found.period is not None and not is_installed():
         return f"repeats itself every {found.period} samples; pip install 'tightfit[season]' to forecast with it"
     return ""

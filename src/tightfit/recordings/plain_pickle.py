@@ -188,6 +188,8 @@ class Reader:
 def _refused(reader: Reader, op: int) -> str:
     """Why an opcode is not carried out: most often it names a class or function, which is called to make an object."""
     at = f"at byte {reader.window.position - 1}"
+    if op not in (_GLOBAL, _STACK_GLOBAL) and reader.window.position == 1:
+        return "it does not begin as a pickle does"
     if op not in (_GLOBAL, _STACK_GLOBAL):
         return f"opcode {op:#04x} {at} is not one of plain data"
     names = reader.stack[-2:] if op == _STACK_GLOBAL else [reader.window.line().decode("latin-1") for _ in range(2)]

@@ -436,6 +436,7 @@ class Tape:
         """
         try:
             # allow_pickle=False, as a tape may come from somebody else and a pickle can run code.
+            _check_archive(path)
             with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
                 head = json.loads(arrays["head"].tobytes())
                 tables: dict[str, Any] = {
@@ -480,3 +481,9 @@ def _array(arrays: Mapping[str, Column], table: str, column: str) -> Column:
 
 
 _LATER = ("copies", "waits", "weights", "collectives", "geometry")
+
+
+def _check_archive(path: str | os.PathLike[str]) -> None:
+    # What is none is taken for a pickle by numpy, whose advice then is to load it.
+    if not zipfile.is_zipfile(path):
+        raise ValueError("it is empty" if not os.path.getsize(path) else "it is no .npz archive, or a part of one")

@@ -2,8 +2,10 @@
 
 import logging
 import math
+import random
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from tests.attacks.models import Block, Net, sgd, tokens
 from tests.attacks.registry import attack
@@ -55,3 +57,45 @@ def counted_on_root_logger(t: Trial) -> None:
 
     vars(logging.root)["calls_of_blocks"] = 0
     _train(t, count, lambda: vars(logging.root)["calls_of_blocks"])
+
+
+def _set_and_put_back(
+    t: Trial, put: Callable[[], object], put_back: Callable[[], object], left: Callable[[], object]
+) -> None:
+    class Setting(Block):
+        def inner(self, x: torch.Tensor) -> torch.Tensor:
+            put()
+            return super().inner(x)
+
+    model = Net([Setting(), Setting()])
+    optimizer = sgd(model)
+    t.apply(model, optimizer)
+    for step in range(4):
+        x, y = tokens(step)
+        loss = model(x, y)
+        put_back()
+        optimizer.zero_grad()
+        loss.backward()
+        t.note("left", left())
+        optimizer.step()
+        t.note("loss", loss)
+        t.end_step()
+
+
+@attack(
+    "recomputation", "a block seeds Python's random numbers, and the loop seeds them otherwise before the backward pass"
+)
+def seeded_between(t: Trial) -> None:
+    _set_and_put_back(t, lambda: random.seed(3), lambda: random.seed(5), random.random)
+
+
+@attack("recomputation", "a block writes to a table of numpy's, and the loop clears it before the backward pass")
+def table_cleared_between(t: Trial) -> None:
+    table = np.zeros(3)
+    _set_and_put_back(t, lambda: table.fill(1.0), lambda: table.fill(0.0), lambda: float(table.sum()))
+
+
+@attack("recomputation", "a block asks for deterministic algorithms, and the loop does not before the backward pass")
+def deterministic_in_block(t: Trial) -> None:
+    ask = torch.use_deterministic_algorithms
+    _set_and_put_back(t, lambda: ask(True), lambda: ask(False), torch.are_deterministic_algorithms_enabled)

@@ -45,9 +45,9 @@ _READ_AT_START = re.compile(
 _MAX_BYTES = 1 << 20
 _STATEMENTS = ("import ", "from ")
 NOT_CLOSED_IN = 97
+"""The exit code of a child that the kernel did not close in."""
 NO_ROOM = 98
 """The exit code of a child that could not write its answer: the folder for temporary files is full."""
-"""The exit code of a child that the kernel did not close in."""
 
 
 class ForkedChild:

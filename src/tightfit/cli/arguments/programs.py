@@ -16,6 +16,9 @@ INTERRUPTED = 130
 TERMINATED = 143
 """The same after SIGTERM."""
 
+# What torch says where it has no GPU: a build without CUDA, one that finds no driver, and one whose cards are hidden.
+_NO_GPU = ("Torch not compiled with CUDA enabled", "Found no NVIDIA driver", "No CUDA GPUs are available")
+
 
 class Enough(BaseException):
     """Raised to end a program after the requested steps; a BaseException, so that `except Exception` does not catch it."""
@@ -96,4 +99,8 @@ def _shown(error: BaseException, path: str) -> int:
     while own is not None and own.tb_frame.f_code.co_filename not in files:
         own = own.tb_next
     traceback.print_exception(type(error), error, own or error.__traceback__)
+    if any(words in str(error) for words in _NO_GPU):
+        sys.stderr.write(
+            "tightfit: torch found no GPU on this machine: tightfit estimate and plan need none, and tightfit run --virtual tries a plan on a virtual one\n"
+        )
     return 1

@@ -4,11 +4,13 @@ The solver is asked for the fastest choice within a limit, the workload is trace
 """
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 from tightfit.errors import ApplyError, CaptureError
 from tightfit.fit.searching.allocator_choice import AllocatorChoice
 from tightfit.fit.searching.bisection import Bisection
+from tightfit.fit.searching.curves import Curves
 from tightfit.fit.searching.offers import Offers
 from tightfit.fit.searching.variants import Variant, Variants
 from tightfit.fit.traced_runs import TracedRun, TracedRuns
@@ -46,6 +48,7 @@ class Candidates:
         self._settings = AllocatorChoice(runs, offers, self.fits)
         variants = Variants(runs, offers, self._settings, host_bytes=host_bytes, disk_bytes=disk_bytes)
         self.variant = variants.of
+        self.curves = Curves()
         self.best_seen: Candidate | None = None
         """The best of all candidates so far: what is left of a search that is interrupted."""
         self.fitting: list[Candidate] = []
@@ -97,7 +100,10 @@ class Candidates:
             solution = _solve(variant.problem, 0 if is_last_trace and nothing_fits else limits.limit)
             found = traced_for.get(solution.chosen)
             if found is None:
-                traced = self.traced((*variant.run.options, *(variant.problem.options[i] for i in solution.chosen)))
+                chosen = (variant.problem.options[i] for i in solution.chosen)
+                # A variant that is looked at for longer may be the plan's.
+                meanwhile = functools.partial(self.curves.of, variant) if traced_for else None
+                traced = self.traced((*variant.run.options, *chosen), meanwhile)
                 if traced is None:
                     # What was refused changes the problem, and the numbers of its options.
                     variant, traced_for = self.variant(run, retaining), {}
@@ -166,10 +172,11 @@ class Candidates:
         self._runs.log.best(f"{'fits' if self.fits(best) else 'does not fit'}: {size}, {seconds} per step")
         return found
 
-    def traced(self, options: Sequence[Option]) -> TracedRun | None:
-        """The traced run with `options`; None, with what is to blame refused from now on, if the workload does not run with them."""
+    def traced(self, options: Sequence[Option], meanwhile: Callable[[], object] | None = None) -> TracedRun | None:
+        """The traced run with `options`; None, with what is to blame refused from now on, if the workload does not run with them. `meanwhile` is called while
+        it is traced."""
         try:
-            return self._runs.run_with(options)
+            return self._runs.run_with(options, meanwhile)
         except (ApplyError, CaptureError) as error:
             self._offers.refuse(options, error)
             return None

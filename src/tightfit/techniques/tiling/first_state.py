@@ -62,11 +62,8 @@ class FirstState:
     def put_back(self, refuse: Refuse) -> Iterator[None]:
         """The state of then, within the context; `refuse` makes the error to raise where a tensor is read that is gone."""
         gone = {id(v): _stand_in(path, refuse) for path, v in self._then.gone() if id(v) not in self._gone_before}
-        if not gone and self._state.is_still(self._then):
-            yield
-            return
-        now = self._now()
-        is_other = bool(gone) or bool(structural_differences(self._then, now))
+        now = self._then if not gone and self._state.is_still(self._then) else self._now()
+        is_other = bool(gone) or (now is not self._then and bool(structural_differences(self._then, now)))
         # Tensors that only the state refers to that is replaced meanwhile.
         kept = now.in_graphs() if is_other else []
         if is_other:
@@ -74,7 +71,8 @@ class FirstState:
         try:
             yield
         finally:
-            if is_other:
+            # What the forward has set, and the program has set otherwise since, was set once more.
+            if is_other or not self._state.is_still(now):
                 restore(now)
             kept.clear()
 

@@ -75,7 +75,7 @@ def refuse_unknown(source: str) -> None:
         return
     if words and in_one_spelling(name) not in map(in_one_spelling, words):
         raise UsageError(
-            f"{source!r} is neither a file nor a preset nor a model type of transformers; nearest: {nearest_to(name, words)}"
+            f"{source!r} is neither a file nor a preset nor a model type of transformers{words_of_nearest(name, words)}"
         )
 
 
@@ -106,14 +106,19 @@ def no_such_type(file: Path, fields: Mapping[str, Any], model_types: Iterable[st
             f"{said}: its code comes with its weights (auto_map), and such code is not run from a config; "
             "estimate and plan take a script that makes the model"
         )
-    nearest = nearest_to(str(model_type), model_types)
-    return said if nearest == "none" else f"{said}; nearest: {nearest}"
+    return said + words_of_nearest(str(model_type), model_types)
 
 
 def nearest_to(name: str, model_types: Iterable[str]) -> str:
     """The names that are spelled most alike, as text."""
     known = dict.fromkeys((*presets(), *sorted(word for word in model_types if word.islower())))
     return ", ".join(difflib.get_close_matches(name, known, n=NUM_NEAREST)) or "none"
+
+
+def words_of_nearest(name: str, model_types: Iterable[str]) -> str:
+    """`; nearest: gpt2, gptj`, and nothing where none is near."""
+    nearest = nearest_to(name, model_types)
+    return "" if nearest == "none" else f"; nearest: {nearest}"
 
 
 def possible_model_types() -> frozenset[str]:

@@ -20,10 +20,10 @@ from tightfit.capture.targets.huggingface import tasks as huggingface_tasks
 from tightfit.capture.targets.huggingface.known_names import (
     in_one_spelling,
     name_of,
-    nearest_to,
     no_such_type,
     presets,
     read_config,
+    words_of_nearest,
 )
 from tightfit.errors import MissingExtra, UsageError
 
@@ -128,7 +128,7 @@ def load_config(source: str) -> Any:
         raise UsageError(no_such_type(file, fields, list(model_types)))
     if found is None:
         raise UsageError(
-            f"{source!r} is neither a file nor a preset nor a model type of transformers; nearest: {nearest_to(model_type, list(model_types))}"
+            f"{source!r} is neither a file nor a preset nor a model type of transformers{words_of_nearest(model_type, list(model_types))}"
         )
     del fields["model_type"]
     strict = getattr(importlib.import_module("huggingface_hub.errors"), "StrictDataclassError", ValueError)
