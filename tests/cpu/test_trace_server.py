@@ -74,19 +74,21 @@ print(started, file=sys.stderr)
 """
 
 
-@pytest.mark.parametrize("kind", ["model", "program"])
+@pytest.mark.parametrize("kind", ["model", "program", "library", "rank"])
 def test_one_server_is_begun_before_what_computes_is_imported(tmp_path: Path, kind: str) -> None:
     if not fork_server._IS_SUPPORTED:
         pytest.skip("no forks here")
-    target = "gpt2"
-    if kind == "program":
-        target = f"{tmp_path / 'small.py'}:workload"
+    arguments = ["gpt2"]
+    if kind != "model":
+        arguments = [str(tmp_path / "small.py") + ("" if kind == "rank" else ":workload")]
+        arguments += ["--gpus", "2"] if kind == "rank" else []
+        begin = {"library": "import accelerate\n", "rank": "from accelerate import Accelerator\n"}.get(kind, "")
         (tmp_path / "small.py").write_text(
-            "import torch\ndef workload():\n    w = torch.ones(8, device='cuda', requires_grad=True)\n"
+            begin + "import torch\ndef workload():\n    w = torch.ones(8, device='cuda', requires_grad=True)\n"
             "    while True:\n        w.sum().backward()\n        yield\n"
         )
     found = subprocess.run(
-        [sys.executable, "-c", _PROGRAM, target], capture_output=True, text=True, env=dict(os.environ), check=False
+        [sys.executable, "-c", _PROGRAM, *arguments], capture_output=True, text=True, env=dict(os.environ), check=False
     )
     assert found.stderr.splitlines()[-1] == "[False]", found.stderr
 

@@ -84,7 +84,7 @@ def estimate(
     save_recording
         Also write the run as a recording of torch's allocator, for torch's viewer and tightfit replay (.pickle; one GPU).
     """
-    begin_server(target, tracing)
+    begin_server(target, tracing, is_one_of_many=ranks.gpus is not None)
     from tightfit import fit
     from tightfit.recordings.write import write_tape
     from tightfit.reports.rank_estimates import worst_of

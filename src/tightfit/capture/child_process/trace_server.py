@@ -64,13 +64,14 @@ def trace_environment(policy: Policy, world: dict[str, Any] | None) -> dict[str,
     return {**os.environ, **hidden, **policy.environment(), **distributed}
 
 
-def begin_for(target: str, *, allow_writes: bool, allow_network: bool) -> None:
-    """Begins the server for traces of `target`; a saved one needs none."""
+def begin_for(target: str, *, allow_writes: bool, allow_network: bool, is_one_of_many: bool = False) -> None:
+    """Begins the server for traces of `target`; a saved one needs none. `is_one_of_many`: it is traced as one process of a distributed program."""
     if Path(target).suffix not in _SAVED:
         policy = Policy(allow_writes=allow_writes, allow_network=allow_network)
         is_model = _names_model(target)
         path = Path(target.partition(":")[0])
-        names = preloaded(is_huggingface=is_model, program=None if is_model or path.suffix != ".py" else path)
+        is_file = path.suffix == ".py" and not (is_model or is_one_of_many)
+        names = preloaded(is_huggingface=is_model, program=path if is_file else None)
         begin(trace_environment(policy, None), names, is_kept=not policy.allows_all)
 
 
