@@ -15,6 +15,7 @@ from tightfit.fit.layout_planning import plan_layout
 from tightfit.layouts.layout import Layout
 from tightfit.layouts.layout_search import LayoutSearch
 from tightfit.layouts.model_parts import ModelParts, model_parts
+from tightfit.layouts.rank_bytes import rank_bytes
 from tightfit.layouts.stages import stages_of
 from tightfit.tape import Tape
 
@@ -220,3 +221,27 @@ def test_a_model_that_is_gone_when_its_program_ends_has_its_weights(
     assert [part.parameter_bytes for part in (found.before, *found.blocks, found.after)] == [
         part.parameter_bytes for part in (model.before, *model.blocks, model.after)
     ]
+
+
+def test_weights_that_both_ends_use_are_once_on_a_rank_that_has_both(program: Path, tmp_path: Path) -> None:
+    tied = tmp_path / "tied.py"
+    tied.write_text(
+        program.read_text().replace(
+            "\n    def forward(self, tokens)",
+            "        self.head.weight = self.embedding.weight\n\n    def forward(self, tokens)",
+        )
+    )
+    tape = capture(f"{tied}:train", device="H100", tracing=TraceSettings(steps=2))
+    model = model_parts(Profile(tape.of_steps(), DEVICE))
+    table = 4 * VOCABULARY * WIDTH
+    assert model.tied_bytes == table
+    assert model.parameter_bytes == 4 * NUM_WEIGHTS - table
+    one = Layout(zero_stage=0, micro_batch=BATCH)
+    (alone,) = stages_of(model, one)
+    held = rank_bytes(model, one, alone, DEVICE, NODE).by_class
+    assert held["parameters"] == model.parameter_bytes
+    assert held["optimizer_state"] == pytest.approx(2 * model.parameter_bytes, rel=0.01)
+    # Each end of a pipeline has a copy of its own.
+    two = Layout(pp=2, zero_stage=0, schedule="1f1b", micro_batch=BATCH, accumulation=2)
+    ends = [rank_bytes(model, two, stage, DEVICE, NODE).by_class["parameters"] for stage in stages_of(model, two)]
+    assert sum(ends) == model.parameter_bytes + table

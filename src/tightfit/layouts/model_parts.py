@@ -70,7 +70,8 @@ class ModelPart:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModelParts:
-    """A step of one card as parts. `order` has the place in `blocks` of each block, in the order of the forward pass.
+    """A step of one card as parts. `order` has the place in `blocks` of each block, in the order of the forward pass. `tied_bytes` are weights that the parts
+    before and after the blocks both use, an embedding that is the head's weight too: a rank that has both parts has them once.
 
     Bytes of gradients and optimizer states are per byte of trained parameters; `gathered_per_parameter` is what a gathered byte of weights takes: 0.5 where autocast converts them.
     `reduced_per_gathered` is what a gradient takes while it is reduced, per byte of the gathered weight. `stored_per_parameter` is above 1 where a layout stores
@@ -89,6 +90,7 @@ class ModelParts:
     states_per_parameter: float
     optimizer_seconds: float
     input_bytes: int
+    tied_bytes: int = 0
     stored_per_parameter: float = 1.0
     reduced_per_gathered: float = 2.0
     stored_dtype: str = "float32"
@@ -101,8 +103,8 @@ class ModelParts:
 
     @property
     def parameter_bytes(self) -> int:
-        """The bytes of all parameters."""
-        rest = self.before.parameter_bytes + self.after.parameter_bytes
+        """The bytes of all parameters, each once."""
+        rest = self.before.parameter_bytes + self.after.parameter_bytes - self.tied_bytes
         return rest + sum(self.blocks[i].parameter_bytes for i in self.order)
 
 
@@ -180,6 +182,7 @@ class _Reader:
             states_per_parameter=states / trained,
             optimizer_seconds=float(self.profile.costs.seconds[optimizer].sum()) / steps,
             input_bytes=self.peaks.of_category(Category.INPUTS),
+            tied_bytes=weights.shared(before[1], after[1]),
             # Gradients are reduced in the type that they are stored in.
             reduced_per_gathered=1 / weights.gathered_per_parameter,
             stored_dtype="float32" if is_converted else computed,

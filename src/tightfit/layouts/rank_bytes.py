@@ -78,9 +78,9 @@ def _share(model: ModelParts, layout: Layout) -> float:
     return layout.micro_batch / (model.batch.num_examples or 1) / layout.cp
 
 
-def _stored(model: ModelParts, layout: Layout, part: ModelPart) -> tuple[float, float]:
-    """The bytes of the weights of a part on a rank before they are sharded: those of experts, and the others."""
-    dense = part.parameter_bytes - part.expert_bytes
+def _stored(model: ModelParts, layout: Layout, part: ModelPart, tied_bytes: int = 0) -> tuple[float, float]:
+    """The bytes of the weights of a part on a rank before they are sharded: those of experts, and the others, without `tied_bytes` that another part has."""
+    dense = part.parameter_bytes - part.expert_bytes - tied_bytes
     return (
         part.expert_bytes / layout.tp / layout.ep * model.stored_per_parameter,
         dense / layout.tp * model.stored_per_parameter,
@@ -91,7 +91,7 @@ def _states(model: ModelParts, layout: Layout, stage: Stage) -> dict[str, int]:
     parameters = gradients = optimizer = 0.0
     over = layout.sharded_over
     for _, part, count in stage.parts(model):
-        experts, dense = _stored(model, layout, part)
+        experts, dense = _stored(model, layout, part, stage.tied_bytes(model) if part is model.after else 0)
         # Experts are divided by ep already, and sharded over the ranks that have the same ones.
         sharded = dense / over + experts / max(1, over // layout.ep)
         whole = dense + experts

@@ -201,7 +201,8 @@ class StepClock:
 
     def _optimizer(self, layout: Layout, stage: Stage) -> float:
         model = self.model
-        mine = sum(n * part.parameter_bytes for _, part, n in stage.parts(model)) / self._model_bytes
+        own = sum(n * part.parameter_bytes for _, part, n in stage.parts(model)) - stage.tied_bytes(model)
+        mine = own / self._model_bytes
         over = layout.sharded_over if layout.zero_stage >= 1 else 1
         return model.optimizer_seconds * mine / layout.tp / over
 

@@ -31,6 +31,10 @@ class Stage:
         found += [(1 + i, model.blocks[i], n) for i, n in enumerate(self.counts) if n]
         return [*found, (len(model.blocks) + 1, model.after, 1)] if self.has_after else found
 
+    def tied_bytes(self, model: ModelParts) -> int:
+        """What its parts have in common, which it has once."""
+        return model.tied_bytes if self.has_before and self.has_after else 0
+
 
 def stages_of(model: ModelParts, layout: Layout) -> tuple[Stage, ...]:
     """The stages of `layout`, one for each rank of a pipeline."""

@@ -67,6 +67,11 @@ class WeightsOfTape:
             trained=int(sum(int(self._block_bytes[s]) for s, is_trained in storages.items() if is_trained)),
         )
 
+    def shared(self, some: Iterable[str], others: Iterable[str]) -> int:
+        """The bytes of the weights that modules of both kinds have."""
+        of_both = [{s for path in paths for s in self.by_module.get(path, {})} for paths in (some, others)]
+        return int(sum(int(self._block_bytes[s]) for s in of_both[0] & of_both[1]))
+
     def largest(self, module: str) -> int:
         """The bytes of the largest weight of `module`, 0 without."""
         return self._largest.get(module, 0)
