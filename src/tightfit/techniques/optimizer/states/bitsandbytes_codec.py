@@ -61,7 +61,8 @@ class BitsandbytesCodec(AbstractCodec):
         table = self._tables.table(name, encoded.main.device)
         via = dtype if dtype in _DTYPES else torch.float32
         whole = torch.ops.bitsandbytes.dequantize_blockwise(encoded.main, encoded.rest, table, BLOCK_SIZE[8], via)
-        return whole.view(shape).to(dtype)
+        # No view: those are taken for tensors that the program has a part in, and stay whole.
+        return whole.resize_(shape).to(dtype)
 
     def _try_out(self, device: torch.device) -> None:
         """Tests both kernels: one that is not compiled for this card would otherwise fail in the middle of a run, or silently."""
