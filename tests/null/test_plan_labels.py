@@ -43,7 +43,7 @@ def test_those_that_are_far_off_have_a_line_to_their_mark() -> None:
 
 
 def test_they_cover_the_thinnest_line_where_all_places_are_taken() -> None:
-    widths = {20: 6, 40: 6, 60: 6, 80: 6, 100: 6, 120: 2} | {y: 6 for y in range(140, 340, 20)}
+    widths = {20: 6, 40: 6, 60: 6, 80: 6, 100: 6, 120: 2} | dict.fromkeys(range(140, 340, 20), 6)
     lines = [Box(left=0, top=y - width / 2, right=860, bottom=y + width / 2) for y, width in widths.items()]
     assert words_at(100, 100, *lines).y == 125
 
