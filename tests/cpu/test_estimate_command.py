@@ -136,7 +136,7 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
         ("model.py:workload --steps 0", "steps is 0: at least one step must be traced"),
         (
             "model.py:workload --steps two",
-            'Invalid value for --steps: unable to convert "two" into int|Literal[all]. (see tightfit --help)',
+            'Invalid value for --steps: unable to convert "two" into a whole number or all. (see tightfit --help)',
         ),
         (
             "model.py:workload --alloc-conf max_split_size_mb",
@@ -165,6 +165,7 @@ def test_an_option_that_is_not_ours_is_a_question_of_where_it_belongs(refused: R
     [
         (("estimate", "arguments.py", "--budget", "3GiB"), "it is one of tightfit plan, run; a script's own options"),
         (("forecast", "a.csv", "--budget", "3GiB"), "Unknown option: --budget. (it is one of tightfit plan, run; see"),
+        (("techniques", "foo"), "techniques takes no foo (see tightfit --help)"),
         (("forecast", "a.csv", "--tokens"), "Unknown option: --tokens. (see tightfit --help)"),
     ],
 )

@@ -6,12 +6,13 @@ Data goes to stdout, messages and progress to stderr. Exit codes: 0 it fits or i
 
 import errno
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from cyclopts import App, CycloptsError, Group, Parameter, UnknownOptionError
+from cyclopts import App, CycloptsError, Group, Parameter, UnknownOptionError, UnusedCliTokensError
 
 from tightfit import __version__
 from tightfit.errors import ProgramError, TightfitError, UsageError
@@ -21,6 +22,9 @@ from tightfit.errors.faults import internal_error
 _SIGPIPE = 13
 _INTERRUPTED = 130
 _DEBUG = "--debug"
+# How cyclopts ends its message about a value of another type.
+_TYPES = re.compile(r"into ([\w|\[\], ]+)\.")
+_KINDS = {"int": "a whole number", "float": "a number", "Path": "a path", "None": "nothing"}
 _MODULE = "-m"
 # Errors of the file system (permissions, a full disk) about a path that the user named are no bugs of ours.
 _OF_THE_MACHINE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EISDIR, errno.ENOTDIR)
@@ -110,7 +114,9 @@ def _usage_error(error: CycloptsError, words: Sequence[str]) -> UsageError:
     from tightfit.capture.targets.target_files import refuse_launcher
 
     # Messages of cyclopts can span several lines.
-    line = " ".join(str(error).split())
+    line = _TYPES.sub(lambda found: f"into {_kinds(found[1])}.", " ".join(str(error).split()))
+    if isinstance(error, UnusedCliTokensError):
+        line = f"{words[0]} takes no {' '.join(error.unused_tokens or ())}"
     if not isinstance(error, UnknownOptionError):
         return UsageError(f"{line} (see tightfit --help)")
     try:
@@ -125,6 +131,12 @@ def _usage_error(error: CycloptsError, words: Sequence[str]) -> UsageError:
         "see tightfit --help",
     ]
     return UsageError(f"{line} ({'; '.join(hints)})")
+
+
+def _kinds(types: str) -> str:
+    """Types of Python in words: `int|Literal[all]` is a whole number or all."""
+    words = [word for kind in types.split("|") for word in kind.removeprefix("Literal[").removesuffix("]").split(", ")]
+    return " or ".join(_KINDS.get(word, word) for word in words)
 
 
 def _commands_with(option: str, *, but: str) -> list[str]:

@@ -94,4 +94,9 @@ def rank_words(ranks: dict[str, Any]) -> str:
         f"{c['count']} {c['kind'].replace('_', '-')} of {format_bytes(c['bytes'])} in all among {c['group_size']} ({format_seconds(c['seconds'])})"
         for c in ranks["collectives"]
     )
+    if not sent and not ranks["communicators"]:
+        sent = (
+            "none on the GPU, as the program makes no group of its processes: each has the whole model "
+            f"(tightfit plan --gpus {ranks['world_size']} finds how to lay one out over them)"
+        )
     return "\n".join([*lines, f"collectives of a step: {sent or 'none on the GPU'}"])

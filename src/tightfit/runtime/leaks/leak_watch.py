@@ -65,6 +65,8 @@ class LeakWatch:
         """The report as text."""
         return self.report.explain()
 
+    __str__ = explain
+
     def __enter__(self) -> Self:
         if self._was_entered:
             raise UsageError("a block of leaks is entered once: call tightfit.leaks() again for another one")
