@@ -26,6 +26,8 @@ _TOLD = (int, str, type(None))
 # Of arrays that tensors are made of: tables, and not data.
 _LARGEST_TOLD_BYTES = 1 << 12
 _NESTED = (tuple, list)
+# Asked first: `isinstance` takes longer, and most of what calls are given is one of these.
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 # What is called here is called by who enters a context such as `torch.no_grad()`, or calls an operator.
 _PASS_ON = frozenset({torch.autograd.grad_mode.__file__, OpOverload.__call__.__code__.co_filename})
 
@@ -38,7 +40,8 @@ class CallTrail:
         self._calls: list[Any] = []
         # By `id`, as long as they live.
         self._tensors: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
-        self._num_tensors = 0
+        # Python has one hash for -1 and -2.
+        self._last_number = -2
 
     def note(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
         """Adds a call that the caller of this, a `__torch_function__`, handles, unless our own code makes it."""
@@ -59,7 +62,7 @@ class CallTrail:
 
     def made(self, result: Any) -> Any:
         """Numbers the tensors that a call has returned, and returns them."""
-        if isinstance(result, torch.Tensor):
+        if type(result) in _TENSORS or isinstance(result, torch.Tensor):
             self._number_of(result)
         elif isinstance(result, _NESTED):
             for each in result:
@@ -71,24 +74,25 @@ class CallTrail:
         return hash(tuple(self._calls))
 
     def _number_of(self, tensor: torch.Tensor) -> int:
+        """A number below zero, as the trail has none of a call itself."""
         known = self._tensors.get(id(tensor))
         if known is not None and known[0]() is tensor:
             return known[1]
-        self._num_tensors += 1
-        self._tensors[id(tensor)] = weakref.ref(tensor), self._num_tensors
-        return self._num_tensors
+        self._last_number -= 1
+        self._tensors[id(tensor)] = weakref.ref(tensor), self._last_number
+        return self._last_number
 
     def _add(self, values: Sequence[Any]) -> None:
         found = self._calls
         for value in values:
-            if isinstance(value, int) and value < 0:
+            if type(value) in _TENSORS or isinstance(value, torch.Tensor):
+                # Its place counts: `x[rows, 0]` is not `x[0, rows]`, nor is `x[..., 0]` what `x[0, ...]` is.
+                found.append(self._number_of(value))
+            elif isinstance(value, int) and value < 0:
                 # Python has one hash for -1 and -2, which are other dimensions.
                 found += ("below zero", -value)
             elif isinstance(value, _TOLD):
                 found.append(value)
-            elif isinstance(value, torch.Tensor):
-                # Its place counts: `x[rows, 0]` is not `x[0, rows]`, nor is `x[..., 0]` what `x[0, ...]` is.
-                found += (torch.Tensor, self._number_of(value))
             elif isinstance(value, _NESTED):
                 found.append(len(value))
                 self._add(value)
