@@ -4,14 +4,18 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 
 from tightfit.capture.child_process import trace_server
 from tightfit.capture.collectives.world import World
+from tightfit.capture.targets import imported_before
 from tightfit.capture.targets.library_imports import LIBRARIES, library_imports
 from tightfit.capture.targets.target_kinds import GeneratorFunction, Script
+from tightfit.fit import capture
+from tightfit.tape.allocated_bytes import allocated_bytes
 
 _IMPORTS = """
 import accelerate, lightning
@@ -114,6 +118,41 @@ def test_a_folder_of_that_name_where_the_command_is_run_is_not_imported(
     assert library_imports(Path("program/train.py"))
     (tmp_path / "transformers").mkdir()
     assert library_imports(Path("program/train.py")) == ()
+
+
+_CLONE = """
+import torch
+def train():
+    model = torch.nn.Linear(4, 4).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(100_000):
+        model(torch.randn(2, 4, device="cuda")).sum().backward()
+        optimizer.step()
+    after = torch.zeros(1 << 28, device="cuda")
+"""
+
+
+@pytest.mark.usefixtures("traces_import_libraries_themselves")
+def test_a_clone_of_a_library_is_the_programs_own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its loops are left, and what comes after them is seen."""
+    for folder in ("clones/peft", "program"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "clones/peft/__init__.py").write_text(_CLONE)
+    (tmp_path / "program/train.py").write_text("import torch\nimport peft\npeft.train()\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "clones"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "clones"), prepend=":")
+    found = capture(str(tmp_path / "program/train.py"), device="RTX 4090")
+    assert found.coverage.stopped == ""
+    assert int(allocated_bytes(found).max()) > 4 << 28
+
+
+def test_a_server_in_which_code_of_the_users_was_imported_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever has imported it: in a trace it would be compiled with checks in its loops."""
+    own = types.ModuleType("own")
+    own.__file__ = str(tmp_path / "own.py")
+    monkeypatch.setitem(sys.modules, "own", own)
+    with pytest.raises(SystemExit):
+        imported_before.note()
 
 
 def test_a_file_that_is_not_there_has_none(tmp_path: Path) -> None:

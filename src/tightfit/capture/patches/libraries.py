@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tightfit.capture.dispatch.virtual import VirtualGpu
+from tightfit.capture.observe.attribution import is_user_file
 from tightfit.capture.patches import extensions
 from tightfit.capture.patches.triton.launches import Launches
 from tightfit.errors.private_names import Name, known
@@ -73,6 +74,13 @@ def answer_at_import(name: str, answer: Answer) -> None:
         answer(sys.modules[name])
     else:
         sys.meta_path.insert(0, _Finder({name: answer}))
+
+
+def is_code_of_the_users_imported() -> bool:
+    """Whether a module of a file of the user's is loaded, a clone of a library say."""
+    files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+    # Some modules of torch's that are no files have a name alone.
+    return any(isinstance(file, str) and os.path.isabs(file) and is_user_file(file) for file in files)
 
 
 def read_lists_from_their_begin() -> None:

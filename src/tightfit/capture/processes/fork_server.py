@@ -36,10 +36,10 @@ from tightfit.capture.processes.keeper import Kept, keep
 IDLE_SECONDS = 300
 """A server ends when it has not been asked for so long: in a notebook minutes pass between two estimates."""
 _IS_SUPPORTED = sys.platform == "linux"
-# Variables that are read when Python starts or when torch and numpy are imported; all others are set anew in
+# Variables that are read when Python starts or when torch, numpy and the libraries that programs begin with are imported; all others are set anew in
 # each child: torchrun's too, which torch reads when a process joins a group.
 _READ_AT_START = re.compile(
-    "TIGHTFIT_CONTAINMENT|HOME|XDG_|HF_|HUGGINGFACE|TRANSFORMERS|ACCELERATE|DIFFUSERS|PEFT|TIMM|LIGHTNING|PL_|DISABLE_|PYTHON|LD_|LC_|LANG|TZ|GLIBC|MALLOC|VIRTUAL_ENV|TORCH(?!ELASTIC)|PYTORCH|ATEN|USE_|CUDA|NVIDIA|NCCL|TRITON"
+    "TIGHTFIT_CONTAINMENT|HOME|XDG_|HF_|HUGGINGFACE|TRANSFORMERS|ACCELERATE|PEFT|LIGHTNING|PL_|DISABLE_|PYTHON|LD_|LC_|LANG|TZ|GLIBC|MALLOC|VIRTUAL_ENV|TORCH(?!ELASTIC)|PYTORCH|ATEN|USE_|CUDA|NVIDIA|NCCL|TRITON"
     "|OMP|GOMP|KMP|MKL|DNNL|ONEDNN|OPENBLAS|BLIS|NUMEXPR|NPY|NUMPY"
 )
 _MAX_BYTES = 1 << 20

@@ -31,7 +31,12 @@ def begin() -> None:
 
 
 def note() -> None:
-    """Notes what the libraries that are imported by now refer to."""
+    """Notes what the libraries that are imported by now refer to.
+
+    Ends the process where they have imported code of the user's, which is compiled with checks in its loops in a trace.
+    """
+    if libraries.is_code_of_the_users_imported():
+        raise SystemExit(1)
     _held[:] = _held_by_libraries()
     held = {id(value) for _, _, value in _held}
     _owners.clear()

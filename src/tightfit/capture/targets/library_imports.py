@@ -6,10 +6,12 @@ nothing but imports of Python, torch and such libraries came before it, so that 
 
 import ast
 import importlib.util
+import os
 import sys
 from pathlib import Path
 
-from tightfit.capture.targets.huggingface.known_names import OF_CARDS, OF_CARDS_TOO
+from tightfit.capture.targets.huggingface.known_names import OF_CARDS, OF_CARDS_TOO, is_any_installed
+from tightfit.errors.package_folders import package_folders
 
 # Imported with a card and without one they are the same (tests/cpu/test_imported_before.py); diffusers notes whether there is one.
 LIBRARIES = frozenset(("transformers", "accelerate", "peft", "lightning"))
@@ -18,7 +20,7 @@ _BESIDE = frozenset((*sys.stdlib_module_names, "__future__", "torch", "numpy", "
 # Of torch, what imports other libraries.
 _NOT_OF_TORCH = ("torch.utils.tensorboard", "torch._dynamo", "torch._inductor", "torch.compiler")
 # Installed, they are imported by the libraries, and ask for a card.
-_WITH_CARDS = (*OF_CARDS, *OF_CARDS_TOO, "bitsandbytes", "deepspeed", "kernels", "torchao", "liger_kernel", "hqq")
+_WITH_CARDS = ("bitsandbytes", "deepspeed", "kernels", "torchao", "liger_kernel", "hqq")
 
 
 def library_imports(path: Path) -> tuple[str, ...]:
@@ -38,7 +40,7 @@ def library_imports(path: Path) -> tuple[str, ...]:
             break
         if tops & LIBRARIES:
             found.append(ast.unparse(statement))
-    if not found or any(importlib.util.find_spec(name) is not None for name in _WITH_CARDS):
+    if not found or is_any_installed((*OF_CARDS, *OF_CARDS_TOO, *_WITH_CARDS)) or any(map(_is_of_the_users, LIBRARIES)):
         return ()
     return tuple(found)
 
@@ -53,6 +55,12 @@ def _modules(statement: ast.stmt) -> list[str] | None:
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
         return []
     return None
+
+
+def _is_of_the_users(library: str) -> bool:
+    """Whether a library is a clone that is on the path, or installed from there: as the user's own code, it is compiled with checks in its loops in a trace."""
+    spec = importlib.util.find_spec(library)
+    return spec is not None and not os.path.realpath(spec.origin or "").startswith(package_folders())
 
 
 def _is_beside(name: str, path: Path) -> bool:

@@ -22,6 +22,11 @@ OF_CARDS = ("flash_attn", "flash_attn_interface")
 OF_CARDS_TOO = ("mamba_ssm", "causal_conv1d", "fla", "xformers", "natten", "apex")
 
 
+def is_any_installed(packages: Iterable[str]) -> bool:
+    """Whether one of these is there; none is imported."""
+    return any(importlib.util.find_spec(name) is not None for name in packages)
+
+
 @functools.cache
 def presets() -> Mapping[str, Mapping[str, Any]]:
     """Well-known sizes by name: `model_type`, `config` (what differs from its default) and `parameters` (how many)."""
@@ -43,7 +48,7 @@ def modules_of(source: str) -> tuple[str, ...]:
 
     None where it might ask for a card at its import: there is none in the process that is forked from.
     """
-    if any(importlib.util.find_spec(name) is not None for name in (*OF_CARDS, *OF_CARDS_TOO)):
+    if is_any_installed((*OF_CARDS, *OF_CARDS_TOO)):
         return ()
     path = Path(source)
     file = path / "config.json" if path.is_dir() else path
