@@ -173,13 +173,21 @@ def _all_kinds(kind: type) -> Iterator[type]:
         yield from _all_kinds(inner)
 
 
+def _default_device(torch: Any) -> Any:
+    try:
+        return torch.get_default_device()
+    except AttributeError:
+        # Up to torch 2.8 it asks the context that `set_default_device(None)` has taken away.
+        return torch.device("cpu")
+
+
 def _others(torch: Any) -> dict[str, Any]:
     module, optimizer = sys.modules["torch.nn.modules.module"], sys.modules["torch.optim.optimizer"]
     hooks = {name: list(getattr(module, name)) for name in (*_GLOBAL_HOOKS, *_MORE_GLOBAL_HOOKS)}
     hooks |= {name: list(getattr(optimizer, name)) for name in _OF_OPTIMIZERS}
     return hooks | {
         "default dtype": torch.get_default_dtype(),
-        "default device": torch.get_default_device(),
+        "default device": _default_device(torch),
         "grad mode": torch.is_grad_enabled(),
         "inference mode": torch.is_inference_mode_enabled(),
         "anomaly mode": torch.is_anomaly_enabled(),

@@ -14,6 +14,7 @@ from tightfit.capture.dispatch import one_card
 from tightfit.capture.observe import streams
 from tightfit.capture.observe.recorder import LiveMemory, Recorder
 from tightfit.devices.device import Device
+from tightfit.errors.private_names import version_of
 
 # What the program is told must be what kernels are chosen for: the defaults of `capture.kernels.card.Card`.
 CUDA_VERSION = "13.0"
@@ -235,7 +236,7 @@ class CudaApi:
             *_replace((torch.cuda.memory,), _RECORDER_ANSWERS),
             *_replace((torch.cuda, torch.cuda.random), _random_answers()),
             *_replace((accelerator,), self._accelerator_answers()),
-            *_replace((accelerator, accelerator.memory), memory.accelerator_answers()),
+            *_replace(_modules_of_memory(), _without_newer(memory.accelerator_answers())),
             *_replace((torch.cuda.nvtx,), nvtx),
             *_replace((torch.cuda.profiler,), {"start": lambda: None, "stop": lambda: None}),
             *_replace((torch,), {"Stream": streams.VirtualStream, "Event": streams.VirtualEvent}),
@@ -255,6 +256,19 @@ class CudaApi:
         torch.backends.cudnn.version = lambda: CUDNN_VERSION
         torch.backends.cudnn.is_available = lambda: True
         torch.backends.cuda.is_built = lambda: True
+
+
+# The first version that has a function of `torch.accelerator.memory`, where it is not the first with that module. A program cannot ask an older one.
+_SINCE = {"get_memory_info": (2, 10), "empty_host_cache": (2, 12)}
+
+
+def _modules_of_memory() -> tuple[Any, ...]:
+    return (torch.accelerator, torch.accelerator.memory) if version_of("torch") >= (2, 9) else ()
+
+
+def _without_newer(answers: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
+    installed = version_of("torch")
+    return {name: answer for name, answer in answers.items() if _SINCE.get(name, (0,)) <= installed}
 
 
 def _random_answers() -> dict[str, Callable[..., Any]]:
