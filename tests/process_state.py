@@ -173,12 +173,11 @@ def _all_kinds(kind: type) -> Iterator[type]:
         yield from _all_kinds(inner)
 
 
-def _default_device(torch: Any) -> Any:
-    try:
-        return torch.get_default_device()
-    except AttributeError:
-        # Up to torch 2.8 it asks the context that `set_default_device(None)` has taken away.
-        return torch.device("cpu")
+def forget_default_device() -> None:
+    """`torch.set_default_device(None)`, after which torch up to 2.9 fails at `get_default_device`."""
+    torch = sys.modules["torch"]
+    torch.set_default_device(None)
+    vars(torch._GLOBAL_DEVICE_CONTEXT).pop("device_context", None)
 
 
 def _others(torch: Any) -> dict[str, Any]:
@@ -187,7 +186,7 @@ def _others(torch: Any) -> dict[str, Any]:
     hooks |= {name: list(getattr(optimizer, name)) for name in _OF_OPTIMIZERS}
     return hooks | {
         "default dtype": torch.get_default_dtype(),
-        "default device": _default_device(torch),
+        "default device": torch.get_default_device(),
         "grad mode": torch.is_grad_enabled(),
         "inference mode": torch.is_inference_mode_enabled(),
         "anomaly mode": torch.is_anomaly_enabled(),

@@ -294,8 +294,3 @@ def check() -> None:
         ModuleNotFoundError: there is no torch.
     """
     require((*IN_BOTH, *IN_USERS_PROCESS))
-    if not SAVED_DATA.is_expected():
-        # It imports this module.
-        from tightfit.torch_hooks.saved_variables import saved_reader
-
-        saved_reader()

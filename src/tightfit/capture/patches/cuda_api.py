@@ -11,14 +11,11 @@ from typing import Any
 import torch
 
 from tightfit.capture.dispatch import one_card
+from tightfit.capture.kernels.architecture import Card
 from tightfit.capture.observe import streams
 from tightfit.capture.observe.recorder import LiveMemory, Recorder
 from tightfit.devices.device import Device
 from tightfit.errors.private_names import version_of
-
-# What the program is told must be what kernels are chosen for: the defaults of `capture.kernels.card.Card`.
-CUDA_VERSION = "13.0"
-CUDNN_VERSION = 92000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,11 +124,19 @@ class CudaApi:
     the machine has `num_cards` of them, of which this process has one."""
 
     def __init__(
-        self, recorder: Recorder, live: LiveMemory, device: Device, used_bytes: int = 0, num_cards: int = 1
+        self,
+        recorder: Recorder,
+        live: LiveMemory,
+        device: Device,
+        card: Card,
+        used_bytes: int = 0,
+        num_cards: int = 1,
     ) -> None:
         self.memory = MemoryApi(recorder, live, device, used_bytes)
         self.recorder = recorder
         self.device = device
+        # What the program is told must be what kernels are chosen for.
+        self.card = card
         self.num_cards = num_cards
         self.properties = DeviceProperties(
             name=device.name if device.name.startswith(("NVIDIA", "AMD")) else f"NVIDIA {device.name}",
@@ -252,8 +257,8 @@ class CudaApi:
         setattr(torch._C, "_cuda_getCurrentRawStream", lambda _device: streams.current_stream().cuda_stream)  # noqa: B010
         # A CPU build has None here, which scripts and libraries take for "no CUDA". Set after
         # `native.pretend_cuda_is_built`, which tells the two builds apart by it.
-        torch.version.cuda = torch.version.cuda or CUDA_VERSION
-        torch.backends.cudnn.version = lambda: CUDNN_VERSION
+        torch.version.cuda = torch.version.cuda or ".".join(map(str, self.card.cuda_version))
+        torch.backends.cudnn.version = lambda: self.card.cudnn_version
         torch.backends.cudnn.is_available = lambda: True
         torch.backends.cuda.is_built = lambda: True
 
