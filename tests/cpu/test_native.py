@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.forked_python import forked_python
 
-from tightfit.capture.patches import native_answers
+from tightfit.capture.patches import native
 from tightfit.errors import CaptureError
 
 INCLUDE = Path(torch.__file__).parent / "include"
@@ -63,10 +63,10 @@ def test_backward_runs_on_cuda_tensors_without_data(change: str):
 
 
 def test_a_machine_with_other_instructions_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_answers.platform, "machine", lambda: "riscv64")
-    native_answers.ones_and_zero.cache_clear()
+    monkeypatch.setattr(native.platform, "machine", lambda: "riscv64")
+    native.ones_and_zero.cache_clear()
     with pytest.raises(CaptureError, match=r"no device guard for \w+ on riscv64, .* torch 2.10 and later need none"):
-        native_answers.ones_and_zero()
+        native.ones_and_zero()
 
 
 def test_a_process_that_ends_by_itself_ends_without_a_fault():

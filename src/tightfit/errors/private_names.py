@@ -10,6 +10,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable
+from importlib import metadata
 from typing import Any
 
 from tightfit.errors import ApplyError, UnsupportedTorch
@@ -181,6 +182,14 @@ def require(names: Iterable[Name]) -> None:
 def version_of(library: str) -> tuple[int, ...]:
     """Major and minor number of a library that has been imported."""
     return number(_version(library))
+
+
+def installed_torch() -> tuple[int, ...]:
+    """Major and minor number of the torch that is installed, which is not imported for that; a large one where there is none."""
+    try:
+        return number(metadata.version("torch"))
+    except metadata.PackageNotFoundError:
+        return (sys.maxsize,)
 
 
 def _version(library: str) -> str:

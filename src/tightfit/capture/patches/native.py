@@ -3,7 +3,7 @@
 Two things are needed. A device guard must be registered for CUDA (autograd switches devices around every node), and CUDA must count as an
 available accelerator (autograd asks for its streams, and whether it has a context). torch has a no-op guard for this from 2.10 on, which a CUDA build
 without a card installs on request, and which a CPU build installs once it is shown a guard with zero devices; up to 2.9 one of our own that gives the
-same answers is put there. The virtual functions `isBuilt`, `isAvailable` and `hasPrimaryContext` of the CUDA hooks are replaced by ones that return
+same answers is put there (`ones_and_zero`). The virtual functions `isBuilt`, `isAvailable` and `hasPrimaryContext` of the CUDA hooks are replaced by ones that return
 true. Two pointers are set; no machine code is patched and nothing is compiled. This is the only file that knows about it. The symbols and vtable slots are rows of
 `tightfit.capture.patches.manifest`, and are probed (`_probe`) before either pointer is set; `tests/cpu/test_native.py` names what else it relies on.
 
@@ -12,15 +12,18 @@ aten/src/ATen/DeviceAccelerator.cpp.
 """
 
 import ctypes
+import mmap
+import os
+import platform
 import re
 import sys
+from functools import cache
 from pathlib import Path
 
 import torch
 from torch._subclasses import fake_tensor
 
 from tightfit.capture.patches.manifest import CUDA_HOOKS, ENSURE_GUARD, GUARD_REGISTRY, HOOKS_HEADER, SLOTS, Symbol
-from tightfit.capture.patches.native_answers import ones_and_zero
 from tightfit.capture.replace import replace
 from tightfit.errors import CaptureError, UnsupportedTorch
 
@@ -32,6 +35,13 @@ _NUM_WORDS_BEFORE_VTABLE = 2
 _NUM_HOOK_SLOTS = 96
 _NUM_GUARD_SLOTS = 64
 _WORD = ctypes.sizeof(ctypes.c_void_p)
+
+# The calling conventions of Linux return 16 bytes of whole numbers in rax and rdx (System V AMD64 ABI), or in x0 and x1 (AAPCS64).
+_INSTRUCTIONS = {
+    "x86_64": "b801000000 31d2 c3",  # mov eax, 1; xor edx, edx; ret
+    "aarch64": "20008052 010080d2 c0035fd6",  # mov w0, 1; mov x1, 0; ret
+}
+
 
 # torch reads the table and calls through it for the rest of the process: were they collected, it would call
 # freed memory.
@@ -135,6 +145,40 @@ def _install_guard() -> None:
         raise CaptureError(
             f"torch {torch.__version__} does not install its no-op CUDA guard; this version is not supported yet"
         )
+
+
+@cache
+def ones_and_zero() -> int:
+    """The address of a function in machine code that gives every answer of a device guard with one device, for torch up to 2.9.
+
+    It returns 1, with 0 in the second register of a result: as a number of devices one, as a `DeviceType` CUDA, as a `Device` cuda:0, as a `Stream`
+    the default one of cuda:0, as a truth yes. So each virtual function may be this one, whatever their order, and the guard answers as
+    `FakeGuardImpl<CUDA>` does (c10/core/impl/FakeGuardImpl.h), which torch has from 2.10 on. ctypes has no functions that return two words, hence the
+    instructions. They are in a file in memory, mapped without the right to write, for as long as the process lives.
+
+    Raises:
+        CaptureError: this machine has other instructions, or forbids it.
+    """
+    code = _INSTRUCTIONS.get(platform.machine())
+    helps = f"which torch {torch.__version__} needs for a virtual GPU; torch 2.10 and later need none"
+    if code is None or not hasattr(os, "memfd_create"):
+        raise CaptureError(f"tightfit has no device guard for {platform.system()} on {platform.machine()}, {helps}")
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    try:
+        file = os.memfd_create("tightfit-guard", os.MFD_CLOEXEC)
+    except OSError as error:
+        raise CaptureError(f"no file in memory could be made ({error.strerror}) for a device guard, {helps}") from error
+    try:
+        os.write(file, bytes.fromhex(code))
+        address = libc.mmap(None, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_EXEC, mmap.MAP_PRIVATE, file, 0)
+    finally:
+        os.close(file)
+    if address in (None, ctypes.c_void_p(-1).value):
+        reason = os.strerror(ctypes.get_errno())
+        raise CaptureError(f"no memory with instructions could be had ({reason}) for a device guard, {helps}")
+    return int(address)
 
 
 def _install_own_guard() -> None:
