@@ -59,7 +59,7 @@ def _ours(function: types.FunctionType) -> types.FunctionType:
 
 @contextlib.contextmanager
 def _names_left() -> Iterator[None]:
-    """Contexts as up to torch 2.12, while they save: what was named is still there."""
+    """Contexts as up to torch 2.9, while they save: what was named is still there."""
     saving = [
         context
         for reference, num_named in saving_functions._thread.named
@@ -73,7 +73,7 @@ def _names_left() -> Iterator[None]:
         context.to_save = None
 
 
-@pytest.fixture(params=[contextlib.nullcontext, _names_left], ids=["as installed", "as up to torch 2.12"])
+@pytest.fixture(params=[contextlib.nullcontext, _names_left], ids=["as installed", "as up to torch 2.9"])
 def asked(request: pytest.FixtureRequest) -> Any:
     """Who saved, in order, for all that is computed while the test runs."""
     if request.param is _names_left and saving_functions._APPLY is None:

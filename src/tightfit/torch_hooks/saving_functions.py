@@ -3,7 +3,7 @@
 `Function.apply` is C code from torch 2.14 on, with no frame on the stack. Each forward names what it saves by `ctx.save_for_backward`, which is Python
 code; once the forward has returned, its tensors are saved one after the other, which `ctx._raw_saved_tensors` counts. Without owners nothing is noted.
 
-From torch 2.13 on a context forgets what was named (`to_save`) before it is saved, and up to 2.12 after that: there the frame that had the hook called tells
+From torch 2.10 on a context forgets what was named (`to_save`) before it is saved, and up to 2.9 after that: there the frame that had the hook called tells
 a forward that still runs from one that is over (`_save_variables` in torch/csrc/autograd/python_function.cpp).
 """
 
