@@ -68,7 +68,7 @@ def test_options_are_numbers_within_the_run(name: str, tapes: Tapes) -> None:
 def test_the_traced_saving_is_the_promised_one(name: str, tapes: Tapes) -> None:
     found = saving_of(name, tapes)
     # What is ours promises something on one of the workloads at least; kernels of an optimizer may save time alone.
-    assert found.promised < found.plain or name not in OURS
+    assert found.promised < found.plain or name not in OURS or technique(name).is_for_speed
     assert found.traced == pytest.approx(
         found.promised, abs=technique(name).tolerance * max(1, found.plain - found.promised) + 64 * 1024
     )
