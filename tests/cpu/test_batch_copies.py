@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.conformance.models import MODELS
+from tests.conformance.training import Habits, train
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
@@ -111,6 +113,18 @@ def test_a_loop_trains_the_same_to_the_bit(card_bytes: int, num_workers: int) ->
         found = trained(lambda tensor: tensor.to("cpu"), num_workers)
     assert number_of(statistics) == 2 * 2 * 10
     assert all(torch.equal(one, other) for one, other in zip(plain, found, strict=True))
+
+
+@pytest.mark.parametrize("model", list(MODELS))
+def test_models_train_the_same_to_the_bit(model: str) -> None:
+    habits = Habits(clips=True, accumulates=2, schedules=True, scales=True, reloads_at=1, evaluates=True)
+    plain = train(model, (), num_steps=3, habits=habits)
+    with copied(host_bytes=96 * KIB, card_bytes=48 * KIB) as statistics:
+        found = train(model, (), num_steps=3, habits=habits)
+    assert number_of(statistics) >= 6
+    assert plain.losses == found.losses
+    for one, other in zip((*plain.gradients, plain.state), (*found.gradients, found.state), strict=True):
+        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def tensors() -> dict[str, torch.Tensor]:
