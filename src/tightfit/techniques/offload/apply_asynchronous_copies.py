@@ -95,21 +95,7 @@ class ProgramCopies(OnlyHere):
 
     def moved(self, tensor: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
         """As in `TensorMoveOwner`."""
-        if self._is_over:
-            return None
-        if _num_modes() != self._num_modes:
-            if any(each is True for each in (*args, *kwargs.values())):
-                self._stop("copies that are not waited for under modes of its own")
-            return None
-        if tensor.device.type != "cpu":
-            if _leaves_without_waiting(args, kwargs):
-                self._stop("copies to the host that it does not wait for")
-            return None
-        asked = _asked(tensor, args, kwargs) if type(tensor) is torch.Tensor else None
-        if asked is None:
-            return None
-        device, is_beside = asked
-        if device != self._device or not self._is_plain(tensor) or (is_beside and tensor.is_pinned()):
+        if self._is_over or not self._is_asked(tensor, args, kwargs):
             return None
         if not self._is_alone():
             self._stop("streams of its own")
@@ -123,6 +109,22 @@ class ProgramCopies(OnlyHere):
         if copied is not None:
             self._count()
         return copied
+
+    def _is_asked(self, tensor: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether `to` asks for a plain copy to the card that torch would wait for; whether the program counts on the waiting is seen here too."""
+        if _num_modes() != self._num_modes:
+            # A mode of the program's would see who asks for a device.
+            if any(each is True for each in (*args, *kwargs.values())):
+                self._stop("copies that are not waited for under modes of its own")
+            return False
+        if tensor.device.type != "cpu":
+            if _leaves_without_waiting(args, kwargs):
+                self._stop("copies to the host that it does not wait for")
+            return False
+        asked = _asked(tensor, args, kwargs) if type(tensor) is torch.Tensor else None
+        if asked is None or asked[0] != self._device or not self._is_plain(tensor):
+            return False
+        return not (asked[1] and tensor.is_pinned())
 
     def _is_plain(self, tensor: torch.Tensor) -> bool:
         """Whether a copy of `tensor` is all that anybody sees of one."""
