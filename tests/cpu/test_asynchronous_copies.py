@@ -135,7 +135,12 @@ def test_it_ends_once_a_program_counts_on_the_waiting(how: str) -> None:
 
 def test_a_plan_takes_it_for_host_memory_alone() -> None:
     target = f"{__file__}:training"
-    for host, how, is_taken in (("1GiB", "plain", True), (None, "plain", False), ("1MiB", "plain", False), ("1GiB", "pinned", False)):
+    for host, how, is_taken in (
+        ("1GiB", "plain", True),
+        (None, "plain", False),
+        ("1MiB", "plain", False),
+        ("1GiB", "pinned", False),
+    ):
         plan = tightfit.plan(target, device=CARD, host=host, parameters=[f"how={how}"], prove=False)
         assert plan.fits and [choice.technique for choice in plan.choices] == ["asynchronous_copies"] * is_taken
         assert (plan.run.seconds_per_step < plan.baseline.seconds_per_step) is is_taken

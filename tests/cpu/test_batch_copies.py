@@ -160,8 +160,7 @@ def test_a_copy_looks_as_torchs_own(name: str, card_bytes: int) -> None:
     with copied(card_bytes=card_bytes) as statistics:
         found = tensor.to(device="cpu", copy=True, non_blocking=True)
     assert number_of(statistics) == (
-        name
-        in ("contiguous", "channels last", "channels last, volumes", "a slice in the middle", "one number")
+        name in ("contiguous", "channels last", "channels last, volumes", "a slice in the middle", "one number")
         or name in ("of one row", "bool", "bfloat16", "complex", "bytes of nan")
     )
     for of in ("shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "_version", "grad_fn", "__dict__"):

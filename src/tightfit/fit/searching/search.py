@@ -118,14 +118,18 @@ class Search:
 
     def _faster(self, base: TracedRun) -> TracedRun:
         """The plain run, which fits, or a faster one with an option of those that are for speed alone."""
-        for_speed = {name for name, technique in techniques().items() if technique.is_for_speed} if self._host_bytes else ()
+        for_speed = (
+            {name for name, technique in techniques().items() if technique.is_for_speed} if self._host_bytes else ()
+        )
         offered = self.offers.options(base.profile) if for_speed else ()
         best = base
         for option in sorted(offered, key=lambda each: each.seconds):
             # The first that holds what it promises: others promise less.
             if best is base and option.technique in for_speed and option.host_bytes <= self._host_bytes:
                 run = self.candidates.traced([option])
-                is_better = run is not None and self._fits(run) and run.seconds < (1 - _WORTH_HOST_MEMORY) * base.seconds
+                is_better = (
+                    run is not None and self._fits(run) and run.seconds < (1 - _WORTH_HOST_MEMORY) * base.seconds
+                )
                 best = run if run is not None and is_better else base
         return best
 

@@ -194,7 +194,11 @@ def _asked(tensor: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any])
         # One that is given twice is an error of torch's.
         return None
     device, dtype = values.get("device"), values.get("dtype")
-    if not isinstance(device, str | int | torch.device) or isinstance(device, bool) or dtype not in (None, tensor.dtype):
+    if (
+        not isinstance(device, str | int | torch.device)
+        or isinstance(device, bool)
+        or dtype not in (None, tensor.dtype)
+    ):
         return None
     is_beside, copy = values.get("non_blocking", False), values.get("copy", False)
     if not (isinstance(is_beside, bool) and isinstance(copy, bool)):
