@@ -10,7 +10,7 @@ from tightfit.analysis.profile import Profile
 from tightfit.capture.trace_settings import TraceSettings
 from tightfit.devices.device import Device
 from tightfit.fit import capture
-from tightfit.layouts.model_parts import ModelPart, ModelParts, Rows, model_parts
+from tightfit.layouts.model.model_parts import ModelPart, ModelParts, Rows, model_parts
 from tightfit.layouts.traced_step import with_traced_step
 from tightfit.tape import Tape
 

@@ -19,7 +19,7 @@ from tightfit.devices.nodes import node_of
 from tightfit.layouts.layout import Layout
 from tightfit.layouts.layout_plan import PricedLayout
 from tightfit.layouts.layout_search import LayoutSearch
-from tightfit.layouts.model_parts import ModelParts
+from tightfit.layouts.model.model_parts import ModelParts
 from tightfit.tape import Tape
 
 _8B = {"width": 4096, "heads": 32, "kv_heads": 8, "hidden": 14336}

@@ -13,7 +13,7 @@ from tightfit.devices.nodes import node_of
 from tightfit.fit import capture
 from tightfit.fit.layout_planning import plan_layout
 from tightfit.layouts.layout_search import LayoutSearch
-from tightfit.layouts.model_parts import model_parts
+from tightfit.layouts.model.model_parts import model_parts
 from tightfit.layouts.traced_step import layout_of_trace, with_traced_step
 from tightfit.tape import Tape
 

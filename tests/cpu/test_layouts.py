@@ -14,7 +14,7 @@ from tightfit.fit import capture
 from tightfit.fit.layout_planning import plan_layout
 from tightfit.layouts.layout import Layout
 from tightfit.layouts.layout_search import LayoutSearch
-from tightfit.layouts.model_parts import ModelParts, model_parts
+from tightfit.layouts.model.model_parts import ModelParts, model_parts
 from tightfit.layouts.rank_bytes import rank_bytes
 from tightfit.layouts.stages import stages_of
 from tightfit.tape import Tape

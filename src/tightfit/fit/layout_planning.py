@@ -18,7 +18,7 @@ from tightfit.layouts.exports.layout_run import LayoutRun, num_nodes_of
 from tightfit.layouts.exports.tool import AbstractTool
 from tightfit.layouts.layout_plan import LayoutPlan, PricedLayout
 from tightfit.layouts.layout_search import LayoutSearch
-from tightfit.layouts.model_parts import ModelParts, model_parts
+from tightfit.layouts.model.model_parts import ModelParts, model_parts
 from tightfit.layouts.stages import stage_sizes
 from tightfit.layouts.traced_step import with_traced_step
 from tightfit.simulate.throughput import counts_of_step

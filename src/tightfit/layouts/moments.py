@@ -12,7 +12,7 @@ do sharded gradients: PyTorch's allocator has memory by stream, so what these ta
 import dataclasses
 
 from tightfit.layouts.layout import Layout
-from tightfit.layouts.model_parts import ModelPart, ModelParts
+from tightfit.layouts.model.model_parts import ModelPart, ModelParts
 from tightfit.layouts.stages import Stage
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from tightfit.cost.efficiency import efficiency_of
 from tightfit.cost.roofline import is_kernel, operator_seconds
 from tightfit.devices.device import Device
-from tightfit.layouts.model_parts import ModelPart, ModelParts, Rows
+from tightfit.layouts.model.model_parts import ModelPart, ModelParts, Rows
 from tightfit.tape import Operators, Table
 
 _AnyTable = TypeVar("_AnyTable", bound=Table)

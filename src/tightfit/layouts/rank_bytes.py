@@ -16,7 +16,7 @@ from tightfit.cost.communicators import communicator_bytes
 from tightfit.devices.device import Device
 from tightfit.devices.node import Node
 from tightfit.layouts.layout import Layout
-from tightfit.layouts.model_parts import ModelParts
+from tightfit.layouts.model.model_parts import ModelParts
 from tightfit.layouts.moments import moments, stored_bytes
 from tightfit.layouts.stages import Stage
 

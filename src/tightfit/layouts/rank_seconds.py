@@ -13,7 +13,7 @@ import dataclasses
 from tightfit.cost.collectives import Collective, Group, collective_seconds
 from tightfit.devices.node import Node
 from tightfit.layouts.layout import Layout
-from tightfit.layouts.model_parts import ModelPart, ModelParts
+from tightfit.layouts.model.model_parts import ModelPart, ModelParts
 from tightfit.layouts.part_seconds import PartSeconds, PricedParts
 from tightfit.layouts.stages import Stage, stages_of
 from tightfit.simulate.contention import CONTENTION

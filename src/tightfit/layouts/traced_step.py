@@ -14,7 +14,7 @@ from tightfit.devices.calibration import Calibration
 from tightfit.devices.device import Device
 from tightfit.devices.nodes import node_of
 from tightfit.layouts.layout import Layout
-from tightfit.layouts.model_parts import ModelParts
+from tightfit.layouts.model.model_parts import ModelParts
 from tightfit.layouts.part_seconds import PricedParts
 from tightfit.layouts.rank_bytes import is_of_tokens, rank_bytes
 from tightfit.layouts.rank_seconds import StepClock

@@ -14,10 +14,10 @@ import numpy as np
 from tightfit.analysis.modules import ModuleCall
 from tightfit.analysis.profile import Profile
 from tightfit.cost.classes import operator_class
-from tightfit.cost.steps import step_operators
-from tightfit.layouts.batches_of_tape import BatchOfTape, batch_of
-from tightfit.layouts.product_sizes import ProductSizes, product_sizes
-from tightfit.layouts.weights_of_tape import WeightBytes, WeightsOfTape
+from tightfit.layouts.model.batches_of_tape import BatchOfTape, batch_of
+from tightfit.layouts.model.peaks_of_tape import PeaksOfTape
+from tightfit.layouts.model.product_sizes import ProductSizes, product_sizes
+from tightfit.layouts.model.weights_of_tape import WeightBytes, WeightsOfTape
 from tightfit.tape import Category, Column, Operators, Phase, Tape
 
 PRODUCTS = frozenset({"matmul", "convolution", "attention"})
@@ -128,32 +128,12 @@ def model_parts(profile: Profile) -> ModelParts:
     return _Reader(profile).parts()
 
 
-class _Peaks:
-    """Peaks of the bytes of some storages of a tape."""
-
-    def __init__(self, profile: Profile) -> None:
-        self._profile = profile
-        self._tape, self._calls = profile.tape, profile.modules
-
-    def of_category(self, category: Category) -> int:
-        """The peak of what is allocated of one category."""
-        chosen = np.flatnonzero(self._tape.storages.category == category)
-        return self.between(chosen, 0, len(self._tape.events))
-
-    def between(self, chosen: Column, begin: int, end: int) -> int:
-        """The peak of the bytes of `chosen` storages between two events."""
-        change = np.zeros(len(self._tape.events) + 1, dtype=np.int64)
-        np.add.at(change, self._profile.lifetimes.allocated_at[chosen], self._calls.lifetimes.block_bytes[chosen])
-        np.subtract.at(change, self._calls.lifetimes.freed_at[chosen], self._calls.lifetimes.block_bytes[chosen])
-        return int(np.cumsum(change)[begin : max(begin + 1, end)].max(initial=0))
-
-
 class _Reader:
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
         self.tape = profile.tape
         self.calls = profile.modules
-        self.peaks = _Peaks(profile)
+        self.peaks = PeaksOfTape(profile)
         self.weights = WeightsOfTape(profile)
         self.classes = [operator_class(name) if "." in name else "other" for name in self.tape.strings]
 
@@ -196,8 +176,8 @@ class _Reader:
             gradients_per_parameter=gradients / trained,
             states_per_parameter=states / trained,
             optimizer_seconds=float(self.profile.costs.seconds[optimizer].sum()) / steps,
-            optimizer_bytes=self._update_bytes(),
-            early_gradients=self._early_gradients(gradients),
+            optimizer_bytes=self.peaks.update_bytes(),
+            early_gradients=self.peaks.early_gradients(gradients),
             input_bytes=self.peaks.of_category(Category.INPUTS),
             tied_bytes=weights.shared(before[1], after[1]),
             # Gradients are reduced in the type that they are stored in.
@@ -205,34 +185,6 @@ class _Reader:
             stored_dtype="float32" if is_converted else computed,
             computed_dtype=computed,
         )
-
-    def _last_step(self) -> tuple[int, int]:
-        steps = step_operators(self.tape)
-        return steps[-1] if steps else (0, len(self.tape.operators))
-
-    def _update_bytes(self) -> int:
-        """The peak of what the update itself allocates and frees again, and what is done to gradients before it."""
-        begin, end = self._last_step()
-        storages, phase = self.tape.storages, self.tape.operators.phase
-        at = np.arange(len(phase))
-        of_update = (at >= begin) & (at < end) & ((phase == Phase.OPTIMIZER) | (phase == Phase.OTHER))
-        made = np.flatnonzero(np.isin(storages.operator, at[of_update]) & (storages.category == Category.TEMPORARIES))
-        return self.peaks.between(made, *(int(self.calls.lifetimes.event_of(i)) for i in (begin, end)))
-
-    def _early_gradients(self, gradients: int) -> float:
-        """The share of the gradients that is there when the first backward pass of a step begins."""
-        begin, end = self._last_step()
-        backward = np.flatnonzero(self.tape.operators.phase[begin:end] == Phase.BACKWARD)
-        if not len(backward) or not gradients:
-            return 0.0
-        event = int(self.calls.lifetimes.event_of(begin + int(backward[0])))
-        lifetimes = self.profile.lifetimes
-        there = (
-            (self.tape.storages.category == Category.GRADIENTS)
-            & (lifetimes.allocated_at < event)
-            & (self.calls.lifetimes.freed_at >= event)
-        )
-        return min(1.0, lifetimes.bytes_of(np.flatnonzero(there)) / gradients)
 
     def _computed_dtype(self, chosen: Column) -> str:
         """The type in which most of the FLOPs of `chosen` operators are computed."""
@@ -335,7 +287,9 @@ class _Reader:
         kept = np.flatnonzero(
             np.isin(made_by, products) & np.isin(storages.category, (Category.ACTIVATIONS, Category.TEMPORARIES))
         )
-        working, fixed = self._working(forward, backward, rows, rows_back, is_block=input_bytes > 0)
+        working, fixed = self.peaks.working(
+            forward, backward, rows.fixed_written, rows_back.fixed_written, is_block=input_bytes > 0
+        )
         attention = np.flatnonzero(rows.is_attention)
         operators = rows.operators
         # Query, key and value are read, and the output has the size of the query.
@@ -358,25 +312,6 @@ class _Reader:
             expert_bytes=weights.experts,
             expert_share=weights.expert_share,
         )
-
-    def _working(
-        self, forward: Column, backward: Column, rows: Rows, rows_back: Rows, *, is_block: bool
-    ) -> tuple[int, int]:
-        """The peak of what a part's passes allocate and free again: of tokens, and of what is as large as its weights whatever the batch (gradients before they are
-        converted, a table's whole gradient)."""
-        made_by, found = self.tape.storages.operator, [(0, 0)]
-        for chosen, of, without in (
-            (backward, rows_back, self.tape.storages.category == Category.GRADIENTS),
-            (forward, rows, self.calls.saved_for_backward),
-        ):
-            # What a block's forward pass needs is less than what its backward pass does.
-            if not len(chosen) or (of is rows and is_block):
-                continue
-            made = np.flatnonzero(np.isin(made_by, chosen) & ~without)
-            fixed = of.fixed_written[np.searchsorted(chosen, made_by[made])] >= self.tape.storages.num_bytes[made]
-            begin, end = (int(self.calls.lifetimes.event_of(int(i))) for i in (chosen[0], chosen[-1] + 1))
-            found.append((self.peaks.between(made[~fixed], begin, end), self.peaks.between(made[fixed], begin, end)))
-        return max(found, key=sum)
 
     def _rows(self, chosen: Column) -> Rows:
         operators = self.tape.operators.rows(chosen)

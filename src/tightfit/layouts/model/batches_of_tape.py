@@ -1,11 +1,12 @@
 """How many tokens and examples a traced micro-batch has, as far as its operators show it."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
 from tightfit.cost.classes import operator_class
-from tightfit.layouts.weights_of_tape import WeightsOfTape
+from tightfit.layouts.model.weights_of_tape import WeightsOfTape
 from tightfit.tape import Column, Phase, Tape
 
 _INDEX_BYTES = (8, 4)
@@ -44,7 +45,7 @@ def batch_of(tape: Tape, chosen: Column, weights: WeightsOfTape) -> BatchOfTape:
     return BatchOfTape(num_tokens=tokens, sequence_length=length, num_examples=tokens // length if length else 0)
 
 
-def _tokens(tape: Tape, forward: Column, kinds: list[str], weights: WeightsOfTape) -> int:
+def _tokens(tape: Tape, forward: Column, kinds: Sequence[str], weights: WeightsOfTape) -> int:
     """The indices of the lookup that most of the products have as many rows as; of the largest one where they tell nothing. Other tables are looked up too, by distances between tokens."""
     operators, strings = tape.operators, tape.strings
     found: set[int] = set()
