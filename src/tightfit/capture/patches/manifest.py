@@ -191,6 +191,8 @@ IN_BOTH: tuple[Name, ...] = (
         "effects techniques",
     ),
     known("torch._C:DisableTorchFunction", "to run operators of our own that no mode sees", "effects"),
+    known("torch._C:_get_fp32_precision_getter", "to run code again with the precision of its first run", "effects"),
+    known("torch._C:_set_fp32_precision_setter", "to run code again with the precision of its first run", "effects"),
     known(
         "torch.utils._python_dispatch:_get_current_dispatch_mode_stack",
         "to leave modes only where there are some",
