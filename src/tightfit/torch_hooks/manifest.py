@@ -121,6 +121,10 @@ SET_ATTRIBUTE = known(
 SWAP_TENSORS = known(
     "torch.utils:swap_tensors", "to tell before a streamed weight is exchanged for another tensor", "torch_hooks"
 )
+_OF_BATCHES = "to copy batches to the card without waiting for it"
+TENSOR_TO = known("torch:Tensor.to", _OF_BATCHES, "torch_hooks")
+TENSOR_CUDA = known("torch:Tensor.cuda", _OF_BATCHES, "torch_hooks")
+TENSOR_COPY = known("torch:Tensor.copy_", _OF_BATCHES, "torch_hooks")
 NEGATED_VIEW = known("torch:_neg_view", "to give back a lazily negated view of a streamed weight", "engine")
 _SAVED = "to find what a graph has saved and the program may write to, before the graph is run twice"
 SAVED_DATA = known(
@@ -177,6 +181,9 @@ REPLACED = (
     RETAIN_GRAD,
     SET_ATTRIBUTE,
     SWAP_TENSORS,
+    TENSOR_TO,
+    TENSOR_CUDA,
+    TENSOR_COPY,
     NODE_HOOK,
     SAVE_FOR_BACKWARD,
 )
