@@ -51,6 +51,7 @@ TABLE = {
     **VARIANTS,
     "autocast": _more("autocast", "precision"),
     "factored states": _more("factored_states", "optimizer"),
+    "asynchronous copies": _more("asynchronous_copies", "batches", host_bytes=1 << 16, card_bytes=1 << 14),
     "freezing": _more("freezing", "Net.blocks", num_blocks=1, before=""),
 }
 # What can be put on nothing: options of these are advice, or settings of the process that are made before it begins.

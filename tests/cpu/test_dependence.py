@@ -1,7 +1,9 @@
 """Rows followed through operators: what is said to keep them apart does so in numbers, and what does not is refused by operator and line."""
 
+import gc
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -306,3 +308,24 @@ print(tuple(proof.result.shape), "torch._dynamo.symbolic_convert" in sys.modules
 """
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert said.stdout == "(6, 4) False\n"
+
+
+def _forces(x: torch.Tensor) -> torch.Tensor:
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad(x.exp() * x.tanh(), x, grad_outputs=torch.ones_like(x), create_graph=True)[0]
+
+
+def test_a_derivative_within_the_code_is_followed_and_nothing_saved_for_it_is_kept() -> None:
+    assert _layout(_forces, _fixed(4, 3), 0) == RowLayout(dim=0)
+    module = _Module(lambda x: x.exp().tanh())
+    subject = Computation(
+        call=lambda inputs: module(*inputs),
+        inputs=[_fixed(4, 3)],
+        dims=[0],
+        module=module,
+        is_contiguous=True,
+    )
+    # Fake tensors are not counted by `gc` alone: a node in C++ may keep what nobody can reach.
+    result = weakref.ref(prove(subject, 4, [2]).result)
+    gc.collect()
+    assert result() is None

@@ -48,6 +48,8 @@ class HostWork(enum.Enum):
     """A call of a module that is run in tiles, both passes together."""
     TILE = 0.2e-3
     """Each of its tiles, whose calls of functions of torch are compared with those that were proved."""
+    BATCH_COPY = 0.06e-3
+    """A tensor that is copied to the card through a ring, beside its bytes."""
     CHUNKED_LOSS = 0.5e-3
     """A call of a loss head whose logits are not computed at once, beside the kernels of its chunks."""
 

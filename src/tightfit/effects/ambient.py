@@ -7,7 +7,7 @@ default dtype, which have ended when the backward pass runs; and a default devic
 import copy
 import dataclasses
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -16,22 +16,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-# Another attention kernel or the lack of cuDNN saves other tensors, and torch's checkpointing then ends the
-# backward pass with an error about their number or shapes.
-_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
-    (torch.get_default_dtype, torch.set_default_dtype),
-    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
-    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
-    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
-    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
-    (lambda: torch.backends.cudnn.enabled, lambda value: setattr(torch.backends.cudnn, "enabled", value)),
-    (lambda: torch.backends.cudnn.benchmark, lambda value: setattr(torch.backends.cudnn, "benchmark", value)),
-    (lambda: torch.backends.mkldnn.enabled, lambda value: setattr(torch.backends.mkldnn, "enabled", value)),
-    (
-        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
-        lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
-    ),
-)
+from tightfit.effects.global_settings import precisions, precisions_of, put, values
 
 
 def _autocast_depth() -> int:
@@ -111,10 +96,6 @@ def _is_of_program(mode: Any) -> bool:
     return type(mode).__module__.partition(".")[0] not in ("torch", "tightfit")
 
 
-def _values() -> tuple[Any, ...]:
-    return tuple([get() for get, _ in _SETTINGS])
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Ambient:
     """The settings at one time; `modes` are the function modes that were entered, such as a `torch.device` used as a context, `dispatch_modes` the program's
@@ -128,7 +109,7 @@ class Ambient:
     def now(cls) -> "Ambient":
         """The current settings."""
         return cls(
-            values=_values(),
+            values=values(),
             modes=tuple(_get_current_function_mode_stack()),
             dispatch_modes=tuple(dispatch_modes_of_program()),
         )
@@ -139,7 +120,7 @@ class Ambient:
         now, depth = now or Ambient.now(), _autocast_depth()
         left = self._left(now)
         try:
-            self._put(now.values)
+            put(self.values, now.values)
             if not left:
                 yield
                 return
@@ -148,12 +129,16 @@ class Ambient:
                     modes.enter_context(_entered_apart(mode))
                 yield
         finally:
-            now._put(_values())
+            put(now.values, values())
             _put_autocast_depth(depth)
+
+    def rounds_as_now(self) -> bool:
+        """Whether products were rounded as they are now."""
+        return precisions_of(self.values) == precisions()
 
     def put(self) -> None:
         """Makes these the settings again, but for the modes, which end by themselves."""
-        self._put(_values())
+        put(self.values, values())
 
     def _left(self, now: "Ambient") -> list[Any]:
         return [mode for mode in self.modes if not any(mode is other for other in now.modes)]
@@ -168,8 +153,3 @@ class Ambient:
         others = [mode for mode in now.dispatch_modes if not any(mode is each for each in self.dispatch_modes)]
         others += [mode for mode in self.dispatch_modes if not any(mode is each for each in now.dispatch_modes)]
         return [type(mode).__name__ for mode in others]
-
-    def _put(self, instead_of: tuple[Any, ...]) -> None:
-        for (_, put), value, other in zip(_SETTINGS, self.values, instead_of, strict=True):
-            if value != other:
-                put(value)

@@ -22,14 +22,25 @@ from tightfit.effects.dispatched import dispatched
 from tightfit.effects.users_code import FILES_OF_OURS
 
 # What a call says of how rows are taken: sizes, dimensions, indices, equations. Factors too, for the code may take them from the number of rows.
-_TOLD = (int, str, type(None))
+_TOLD = frozenset({int, bool, str, type(None)})
 # Of arrays that tensors are made of: tables, and not data.
 _LARGEST_TOLD_BYTES = 1 << 12
-_NESTED = (tuple, list)
-# Asked first: `isinstance` takes longer, and most of what calls are given is one of these.
+# By exact type first: `isinstance` takes longer, and most of what calls are given is one of these.
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+_NESTED = frozenset({tuple, list})
+# They say what a tensor is like, and make nothing: what the code does with it is told by its next calls.
+SAYS_WHAT_IT_IS_LIKE = frozenset(
+    {
+        getattr(torch.Tensor, name).__get__
+        for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "is_cuda", "is_sparse")
+    }
+    | {torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.stride, torch.Tensor.is_contiguous}
+)
+"""Functions of torch that need no note."""
 # What is called here is called by who enters a context such as `torch.no_grad()`, or calls an operator.
 _PASS_ON = frozenset({torch.autograd.grad_mode.__file__, OpOverload.__call__.__code__.co_filename})
+# By file: whether the code there is of none of these.
+_IS_CODE_OF_OTHERS: dict[str, bool] = {}
 
 
 @final
@@ -45,12 +56,8 @@ class CallTrail:
 
     def note(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
         """Adds a call that the caller of this, a `__torch_function__`, handles, unless our own code makes it."""
-        frame = sys._getframe(1).f_back
-        while frame is not None and frame.f_code in HANDLERS:
-            frame = frame.f_back
-        while frame is not None and frame.f_code.co_filename in _PASS_ON:
-            frame = frame.f_back
-        if frame is not None and frame.f_code.co_filename.startswith(FILES_OF_OURS):
+        frame = sys._getframe(2)
+        if _IS_CODE_OF_OTHERS.get(frame.f_code.co_filename) is not True and _is_ours(frame):
             return
         # A function that is made anew for each call has the same code.
         self._calls.append(getattr(func, "__code__", func))
@@ -62,9 +69,16 @@ class CallTrail:
 
     def made(self, result: Any) -> Any:
         """Numbers the tensors that a call has returned, and returns them."""
-        if type(result) in _TENSORS or isinstance(result, torch.Tensor):
+        kind = type(result)
+        if kind in _TENSORS:
+            # As `_number_of` does: each function of torch comes by here.
+            known = self._tensors.get(id(result))
+            if known is None or known[0]() is not result:
+                self._last_number = number = self._last_number - 1
+                self._tensors[id(result)] = weakref.ref(result), number
+        elif isinstance(result, torch.Tensor):
             self._number_of(result)
-        elif isinstance(result, _NESTED):
+        elif isinstance(result, tuple | list):
             for each in result:
                 self.made(each)
         return result
@@ -83,32 +97,67 @@ class CallTrail:
         return self._last_number
 
     def _add(self, values: Sequence[Any]) -> None:
-        found = self._calls
+        found, tensors = self._calls, self._tensors
         for value in values:
-            if type(value) in _TENSORS or isinstance(value, torch.Tensor):
+            kind = type(value)
+            if kind in _TENSORS:
                 # Its place counts: `x[rows, 0]` is not `x[0, rows]`, nor is `x[..., 0]` what `x[0, ...]` is.
-                found.append(self._number_of(value))
-            elif isinstance(value, int) and value < 0:
-                # Python has one hash for -1 and -2, which are other dimensions.
-                found += ("below zero", -value)
-            elif isinstance(value, _TOLD):
-                found.append(value)
-            elif isinstance(value, _NESTED):
+                known = tensors.get(id(value))
+                found.append(known[1] if known is not None and known[0]() is value else self._number_of(value))
+            elif kind in _TOLD:
+                if kind is int and value < 0:
+                    # Python has one hash for -1 and -2, which are other dimensions.
+                    found += ("below zero", -value)
+                else:
+                    found.append(value)
+            elif kind in _NESTED:
                 found.append(len(value))
                 self._add(value)
-            elif isinstance(value, slice):
-                self._add((value.start, value.stop, value.step))
-            elif isinstance(value, float):
+            elif kind is float:
                 # As text: 1.0 has the hash of 1, and a number that is none that of its address.
                 found.append(value.hex())
-            elif isinstance(value, complex):
-                found += (value.real.hex(), value.imag.hex())
-            elif isinstance(value, np.generic) and not value.dtype.hasobject:
-                found += (value.dtype.char, value.tobytes())
-            elif isinstance(value, np.ndarray) and value.nbytes <= _LARGEST_TOLD_BYTES and not value.dtype.hasobject:
-                found += (value.dtype.char, value.shape, value.tobytes())
             else:
-                found.append(type(value))
+                self._add_rarer(value)
+
+    def _add_rarer(self, value: Any) -> None:
+        found = self._calls
+        if isinstance(value, torch.Tensor):
+            found.append(self._number_of(value))
+        elif isinstance(value, int):
+            # One of the program's own, or of `enum`.
+            self._add((int(value),))
+        elif isinstance(value, str):
+            found.append(value)
+        elif isinstance(value, tuple | list):
+            # Sizes, and tuples with names.
+            found.append(len(value))
+            self._add(value)
+        elif isinstance(value, slice):
+            self._add((value.start, value.stop, value.step))
+        elif isinstance(value, np.generic) and not value.dtype.hasobject:
+            found += (value.dtype.char, value.tobytes())
+        elif isinstance(value, float):
+            found.append(float(value).hex())
+        elif isinstance(value, complex):
+            found += (value.real.hex(), value.imag.hex())
+        elif isinstance(value, np.ndarray) and value.nbytes <= _LARGEST_TOLD_BYTES and not value.dtype.hasobject:
+            found += (value.dtype.char, value.shape, value.tobytes())
+        else:
+            found.append(type(value))
+
+
+def _is_ours(frame: types.FrameType | None) -> bool:
+    """Whether our own code has called torch in `frame`; protocols of ours that pass a call of the program's on are asked who has called them."""
+    while frame is not None and frame.f_code in HANDLERS:
+        frame = frame.f_back
+    while frame is not None and frame.f_code.co_filename in _PASS_ON:
+        frame = frame.f_back
+    if frame is None:
+        return False
+    file = frame.f_code.co_filename
+    is_ours = file.startswith(FILES_OF_OURS)
+    _IS_CODE_OF_OTHERS[file] = not is_ours
+    return is_ours
 
 
 @final
@@ -147,6 +196,8 @@ class Trail(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func in SAYS_WHAT_IT_IS_LIKE:
+            return func(*args, **kwargs) if kwargs else func(*args)
         self.calls.note(func, args, kwargs)
         func = dispatched(func)
         return self.calls.made(func(*args, **kwargs) if kwargs else func(*args))

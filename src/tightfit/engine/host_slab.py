@@ -7,6 +7,8 @@ limit on locked memory, the memory is used as it is, and copies are slower.
 
 import contextlib
 import dataclasses
+import errno
+import mmap
 import weakref
 from collections import deque
 from typing import Any
@@ -46,9 +48,9 @@ class _Lent:
 
 
 class HostSlab:
-    """`num_bytes` of host memory for a card; nothing is registered for a `near` device that is the host itself."""
+    """`num_bytes` of host memory for a card; nothing is registered for a `near` device that is the host itself. A fork has no memory there where not `is_in_forks`."""
 
-    def __init__(self, num_bytes: int, near: torch.device) -> None:
+    def __init__(self, num_bytes: int, near: torch.device, *, is_in_forks: bool = True) -> None:
         unregister_gone()
         self.num_bytes = num_bytes
         self.is_registered = False
@@ -56,8 +58,8 @@ class HostSlab:
         """The most that was taken beside the slab, because it was full."""
         self._overflow = 0
         try:
-            self._memory = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-        except RuntimeError as error:
+            self._memory = _memory(num_bytes, is_in_forks=is_in_forks)
+        except (RuntimeError, MemoryError) as error:
             raise ApplyError(
                 f"the host has no {format_bytes(num_bytes)} of memory for what is moved there; plan with a smaller --host"
             ) from error
@@ -120,6 +122,21 @@ class HostSlab:
         # (c10/cuda/CUDAException.h, `C10_CUDA_KERNEL_LAUNCH_CHECK`): asked for here, it is not taken for the program's.
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device=near).add_(1)
+
+
+def _memory(num_bytes: int, *, is_in_forks: bool) -> torch.Tensor:
+    if is_in_forks or not num_bytes or not hasattr(mmap, "MADV_DONTFORK"):
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+    # What is written after a fork is a copy of the page, unless the kernel knows that a card reads it (a long-term pin, which drivers have not always made):
+    # the card would go on reading the page of before.
+    try:
+        mapped = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        if error.errno != errno.ENOMEM:
+            raise
+        raise MemoryError from error
+    mapped.madvise(mmap.MADV_DONTFORK)
+    return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
 # The memory of slabs is kept until it is unregistered, which is done when the next slab is made or a session ends.

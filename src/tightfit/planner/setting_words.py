@@ -62,6 +62,7 @@ _WORDS: dict[str, _Words] = {
     "storages": lambda _sizes: "",
     "share": lambda share: "" if float(share) == 1.0 else f"{float(share):.0%} of what each saves",
     "host_bytes": lambda count: f"{format_bytes(int(count))} of host memory each",
+    "card_bytes": lambda count: f"{format_bytes(int(count))} on the GPU" if int(count) else "",
     "tier": lambda tier: f"on {tier}" if tier == "disk" else "",
     "only_above": lambda most: f"for inputs of more than {max(map(int, most)):,} elements",
     "least_elements": lambda number: f"states of {int(number):,} elements and more",

@@ -85,7 +85,9 @@ _FLAG = _one_of(True, False)
 _KINDS: Mapping[str, _Kind] = {
     **dict.fromkeys(("num_tiles", "num_chunks", "num_parts", "num_blocks", "rank"), _COUNT),
     **dict.fromkeys(("begin", "end"), _POSITION),
-    **dict.fromkeys(("host_bytes", "disk_bytes", "window_bytes", "smallest_bytes", "least_elements"), _NUMBER),
+    **dict.fromkeys(
+        ("host_bytes", "disk_bytes", "card_bytes", "window_bytes", "smallest_bytes", "least_elements"), _NUMBER
+    ),
     **dict.fromkeys(("in_backward", "clips", "draws_anew", "without_gradients", "recomputed"), _FLAG),
     **dict.fromkeys(
         ("before", "following", "preceding", "alloc_conf", "loop", "format", "master", "library", "dtype"), _TEXT

@@ -39,6 +39,7 @@ _OURS: tuple[str, ...] = (
     "tightfit.techniques.offload.activation_offload:ActivationOffload",
     "tightfit.techniques.loss_head.chunked_loss:ChunkedLoss",
     "tightfit.techniques.micro_batches.micro_batches:MicroBatches",
+    "tightfit.techniques.offload.asynchronous_copies:AsynchronousCopies",
     "tightfit.techniques.lifetimes.kept_alive:KeptAlive",
     "tightfit.techniques.trained.freezing:Freezing",
     "tightfit.techniques.trained.adapters:Adapters",

@@ -55,6 +55,7 @@ class AbstractTechnique(abc.ABC):
     `exact`: the same loss and gradients bit for bit, or up to the order of a reduction; `exactness` says which. A lossy technique is only offered
     if the user allows it, and so are options of an exact one that are lossy where the program is as `lossy_where` says. `tolerance` is relative to the predicted saving. The planner leaves out options at places that do not meet the
     technique's `needs`. `is_alike_in_batches`: what it does in a micro-batch of a step does not depend on the micro-batches before and behind it, so that a trace may repeat those that are alike.
+    `is_for_speed`: it saves no memory, and is taken where a program fits as it is, if the host memory that it needs is given.
     `of_the_allocator`: its options are the allocator's, replayed and not traced; those of the others never are.
     """
 
@@ -65,6 +66,7 @@ class AbstractTechnique(abc.ABC):
     tolerance: ClassVar[float] = 0.1
     needs: ClassVar[Needs] = Needs.NOTHING
     is_alike_in_batches: ClassVar[bool] = False
+    is_for_speed: ClassVar[bool] = False
     of_the_allocator: ClassVar[bool] = False
 
     @abc.abstractmethod

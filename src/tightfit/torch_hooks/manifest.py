@@ -122,6 +122,10 @@ SET_ATTRIBUTE = known(
 SWAP_TENSORS = known(
     "torch.utils:swap_tensors", "to tell before a streamed weight is exchanged for another tensor", "torch_hooks"
 )
+_OF_BATCHES = "to copy batches to the card without waiting for it"
+TENSOR_TO = known("torch:Tensor.to", _OF_BATCHES, "torch_hooks")
+TENSOR_CUDA = known("torch:Tensor.cuda", _OF_BATCHES, "torch_hooks")
+TENSOR_COPY = known("torch:Tensor.copy_", _OF_BATCHES, "torch_hooks")
 NEGATED_VIEW = known("torch:_neg_view", "to give back a lazily negated view of a streamed weight", "engine")
 _SAVED = "to find what a graph has saved and the program may write to, before the graph is run twice"
 # Properties of saved tensors since then (torch/csrc/autograd/init.cpp).
@@ -191,6 +195,9 @@ REPLACED = (
     RETAIN_GRAD,
     SET_ATTRIBUTE,
     SWAP_TENSORS,
+    TENSOR_TO,
+    TENSOR_CUDA,
+    TENSOR_COPY,
     NODE_HOOK,
     SAVE_FOR_BACKWARD,
 )
@@ -251,6 +258,11 @@ IN_USERS_PROCESS: tuple[Name, ...] = (
         "torch._C._functorch:is_legacy_batchedtensor",
         "to refuse backward passes for many gradients at once",
         "techniques",
+    ),
+    known(
+        "torch._functorch.pyfunctorch:temporarily_clear_interpreter_stack",
+        "to put a plan on outside of the transforms of torch.func",
+        "runtime",
     ),
     known("torch._C:_are_functorch_transforms_active", "to refuse what torch.func transforms would see", "techniques"),
     known(

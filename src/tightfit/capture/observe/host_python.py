@@ -2,6 +2,7 @@
 
 from tightfit.capture.processes.process_role import is_simulated
 from tightfit.cost.host_python import HostWork, microseconds
+from tightfit.units import KIB
 
 
 def spends(work: HostWork, number: float = 1) -> None:
@@ -13,3 +14,15 @@ def spends(work: HostWork, number: float = 1) -> None:
     from tightfit.tape import WaitKind
 
     VirtualStream.recorder.waits.add(WaitKind.HOST_RUNS, event=microseconds(work, number))
+
+
+def copies_in_memory(num_bytes: int) -> None:
+    """The host copies so many bytes from one place in its memory to another, likewise."""
+    if not is_simulated():
+        return
+    # Only where a run is traced.
+    from tightfit.capture.observe.streams import VirtualStream
+    from tightfit.tape import WaitKind
+
+    # Each is read and written.
+    VirtualStream.recorder.waits.add(WaitKind.HOST_UPDATES, event=-(-2 * num_bytes // KIB))

@@ -111,6 +111,9 @@ class HostStorages:
             return
         if self._host.on_disk and storage.data_ptr() in self._host.on_disk:
             return
+        if self._is_registered(storage, 0, storage.nbytes()):
+            # It counts since it was registered.
+            return
         num_bytes = storage.nbytes()
         self._host.hold(num_bytes)
 

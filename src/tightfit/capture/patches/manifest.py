@@ -87,7 +87,7 @@ LOADER_ITERATOR = known(
 NUM_DISPATCH_MODES = known(
     "torch._C:_len_torch_dispatch_stack",
     "to leave a dispatch mode only where it is the innermost, and to see those of the program",
-    "capture/steps guarding",
+    "capture/steps guarding techniques",
 )
 TOP_SAVED_HOOKS = known(
     "torch._C._autograd:_top_saved_tensors_default_hooks",
@@ -139,6 +139,11 @@ IN_BOTH: tuple[Name, ...] = (
     ),
     LOADER_ITERATOR,
     NUM_DISPATCH_MODES,
+    known(
+        "torch._C:_len_torch_function_stack",
+        "to see the modes that the program has entered",
+        "capture/steps techniques",
+    ),
     TOP_SAVED_HOOKS,
     known(
         "torch:Tensor._make_wrapper_subclass",
@@ -170,7 +175,7 @@ IN_BOTH: tuple[Name, ...] = (
     known(
         "torch.utils._pytree:tree_map", "to find tensors among arguments", "capture/dispatch capture/patches techniques"
     ),
-    known("torch.utils._pytree:tree_map_only", "to find tensors among arguments", "capture/patches effects techniques"),
+    known("torch.utils._pytree:tree_map_only", "to find tensors among arguments", "capture/patches techniques"),
     # Tensors without data, modes and operators.
     known(
         "torch._ops:OpOverload",
@@ -210,6 +215,8 @@ IN_BOTH: tuple[Name, ...] = (
         "effects techniques",
     ),
     known("torch._C:DisableTorchFunction", "to run operators of our own that no mode sees", "effects"),
+    known("torch._C:_get_fp32_precision_getter", "to run code again with the precision of its first run", "effects"),
+    known("torch._C:_set_fp32_precision_setter", "to run code again with the precision of its first run", "effects"),
     known(
         "torch.utils._python_dispatch:_get_current_dispatch_mode_stack",
         "to leave modes only where there are some",
@@ -438,7 +445,6 @@ IN_CHILD: tuple[Name, ...] = (
     known("torch.cuda:_lazy_init", "to answer for the virtual card", "capture/patches", is_checked=False),
     known("torch.cuda:_maybe_exchange_device", "to answer for the virtual card", "capture/patches", is_checked=False),
     known("torch.cuda:_sleep", "to answer for the virtual card", "capture/patches", is_checked=False),
-    known("torch._C:_len_torch_function_stack", "to see the modes that the program has entered", "capture/steps"),
     # Process groups of a distributed program.
     known("torch._C:_get_dispatch_mode", "to tell operators that only ask for shapes", "capture/dispatch"),
     known("torch._C:_TorchDispatchModeKey.FAKE", "to tell operators that only ask for shapes", "capture/dispatch"),

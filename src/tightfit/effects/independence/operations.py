@@ -5,18 +5,17 @@ Both keep every value, and are inserted again before the runs are compared.
 """
 
 import dataclasses
-import functools
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._pytree import tree_leaves
 
 from tightfit.effects.independence.rows import Mixes
 
 aten = torch.ops.aten
+Found = TypeVar("Found")
 # Names of one thing: which of them a reshape ends in depends on strides.
 _VIEWS = {aten._unsafe_view.default: aten.view.default, aten._reshape_alias.default: aten.view.default}
 
@@ -54,7 +53,37 @@ class HasOperations(Protocol):
     operations: list[Operation]
 
 
-@functools.cache
+class ByOperator(Generic[Found]):
+    """Remembers what a function says of an operator, by identity: operators are hashed in Python, and a proof asks a few times for each call."""
+
+    def __init__(self, ask: Callable[[OpOverload], Found]) -> None:
+        self._ask = ask
+        self._known: dict[int, tuple[OpOverload, Found]] = {}
+
+    def __call__(self, func: OpOverload) -> Found:
+        known = self._known.get(id(func))
+        if known is None:
+            known = self._known[id(func)] = (func, self._ask(func))
+        return known[1]
+
+
+def leaves_of(values: Iterable[Any]) -> list[Any]:
+    """The arguments of an operator, or what it returns, out of their lists."""
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, list | tuple):
+            found += leaves_of(value)
+        else:
+            found.append(value)
+    return found
+
+
+def tensors_of(values: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors among these."""
+    return [leaf for leaf in leaves_of(values) if isinstance(leaf, torch.Tensor)]
+
+
+@ByOperator
 def schema_of(func: OpOverload) -> tuple[tuple[str, bool, bool], ...]:
     """For each argument its name, whether it is a size, and whether it is written to."""
     # Schemas say which integers are sizes (`SymInt`): those may depend on shapes under torch.compile, for the
@@ -78,7 +107,7 @@ def operation_of(func: Any, arguments: Mapping[str, Any], outputs: Sequence[torc
     values: list[Any] = []
     sizes: list[Any] = []
     for name, is_size, _ in schema_of(func):
-        leaves = [leaf for leaf in tree_leaves(arguments.get(name)) if is_plain(leaf)]
+        leaves = [leaf for leaf in leaves_of((arguments.get(name),)) if is_plain(leaf)]
         if is_size or (name == "other" and func.overloadpacket is aten.div and all(map(_is_count, leaves))):
             # The divisor of a sum may be the number of rows: `totals` decides.
             sizes += [-1 if leaf is None else leaf for leaf in leaves]

@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from tightfit.effects.ambient import saved_apart
+from tightfit.effects.ambient import takes_saved_tensor_hooks
 from tightfit.effects.independence import indexing_rules, product_rules  # noqa: F401 - enter their rules
 from tightfit.effects.independence.left_behind import Left, depends_on_rows
 from tightfit.effects.independence.operations import compare
@@ -128,7 +128,7 @@ def _run(subject: Computation, run: FakeRun, num_rows: int) -> tuple[Sequence[to
         _without_cache(),
         _remembers_calls(run.fake),
         _quiet(),
-        saved_apart(),
+        _saved_by_number(),
     ):
         inputs = [
             _input(run, t, d, num_rows, subject.is_contiguous)
@@ -232,6 +232,25 @@ def _without_cache() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(before)
+
+
+@contextlib.contextmanager
+def _saved_by_number() -> Iterator[None]:
+    """Hides tensors saved for backward from a checkpoint around this code. A node has their numbers: one that had its own result would keep itself."""
+    if not takes_saved_tensor_hooks():
+        yield
+        return
+    saved: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> int:
+        saved.append(tensor)
+        return len(saved) - 1
+
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, saved.__getitem__):
+            yield
+    finally:
+        saved.clear()
 
 
 @contextlib.contextmanager

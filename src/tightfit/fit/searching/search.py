@@ -1,6 +1,6 @@
 """Plans: from a workload to the fastest combination of techniques that fits, checked by tracing the workload with it.
 
-The plain run is traced. If it fits, there is nothing to do. If not, the techniques say what they could do, as numbers; a solver takes the
+The plain run is traced. If it fits, there is nothing to do, but for what host memory is given for and makes it faster. If not, the techniques say what they could do, as numbers; a solver takes the
 fastest combination that promises to fit; the workload is traced again with that combination on it. If the trace holds more than was promised,
 the limit is lowered by the difference and the solver asked again. So a plan's figures are a trace's, never a promise's.
 
@@ -25,6 +25,7 @@ from tightfit.planner import problem as problems
 from tightfit.planner.option import Option
 from tightfit.planner.solution import Solution
 from tightfit.planner.solve import solve
+from tightfit.techniques.registry import techniques
 
 # Traces of one search: a limit whose answer was traced before costs no trace.
 MAX_CORRECTIONS = 5
@@ -35,6 +36,8 @@ MAX_CORRECTIONS_OF_A_ROUGH_SEARCH = 2
 _DOUBT_OF_A_VARIANT = 0.01
 # Where nothing fits, a variant that could hold less by less than this share of it is not worth its traces.
 _WORTH_A_VARIANT = 0.002
+# What makes a program that fits faster by less than this share of its step is left out.
+_WORTH_HOST_MEMORY = 0.01
 _SECONDS_TO_RELAX = 3.0
 
 
@@ -100,7 +103,7 @@ class Search:
         """
         base = self._runs.run_with(())
         if self._fits(base):
-            return self._found(base, None)
+            return dataclasses.replace(self._found(base, None), best=self._faster(base))
         self.candidates.begin()
         try:
             best = self._best(base)
@@ -112,6 +115,23 @@ class Search:
         if best is None or (not self._fits(best.run) and base.needed_bytes <= best.run.needed_bytes):
             return self._found(base, None)
         return self._found(base, best)
+
+    def _faster(self, base: TracedRun) -> TracedRun:
+        """The plain run, which fits, or a faster one with an option of those that are for speed alone."""
+        for_speed = (
+            {name for name, technique in techniques().items() if technique.is_for_speed} if self._host_bytes else ()
+        )
+        offered = self.offers.options(base.profile) if for_speed else ()
+        best = base
+        for option in sorted(offered, key=lambda each: each.seconds):
+            # The first that holds what it promises: others promise less.
+            if best is base and option.technique in for_speed and option.host_bytes <= self._host_bytes:
+                run = self.candidates.traced([option])
+                is_better = (
+                    run is not None and self._fits(run) and run.seconds < (1 - _WORTH_HOST_MEMORY) * base.seconds
+                )
+                best = run if run is not None and is_better else base
+        return best
 
     def _best(self, base: TracedRun) -> Candidate | None:
         """The best candidate, where the plain run does not fit. Where none does, it is the one with the lowest peak, which no budget changes."""

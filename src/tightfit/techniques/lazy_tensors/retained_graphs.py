@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from tightfit.effects.ambient import Ambient
 from tightfit.effects.random_states import AllRandom
 from tightfit.effects.values.contents import checksum_of
 from tightfit.errors import ApplyError
@@ -183,6 +184,7 @@ class KeptPass:
         self._leaves: frozenset[int] | None = None
         self._drawn_from: AllRandom | None = None
         """Where code of the program's draws within the pass."""
+        self._settings = Ambient.now()
 
     def run_first(
         self, parameters: Collection[torch.Tensor], zeroed: Collection[torch.Tensor], make_all: Callable[[], None]
@@ -368,6 +370,7 @@ class KeptPass:
                 as_before(self._buffers),
                 self._as_first(),
                 drawing_as(self._drawn_from),
+                self._settings.put_back(),
                 torch.inference_mode(mode=False),
             ):
                 self.backward.run_again(keeps_graph=keeps_graph, inputs=tuple(waiting))

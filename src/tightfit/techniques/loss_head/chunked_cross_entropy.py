@@ -7,11 +7,14 @@ until then, and it is summed over all tokens at once as in the plain model.
 """
 
 import dataclasses
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
 from torch.nn import functional
 
+from tightfit.effects.ambient import Ambient
+from tightfit.effects.global_settings import precisions
 from tightfit.effects.users_code import is_users_function
 from tightfit.effects.values.contents import contents_of, is_any_written
 from tightfit.effects.values.value_checks import has_values
@@ -63,7 +66,13 @@ class Loss:
     label_smoothing: float
     num_chunks: int
     gradients_in: GradientsIn | None
+    head: Ambient
+    """The settings that the head was called with."""
     refuse: Refuse = ApplyError
+
+    def as_head(self) -> AbstractContextManager[None]:
+        """Computes logits as the head was asked to, where products are rounded otherwise now."""
+        return nullcontext() if self.head.rounds_as_now() else self.head.put_back()
 
     @property
     def result_type(self) -> torch.dtype:
@@ -115,7 +124,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             # Autocast is off: the casts are part of `loss`, taken when the head was called, and in the backward
             # pass autocast may not be on any more.
             rows, log_sums, gradients = _through_tokens(ctx, hidden, weight, bias, target, loss)
-            ctx.loss = loss
+            ctx.loss, ctx.precisions = loss, precisions()
             ctx.refuse = loss.refuse
             ctx.gradients = gradients
             if loss.gradients_in is not None:
@@ -147,8 +156,9 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 "leave chunked_loss out"
             )
         with torch.autocast(hidden.device.type, enabled=False):
-            # Where the graph is kept, each pass computes them anew, so that all give the same bits.
-            gradients = None if keeps_graph() else ctx.gradients
+            # Where the graph is kept, each pass computes them anew, so that all give the same bits; and so does one that rounds products otherwise than the
+            # forward did.
+            gradients = None if keeps_graph() or ctx.precisions != precisions() else ctx.gradients
             if gradients is None:
                 ctx.gradients = None
                 gradients = _through_vocabulary(ctx, hidden, weight, bias, target, log_sums, gradient)
@@ -190,7 +200,9 @@ class _Tokens:
         """Computes the loss of these tokens, and their share of the gradients if these are computed in the forward pass."""
         part = self.hidden[chunk].to(self.loss.head_type)
         where = self.places[chunk]
-        logits, kept = _forward(functional.linear(part, self.weight, self.bias), self.loss.pointwise)
+        with self.loss.as_head():
+            logits = functional.linear(part, self.weight, self.bias)
+        logits, kept = _forward(logits, self.loss.pointwise)
         logits = logits.to(self.loss.wide_type)
         logs = functional.log_softmax(logits, -1)
         of_target = logs.gather(1, where)
@@ -235,7 +247,9 @@ class _Vocabulary:
         """Adds the contribution of the classes in `range(begin, end)` to the gradients."""
         part = self.weight[begin:end].to(self.loss.head_type)
         bias = None if self.bias is None else self.bias[begin:end].to(self.loss.head_type)
-        logits, kept = _forward(functional.linear(self.hidden, part, bias), self.loss.pointwise)
+        with self.loss.as_head():
+            logits = functional.linear(self.hidden, part, bias)
+        logits, kept = _forward(logits, self.loss.pointwise)
         logits = logits.to(self.loss.wide_type)
         probabilities = logits - self.log_sums
         del logits

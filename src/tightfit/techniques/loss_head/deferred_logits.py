@@ -8,7 +8,7 @@ autograd graph. So other code sees an ordinary tensor.
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tightfit.capture.observe.host_python import spends
 from tightfit.cost.host_python import HostWork
+from tightfit.effects.ambient import Ambient
 from tightfit.effects.dispatched import dispatched
 from tightfit.effects.values.contents import versions_and_contents
 from tightfit.errors import ApplyError
@@ -81,6 +82,7 @@ class Origin:
         self.counted = counted
         device = hidden.device.type
         self.autocasts_to = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        self.settings = Ambient.now()
         self.type: torch.dtype = self.autocasts_to or torch.promote_types(hidden.dtype, linear.weight.dtype)
         self.whole: torch.Tensor | None = None
         self.has_loss = False
@@ -165,9 +167,12 @@ class Origin:
         if self._is_of_the_past and self.whole is None:
             self.weight, self.bias, self._then = self.parameter, None, None
 
-    def arithmetic(self) -> contextlib.AbstractContextManager[Any]:
-        """The autocast that the head was called under."""
-        return torch.autocast(self.hidden.device.type, dtype=self.autocasts_to, enabled=self.autocasts_to is not None)
+    @contextlib.contextmanager
+    def arithmetic(self) -> Iterator[None]:
+        """The autocast that the head was called under, and its other settings."""
+        cast = torch.autocast(self.hidden.device.type, dtype=self.autocasts_to, enabled=self.autocasts_to is not None)
+        with contextlib.nullcontext() if self.settings.rounds_as_now() else self.settings.put_back(), cast:
+            yield
 
 
 def _read(origin: Origin) -> Any:
@@ -350,6 +355,7 @@ def _loss(
         label_smoothing=label_smoothing,
         num_chunks=origin.chunks.num_chunks,
         gradients_in=gradients_in if wants_gradients else None,
+        head=origin.settings,
         refuse=origin.refuse,
     )
     origin.counted("losses in chunks")

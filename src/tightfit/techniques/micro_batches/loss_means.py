@@ -7,6 +7,7 @@ so that nothing is assumed about labels: ignored targets, class weights and `red
 import dataclasses
 import functools
 import inspect
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from tightfit.effects.call_trails import HANDLERS, CallTrail
+from tightfit.effects.call_trails import HANDLERS, SAYS_WHAT_IT_IS_LIKE, CallTrail
 from tightfit.effects.dispatched import OF_C, dispatched
 from tightfit.effects.random_operators import draws
 from tightfit.effects.reads import is_called_by_us
@@ -67,9 +68,11 @@ class LossWatch(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        # Most calls are of these two kinds, and each is the processor's time of a step.
+        if func in SAYS_WHAT_IT_IS_LIKE:
+            return func(*args, **kwargs) if kwargs else func(*args)
         self.calls.note(func, args, kwargs)
-        if isinstance(func, OF_C) and _is_of_no_interest(func.__name__):
-            # Most calls are such, and each is the processor's time of a step.
+        if func in _OF_NO_INTEREST or _is_of_no_interest(func):
             return self.calls.made(func(*args, **kwargs) if kwargs else func(*args))
         func = dispatched(func)
         kwargs = kwargs or {}
@@ -124,9 +127,23 @@ class LossWatch(TorchFunctionMode):
 HANDLERS.add(LossWatch.__torch_function__.__code__)
 
 
+# Of torch's own functions, which stay: those that are bound to a tensor would keep it.
+_OF_NO_INTEREST: set[Callable[..., Any]] = set()
+
+
+def _is_of_no_interest(func: Callable[..., Any]) -> bool:
+    """Whether a function of torch in C is no norm, no loss, draws nothing, and reads nothing that code goes on by."""
+    if not isinstance(func, OF_C) or not _is_name_of_no_interest(func.__name__):
+        return False
+    if isinstance(func, types.MethodDescriptorType) or isinstance(
+        getattr(func, "__self__", None), types.ModuleType | type
+    ):
+        _OF_NO_INTEREST.add(func)
+    return True
+
+
 @functools.cache
-def _is_of_no_interest(name: str) -> bool:
-    """Whether a function of torch in C of this name is no norm, no loss, draws nothing, and reads nothing that code goes on by."""
+def _is_name_of_no_interest(name: str) -> bool:
     losses = {function.__name__ for function in (*_OF_CLASSES, *_OF_ELEMENTS)}
     others = ("batch_norm", "instance_norm", "scaled_dot_product_attention", "gumbel_softmax", *_DROPOUTS, *_DECIDES)
     return name not in losses and name not in others and not draws(name)

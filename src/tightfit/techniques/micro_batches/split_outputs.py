@@ -7,6 +7,7 @@ from typing import Any, Never
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from tightfit.effects.global_settings import precisions
 from tightfit.effects.independence.totals import ROWS
 from tightfit.errors import ApplyError
 from tightfit.techniques.micro_batches.loss_means import Term
@@ -194,7 +195,7 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, sums: Sums, *parameters: torch.Tensor) -> Any:
         ctx.sums, ctx.refuse = sums, sums.refuse
-        ctx.casts = [torch.is_autocast_enabled(p.device.type) for p in parameters[:1]]
+        ctx.casts, ctx.precisions = [torch.is_autocast_enabled(p.device.type) for p in parameters[:1]], precisions()
         ctx.set_materialize_grads(False)
         return sums.loss()
 
@@ -208,6 +209,10 @@ class _Joined(torch.autograd.Function):
         ):
             raise ctx.refuse(
                 "the backward pass is run under autocast and the forward was not, in which micro_batches has run both; leave it out"
+            )
+        if ctx.precisions != precisions():
+            raise ctx.refuse(
+                "products are rounded otherwise in the backward pass than in the forward (a precision that torch was set to), and micro_batches has run both there; leave it out"
             )
         sums, ctx.sums = ctx.sums, None
         if sums is None:
