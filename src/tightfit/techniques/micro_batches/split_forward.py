@@ -212,6 +212,9 @@ class SplitForward:
                     proved = self._proofs.prove(forward, batch, parts, decisions, values, shape, may_leave=not begin)
                 self._checks_left = self._check_steps
             outputs.add(output, end - begin, loss_key, proved.joined)
+            # Before a backward pass the program has left its autocast context, which drops the copies of weights
+            # that no graph holds; around the parts it is still entered.
+            torch.clear_autocast_cache()
             weight = sums.weight_of(proved.means, watch.terms, end - begin, loss)
             del output, watch
             self._run_backward(loss, weight, sums, batch, aside)
