@@ -22,7 +22,7 @@ from tightfit.devices.nodes import node_of
 from tightfit.fit import capture
 from tightfit.layouts.layout import Layout
 from tightfit.layouts.layout_search import LayoutSearch
-from tightfit.layouts.model_parts import ModelParts, model_parts
+from tightfit.layouts.model.model_parts import ModelParts, model_parts
 from tightfit.tape import Tape
 
 _WORKLOAD = "benchmarks/workloads/published_seconds.py:transformer"

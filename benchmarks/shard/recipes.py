@@ -17,7 +17,7 @@ from tightfit.devices.device import Device
 from tightfit.devices.nodes import node_of
 from tightfit.layouts.layout import Layout
 from tightfit.layouts.layout_search import LayoutSearch
-from tightfit.layouts.model_parts import ModelParts
+from tightfit.layouts.model.model_parts import ModelParts
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,13 +29,22 @@ class MptBlock(nn.Module):
         return x + self.down(self.gelu(self.up(self.norm_2(x))))
 
 
+class ComposedRMSNorm(nn.RMSNorm):
+    """RMS norm as torch composed it until 2.8, in the kernels and with the tensors of `rms_norm` in its layer_norm.cpp."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        inverse = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True).add_(1e-5))
+        return (wide * inverse).type_as(x) * self.weight
+
+
 class LlamaBlock(nn.Module):
     """RMS norm, grouped-query attention, a gated feed-forward layer."""
 
-    def __init__(self, width: int, heads: int, kv_heads: int, hidden: int) -> None:
+    def __init__(self, width: int, heads: int, kv_heads: int, hidden: int, norm: type[nn.RMSNorm]) -> None:
         super().__init__()
         self.heads, self.kv_heads, size = heads, kv_heads, width // heads
-        self.norm_1, self.norm_2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.norm_1, self.norm_2 = norm(width), norm(width)
         self.query, self.out = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
         self.key, self.value = (nn.Linear(width, kv_heads * size, bias=False) for _ in range(2))
         self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
@@ -65,11 +74,11 @@ def _rotated(z: torch.Tensor) -> torch.Tensor:
 class Decoder(nn.Module):
     """Embedding, blocks, norm and head; `tied`: the head is the embedding."""
 
-    def __init__(self, blocks: list[nn.Module], width: int, vocabulary: int, *, tied: bool) -> None:
+    def __init__(self, blocks: list[nn.Module], width: int, vocabulary: int, norm: nn.Module, *, tied: bool) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(blocks)
-        self.norm = nn.LayerNorm(width, bias=False) if tied else nn.RMSNorm(width)
+        self.norm = norm
         self.head = nn.Linear(width, vocabulary, bias=False)
         if tied:
             self.head.weight = self.embedding.weight
@@ -101,15 +110,31 @@ def mpt(
 ) -> Iterator[torch.Tensor]:
     """Steps of an MPT of two layers."""
     blocks: list[nn.Module] = [MptBlock(width, heads) for _ in range(2)]
-    yield from _steps(Decoder(blocks, width, vocabulary, tied=True), batch, sequence, vocabulary, is_fused=True)
+    yield from _steps(
+        Decoder(blocks, width, vocabulary, nn.LayerNorm(width, bias=False), tied=True),
+        batch,
+        sequence,
+        vocabulary,
+        is_fused=True,
+    )
 
 
 def llama(
-    width: int, heads: int, kv_heads: int, hidden: int, batch: int = 1, sequence: int = 8192, vocabulary: int = 128256
+    width: int,
+    heads: int,
+    kv_heads: int,
+    hidden: int,
+    batch: int = 1,
+    sequence: int = 8192,
+    vocabulary: int = 128256,
+    fused: int = 1,
 ) -> Iterator[torch.Tensor]:
-    """Steps of a Llama of two layers."""
-    blocks: list[nn.Module] = [LlamaBlock(width, heads, kv_heads, hidden) for _ in range(2)]
-    yield from _steps(Decoder(blocks, width, vocabulary, tied=False), batch, sequence, vocabulary, is_fused=False)
+    """Steps of a Llama of two layers; `fused`: its norms are one kernel."""
+    norm = nn.RMSNorm if fused else ComposedRMSNorm
+    blocks: list[nn.Module] = [LlamaBlock(width, heads, kv_heads, hidden, norm) for _ in range(2)]
+    yield from _steps(
+        Decoder(blocks, width, vocabulary, norm(width), tied=False), batch, sequence, vocabulary, is_fused=False
+    )
 
 
 def _steps(model: nn.Module, batch: int, sequence: int, vocabulary: int, *, is_fused: bool) -> Iterator[torch.Tensor]:

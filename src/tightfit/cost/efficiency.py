@@ -2,9 +2,10 @@
 
 `matmul`, `convolution` and `attention` have a fraction of the FLOP/s, the others of the memory bandwidth. Sources:
 
-* matmul, bfloat16, best shapes: A100 0.869, H100 0.803 (H200 the same), GH200 0.838, B200 0.776, B300 0.786, GB200 0.729, MI355X 0.68, MI325X
+* matmul, bfloat16, best shapes alone: A100 0.869, H100 0.803 (H200 the same), GH200 0.838, B200 0.776, B300 0.786, GB200 0.729, MI355X 0.68, MI325X
   0.604, MI300X 0.514 to 0.601, MI250X 0.767 (stas00/ml-engineering, "Maximum Achievable Matmul FLOPS"); a gated feed-forward layer of
-  8B size on an A100 0.83 (Liger-Kernel benchmarks); H200 on random data 788 of 989 TFLOP/s; Ada 0.88 to 0.96 (cuBLAS on an L20).
+  8B size on an A100 0.83 (Liger-Kernel benchmarks); H200 on random data 788 of 989 TFLOP/s. Over whole training steps the power limit takes more: 0.65 of an H200 (a step of eight
+  layers of 4,096 took 193 and 202 ms, docs/log.md), 0.79 of an A100 (llm-foundry's recomputed runs, nine tenths of which are products). Ada 0.88 to 0.96 (cuBLAS on an L20).
 * attention: FlashAttention-2 reaches 0.5 to 0.73 of an A100 (Dao 2023) and 0.35 of an H100 (Shah et al. 2024), which is what torch uses there.
 * matmul, float32: linear layers of kernel_times (NeuSight: Lee et al., ASPLOS 2025), best shapes; cards that their power limit holds back further say so
   themselves (`Device.reached`). bfloat16 and float16 on sm_86: steps of timm's models on an RTX 3090 (its results/), less the clock.
@@ -28,10 +29,10 @@ from tightfit.devices.device import DTYPES, Device, DType
 
 # Of tensor cores in half precision.
 _MATMUL = {
-    "sm_80": 0.85,
+    "sm_80": 0.79,
     "sm_86": 0.93,
     "sm_89": 0.88,
-    "sm_90": 0.80,
+    "sm_90": 0.65,
     "sm_100": 0.77,
     "sm_103": 0.78,
     "gfx90a": 0.76,

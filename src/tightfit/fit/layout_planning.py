@@ -18,8 +18,9 @@ from tightfit.layouts.exports.layout_run import LayoutRun, num_nodes_of
 from tightfit.layouts.exports.tool import AbstractTool
 from tightfit.layouts.layout_plan import LayoutPlan, PricedLayout
 from tightfit.layouts.layout_search import LayoutSearch
-from tightfit.layouts.model_parts import ModelParts, model_parts
+from tightfit.layouts.model.model_parts import ModelParts, model_parts
 from tightfit.layouts.stages import stage_sizes
+from tightfit.layouts.traced_step import with_traced_step
 from tightfit.simulate.throughput import counts_of_step
 from tightfit.tape import Phase, Tape
 
@@ -81,6 +82,7 @@ def plan_layout(
         # The samples of its throughput, of which a second is as good as any other: images, rows of a table.
         global_batch = counts_of_step(tape.of_steps(), on.card, 1.0).num_samples
     model, examples = _with_batch(model, global_batch)
+    model = with_traced_step(model, tape, on.card, on.settings, on.calibration)
     search = LayoutSearch(
         model, on.card, kind, budget_bytes=min(on.budget_bytes(budget), on.card.capacity_bytes), tool=tool
     )

@@ -42,6 +42,11 @@ class Layout:
         """How many copies of the states there are in dp x cp."""
         return self.dp * self.cp // self.sharded_over
 
+    @property
+    def is_gathered(self) -> bool:
+        """Whether weights are gathered by FSDP, which converts them on the way."""
+        return self.zero_stage >= 2 and self.sharded_over > 1
+
     def to_json(self) -> dict[str, Any]:
         """The object `layout` of `tightfit plan --gpus --json`."""
         return dataclasses.asdict(self)

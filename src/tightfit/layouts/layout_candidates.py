@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from tightfit.devices.node import Node
 from tightfit.layouts.exports.tool import AbstractTool
 from tightfit.layouts.layout import Layout
-from tightfit.layouts.model_parts import ModelParts
+from tightfit.layouts.model.model_parts import ModelParts
 from tightfit.layouts.part_seconds import PricedParts
 
 _MOST_TENSOR = 8

@@ -14,7 +14,7 @@ from tightfit.layouts.exports.tool import AbstractTool
 from tightfit.layouts.layout import Layout, Recomputation
 from tightfit.layouts.layout_candidates import LayoutCandidates
 from tightfit.layouts.layout_plan import LayoutPlan, PricedLayout
-from tightfit.layouts.model_parts import ModelParts
+from tightfit.layouts.model.model_parts import ModelParts
 from tightfit.layouts.part_seconds import PricedParts
 from tightfit.layouts.rank_bytes import rank_bytes
 from tightfit.layouts.rank_seconds import StepClock

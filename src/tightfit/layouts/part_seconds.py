@@ -1,7 +1,7 @@
 """Seconds of the parts of a model for a share of the traced batch and a degree of tensor parallelism: the traced operators, scaled and priced again.
 
 FLOPs and bytes of an operator shrink with the tokens and with tp; the bytes of weights with tp alone. So all of a block's work is divided by tp, as it is with sequence
-parallelism (Korthikanti et al. 2022), where norms and dropout run on a share of the tokens. Conversions of weights are left out: gathered weights arrive converted.
+parallelism (Korthikanti et al. 2022), where norms and dropout run on a share of the tokens. Conversions of weights are apart: gathered weights arrive converted.
 """
 
 import dataclasses
@@ -13,31 +13,29 @@ import numpy as np
 from tightfit.cost.efficiency import efficiency_of
 from tightfit.cost.roofline import is_kernel, operator_seconds
 from tightfit.devices.device import Device
-from tightfit.layouts.model_parts import ModelPart, ModelParts, Rows
+from tightfit.layouts.model.model_parts import ModelPart, ModelParts, Rows
 from tightfit.tape import Operators, Table
 
 _AnyTable = TypeVar("_AnyTable", bound=Table)
 _KEPT = frozenset({"operators", "storages", "events", "spans"})
-_PRODUCTS = {"sm_80": 1.08, "sm_90": 1.31}
-_ATTENTION = 1.86
-_OTHERS = 1.88
-"""How much longer kernels take in a long run of many cards than alone: products because the clock falls under the power limit (an H100 reaches 0.58 of its peak in
-training, 0.80 in a benchmark of one shape), attention because causal kernels do worse than the plain ones that are published, the others because frameworks convert and
-copy besides. Fitted with `python -m benchmarks.shard` on four of nine sizes of MPT (llm-foundry's table); the other five and torchtitan's runs are judged by it.
-They are of mixed precision: multiply-add units in float32 stay below the power limit, and nothing is converted."""
-_MIXED = frozenset({"float16", "bfloat16"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PartSeconds:
     """Seconds of one part for one micro-batch on one rank. `elementwise` is what selective recomputation runs again: the forward pass without products;
-    `alternate` has every second matrix product besides."""
+    `alternate` has every second matrix product besides. `converting` and `converting_back` are conversions of weights and of their gradients, which are in none of the others.
+    `kernels` and `kernels_back` are how many the host issues, conversions among them.
+    """
 
     forward: float
     backward: float
     elementwise: float
     alternate: float
     attention: float
+    converting: float
+    converting_back: float
+    kernels: int
+    kernels_back: int
 
 
 class PricedParts:
@@ -46,10 +44,9 @@ class PricedParts:
     def __init__(self, model: ModelParts, device: Device) -> None:
         self.model = model
         self.device = device
-        self._issue_seconds = efficiency_of(device).issue_seconds
-        of_products = _PRODUCTS.get(device.isa, _PRODUCTS["sm_80"])
-        is_mixed = model.computed_dtype in _MIXED
-        self._factors = (_ATTENTION, of_products, _OTHERS) if is_mixed else (1.0, 1.0, 1.0)
+        efficiency = efficiency_of(device)
+        self.issue_seconds = efficiency.issue_seconds
+        self.copy_bytes_per_second = device.dram_bytes_per_second * efficiency.of_bandwidth["copy"]
         self._known: dict[tuple[float, int], tuple[PartSeconds, ...]] = {}
         # Tables that refer to the operators of the whole tape by number say nothing of these.
         others = {f.name: getattr(model.tape, f.name) for f in dataclasses.fields(model.tape) if f.name not in _KEPT}
@@ -72,7 +69,7 @@ class PricedParts:
         tape = dataclasses.replace(
             self._tape, operators=_joined([scaled(rows, share, tp) for rows in passes]), geometry=_joined(sizes)
         )
-        seconds, kernels = operator_seconds(tape, self.device), is_kernel(tape)
+        seconds, kernels = self.model.compute_scale * operator_seconds(tape, self.device), is_kernel(tape)
         found, at = [], 0
         for part in self.model.parts:
             spans = []
@@ -86,22 +83,20 @@ class PricedParts:
         self, part: ModelPart, seconds: np.ndarray, kernels: np.ndarray, forward: slice, backward: slice
     ) -> PartSeconds:
         casts, casts_back = part.forward.is_cast, part.backward.is_cast
-        seconds = seconds.copy()
-        of_attention, of_products, of_others = self._factors
-        for rows, of in ((part.forward, forward), (part.backward, backward)):
-            seconds[of] *= np.where(rows.is_attention, of_attention, np.where(rows.is_product, of_products, of_others))
 
         def spent(of: slice, chosen: np.ndarray) -> float:
-            # Kernels that are shorter than the host needs to issue them wait for the host.
-            busy = float(seconds[of][chosen].sum())
-            return max(busy, self._issue_seconds * int(kernels[of][chosen].sum()))
+            return float(seconds[of][chosen].sum())
 
         return PartSeconds(
             forward=spent(forward, ~casts),
             backward=spent(backward, ~casts_back),
             elementwise=spent(forward, ~casts & ~part.forward.is_product),
             alternate=spent(forward, ~casts & (~part.forward.is_product | part.forward.is_second_product)),
-            attention=float(seconds[forward][part.forward.is_attention].sum()),
+            attention=spent(forward, part.forward.is_attention),
+            converting=spent(forward, casts),
+            converting_back=spent(backward, casts_back),
+            kernels=int(kernels[forward].sum()),
+            kernels_back=int(kernels[backward].sum()),
         )
 
 

@@ -1,10 +1,11 @@
-"""GPU memory of a rank under a layout, by class.
+"""GPU memory of a rank under a layout, by class, at the moment when it is most (`moments.py`).
 
 states         parameters, gradients and optimizer states, each divided by tp and by the ranks that share them
-gathered       weights and gradients of whole blocks: two blocks' at once with ZeRO-3 (the one that computes and the one that is prefetched), all with ZeRO-2
+gathered       weights and gradients of whole parts, as FSDP gathers and reduces them
+communication  buckets of DistributedDataParallel
 activations    what the blocks of a stage save for backward, for each micro-batch in flight; of a recomputed block its input alone
-working        the larger of: temporaries and logits around the loss; temporaries of a block's backward pass, with what its recomputation makes again
-other          inputs, NCCL's buffers, the CUDA context, and what the caching allocator reserves and cannot use
+working        temporaries around the loss, of a block's backward pass with what its recomputation makes again, or of the update
+other          inputs, NCCL's buffers, the CUDA context, and what the caching allocator reserves and does not use: as in the traced step
 """
 
 import dataclasses
@@ -15,19 +16,22 @@ from tightfit.cost.communicators import communicator_bytes
 from tightfit.devices.device import Device
 from tightfit.devices.node import Node
 from tightfit.layouts.layout import Layout
-from tightfit.layouts.model_parts import ModelPart, ModelParts
+from tightfit.layouts.model.model_parts import ModelParts
+from tightfit.layouts.moments import moments, stored_bytes
 from tightfit.layouts.stages import Stage
 
 FRAGMENTATION = 0.03
-"""What is reserved and unused, as a share of activations, gathered weights and working memory: blocks of unlike sizes come and go. Reserved above allocated is 2 to 5 % in the
-published runs of torchtitan with the default allocator."""
+"""The least that is reserved and unused with FSDP, as a share of activations, gathered weights and working memory: blocks of unlike sizes come and go. Reserved above allocated
+is 2 to 5 % in the published runs of torchtitan with the default allocator."""
 CLASSES = (
     "parameters",
     "gradients",
     "optimizer_state",
     "gathered",
+    "communication",
     "activations",
     "working",
+    "workspace",
     "inputs",
     "nccl",
     "cache",
@@ -50,27 +54,39 @@ class RankBytes:
 
 
 def rank_bytes(model: ModelParts, layout: Layout, stage: Stage, device: Device, node: Node) -> RankBytes:
-    """The memory of a rank of `stage`."""
+    """The memory of a rank of `stage`, at the moment when it is most."""
     share = _share(model, layout)
     states = _states(model, layout, stage)
-    activations, working = _activations(model, layout, stage, share)
-    gathered = _gathered(model, layout, stage)
-    inputs = round(model.input_bytes * share)
-    moving = activations + working + gathered
+    of_rank = moments(model, layout, stage, share)
+    worst = max(of_rank, key=lambda moment: moment.total(states["gradients"]))
+    unused = model.unused_bytes / layout.tp * (share if model.unused_by_tokens else 1.0)
+    moving = worst.activations + worst.working + worst.gathered
+    # Gathered weights come and go besides what one card has traced.
+    cache = max(unused, FRAGMENTATION * moving) if layout.is_gathered else unused
     return RankBytes(
         rank=stage.rank,
         role=_role(stage, layout),
         by_class={
             **states,
-            "gathered": gathered,
-            "activations": activations,
-            "working": working,
-            "inputs": inputs,
+            "gradients": round(worst.gradients * states["gradients"]),
+            "gathered": round(worst.gathered),
+            "communication": _buckets(model, layout, states),
+            "activations": round(worst.activations),
+            "working": round(worst.working),
+            "workspace": model.workspace_bytes,
+            "inputs": round(model.input_bytes * share),
             "nccl": _communicators(_plain(layout), node),
-            "cache": round(FRAGMENTATION * moving),
+            "cache": round(cache),
             "context": device.context_bytes,
         },
     )
+
+
+def is_of_tokens(model: ModelParts, layout: Layout, stage: Stage) -> bool:
+    """Whether a rank of `stage` is at its peak where activations are, or where gradients or the update are."""
+    of_rank = moments(model, layout, stage, _share(model, layout))
+    gradients = _states(model, layout, stage)["gradients"]
+    return max(of_rank, key=lambda moment: moment.total(gradients)).is_of_tokens
 
 
 def _share(model: ModelParts, layout: Layout) -> float:
@@ -78,20 +94,11 @@ def _share(model: ModelParts, layout: Layout) -> float:
     return layout.micro_batch / (model.batch.num_examples or 1) / layout.cp
 
 
-def _stored(model: ModelParts, layout: Layout, part: ModelPart, tied_bytes: int = 0) -> tuple[float, float]:
-    """The bytes of the weights of a part on a rank before they are sharded: those of experts, and the others, without `tied_bytes` that another part has."""
-    dense = part.parameter_bytes - part.expert_bytes - tied_bytes
-    return (
-        part.expert_bytes / layout.tp / layout.ep * model.stored_per_parameter,
-        dense / layout.tp * model.stored_per_parameter,
-    )
-
-
 def _states(model: ModelParts, layout: Layout, stage: Stage) -> dict[str, int]:
     parameters = gradients = optimizer = 0.0
     over = layout.sharded_over
     for _, part, count in stage.parts(model):
-        experts, dense = _stored(model, layout, part, stage.tied_bytes(model) if part is model.after else 0)
+        experts, dense = stored_bytes(model, layout, part, stage.tied_bytes(model) if part is model.after else 0)
         # Experts are divided by ep already, and sharded over the ranks that have the same ones.
         sharded = dense / over + experts / max(1, over // layout.ep)
         whole = dense + experts
@@ -102,56 +109,10 @@ def _states(model: ModelParts, layout: Layout, stage: Stage) -> dict[str, int]:
     return {"parameters": round(parameters), "gradients": round(gradients), "optimizer_state": round(optimizer)}
 
 
-def _gathered(model: ModelParts, layout: Layout, stage: Stage) -> int:
-    """Whole weights as they are computed with, and whole gradients before they are reduced."""
-    if layout.zero_stage < 2 or layout.sharded_over == 1:
-        return 0
-    weights = [
-        sum(_stored(model, layout, part)) * model.gathered_per_parameter
-        for _, part, n in stage.parts(model)
-        for _ in range(min(n, 2))
-    ]
-    blocks = [sum(_stored(model, layout, part)) for i, part, _ in stage.parts(model) if 0 < i <= len(model.blocks)]
-    ends = [sum(_stored(model, layout, part)) for i, part, _ in stage.parts(model) if not 0 < i <= len(model.blocks)]
-    if layout.zero_stage == 2:
-        all_weights = sum(
-            n * sum(_stored(model, layout, part)) * model.gathered_per_parameter for _, part, n in stage.parts(model)
-        )
-        largest = max(weights, default=0.0)
-        return round(all_weights + largest * model.reduced_per_gathered)
-    block = max(blocks, default=0.0)
-    # The part after the blocks is gathered from its forward to its backward pass; that of the embedding only while it computes.
-    weights_at_once = 2 * block * model.gathered_per_parameter + max(ends, default=0.0) * model.gathered_per_parameter
-    gradient = max(block, max(ends, default=0.0)) * model.gathered_per_parameter * model.reduced_per_gathered
-    return round(weights_at_once + gradient)
-
-
-def _activations(model: ModelParts, layout: Layout, stage: Stage, share: float) -> tuple[int, int]:
-    """What is saved for backward, and the working memory on top of it at the worst moment."""
-    per_rank, left = 0.0, layout.num_recomputed
-    tp = layout.tp
-    working = 0.0
-    for i, part, count in stage.parts(model):
-        if not 0 < i <= len(model.blocks):
-            # The loss and the embedding are done with before the next micro-batch comes.
-            working = max(working, (part.saved_bytes + part.working_bytes) * share / tp)
-            continue
-        # With tensor parallelism the inputs of each half of a block are gathered over tp, and saved so.
-        whole_inputs = min(2.0, part.num_products) * part.input_bytes * (1 - 1 / tp)
-        plain = part.saved_bytes / tp + whole_inputs
-        kept = {
-            "none": plain,
-            "selective": (part.product_bytes + part.input_bytes) / tp,
-            "alternate": (part.alternate_bytes + part.input_bytes) / tp,
-            "full": part.input_bytes / tp,
-        }[layout.recompute]
-        kept = min(kept, plain)
-        again = min(count, left)
-        left -= again
-        per_rank += ((count - again) * plain + again * kept) * share
-        made_again = plain - kept if again else 0.0
-        working = max(working, (part.working_bytes / tp + made_again) * share)
-    return round(per_rank * stage.in_flight), round(working)
+def _buckets(model: ModelParts, layout: Layout, states: dict[str, int]) -> int:
+    """Buckets of DistributedDataParallel: the gradients a second time, as it has them by default."""
+    is_reduced = layout.zero_stage < 2 and layout.dp * layout.cp > 1 and model.has_buckets
+    return states["gradients"] if is_reduced else 0
 
 
 def _plain(layout: Layout) -> Layout:

@@ -1,7 +1,7 @@
 """Seconds of a step under a layout: computation of each stage, collectives beside it or between, and the bubbles of a pipeline.
 
 FSDP          weights of the next block are gathered while one computes, and gradients of the one before are reduced: what takes longer decides, and the
-              first gather and the last reduction of a pass are waited for. While NCCL runs, its channels occupy multiprocessors and memory bandwidth.
+              first gather and the last reduction of a pass are waited for; copies out of and into the buffers of both are kernels like any other. While NCCL runs, its channels occupy multiprocessors and memory bandwidth.
 tensor        an all-gather and a reduce-scatter of the activations around each half of a block, forward and backward: waited for
 context       keys and values are gathered before attention, their gradients reduced after it: waited for
 experts       two all-to-alls of the tokens, forward and backward: waited for
@@ -13,7 +13,7 @@ import dataclasses
 from tightfit.cost.collectives import Collective, Group, collective_seconds
 from tightfit.devices.node import Node
 from tightfit.layouts.layout import Layout
-from tightfit.layouts.model_parts import ModelPart, ModelParts
+from tightfit.layouts.model.model_parts import ModelPart, ModelParts
 from tightfit.layouts.part_seconds import PartSeconds, PricedParts
 from tightfit.layouts.stages import Stage, stages_of
 from tightfit.simulate.contention import CONTENTION
@@ -24,7 +24,8 @@ _HALVES_OF_ALL_REDUCE: tuple[Collective, ...] = ("all_gather", "reduce_scatter")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepSeconds:
-    """Seconds of a step and what they are for. `compute` includes recomputation; `exposed` collectives are those that nothing runs beside; `bubble` is idle."""
+    """Seconds of a step and what they are for. `compute` includes recomputation; `exposed` collectives are those that nothing runs beside; `bubble` is idle,
+    and so is `host`: kernels that are shorter than the host needs to issue them, and values that it reads."""
 
     total: float
     compute: float
@@ -32,6 +33,7 @@ class StepSeconds:
     exposed: float
     bubble: float
     optimizer: float
+    host: float = 0.0
 
     def parts(self) -> dict[str, float]:
         """The parts by name, without the total."""
@@ -41,6 +43,7 @@ class StepSeconds:
             "exposed collectives": self.exposed,
             "pipeline bubble": self.bubble,
             "optimizer": self.optimizer,
+            "waits for the host": self.host,
         }
 
 
@@ -51,6 +54,7 @@ class _Pass:
     compute: float = 0.0
     recomputed: float = 0.0
     exposed: float = 0.0
+    kernels: int = 0
 
     @property
     def total(self) -> float:
@@ -85,8 +89,11 @@ class StepClock:
         optimizer = max(self._optimizer(layout, stage) for stage in distinct.values())
         exposed = slowest.exposed * layout.accumulation + sends + ends
         compute = slowest.compute * layout.accumulation
+        issued = (slowest.kernels * layout.accumulation + model.optimizer_kernels) * self.priced.issue_seconds
+        host = max(0.0, issued - compute - optimizer - exposed - bubble) + model.outside_seconds
         return StepSeconds(
-            total=compute + exposed + bubble + optimizer,
+            total=compute + exposed + bubble + optimizer + host,
+            host=host,
             compute=compute,
             recomputed=slowest.recomputed * layout.accumulation,
             exposed=exposed,
@@ -96,37 +103,48 @@ class StepClock:
 
     def _stage(self, layout: Layout, stage: Stage, seconds: tuple[PartSeconds, ...], share: float) -> _Pass:
         compute = recomputed = exposed = 0.0
+        kernels = 0
         left = layout.num_recomputed
         for i, part, count in stage.parts(self.model):
             of = seconds[i]
             is_block = 0 < i <= len(self.model.blocks)
             again = min(count, left) if is_block else 0
             left -= again
+            if not layout.is_gathered and self.model.gathered_per_parameter < 1.0:
+                # Weights that do not arrive converted are converted in each pass.
+                of = dataclasses.replace(
+                    of, forward=of.forward + of.converting, backward=of.backward + of.converting_back
+                )
             redone = {"none": 0.0, "selective": of.elementwise, "alternate": of.alternate, "full": of.forward}[
                 layout.recompute
             ]
+            kernels += count * (of.kernels + of.kernels_back) + (again * of.kernels if redone else 0)
             gather, reduce = self._fsdp(layout, part)
+            unpacked, packed = self._fsdp_copies(layout, part)
+            gathers_again = layout.zero_stage == 3
+            # Weights that stay gathered are gathered for the first micro-batch alone.
+            copied = unpacked * (2 if gathers_again else 1 / layout.accumulation) + packed
             inside, inside_again = self._inside(layout, part, share) if is_block else (0.0, 0.0)
             if layout.recompute != "full":
                 inside_again = 0.0
             forward = _beside(of.forward, gather)
-            backward = _beside(of.backward, reduce + (gather if layout.zero_stage == 3 else 0.0))
-            backward_again = _beside(of.backward + redone, reduce + (gather if layout.zero_stage == 3 else 0.0))
+            network = reduce + (gather if gathers_again else 0.0)
+            backward = _beside(of.backward, network)
+            backward_again = _beside(of.backward + redone, network)
             if layout.zero_stage == 2:
-                # Weights are gathered for the first micro-batch alone.
                 forward = (forward + (layout.accumulation - 1) * of.forward) / layout.accumulation
-            compute += count * (of.forward + of.backward) + again * redone
+            compute += count * (of.forward + of.backward + copied) + again * redone
             recomputed += again * redone
             plain = count - again
             exposed += count * (forward - of.forward) + plain * (backward - of.backward)
             exposed += again * (backward_again - of.backward - redone)
             exposed += count * inside + again * inside_again
-        return _Pass(compute=compute, recomputed=recomputed, exposed=exposed)
+        return _Pass(compute=compute, recomputed=recomputed, exposed=exposed, kernels=kernels)
 
     def _fsdp(self, layout: Layout, part: ModelPart) -> tuple[float, float]:
         """Seconds to gather the weights of a part, and to reduce its gradients, in one micro-batch."""
         model, over = self.model, layout.sharded_over
-        if layout.zero_stage < 2 or over == 1:
+        if not layout.is_gathered:
             return 0.0, 0.0
         whole = part.parameter_bytes / layout.tp * model.stored_per_parameter * model.gathered_per_parameter
         # Experts are gathered by the ranks that have the same ones.
@@ -143,6 +161,17 @@ class StepClock:
             reduced = (dense + experts) * trained / over
             reduce += self._collective("all_reduce", reduced, layout.num_replicas, layout.tp * over)
         return gather, reduce
+
+    def _fsdp_copies(self, layout: Layout, part: ModelPart) -> tuple[float, float]:
+        """Seconds of the copies of FSDP2 beside its collectives, on the stream that computes: gathered weights are put in their places, gradients into the buffer that is reduced."""
+        model = self.model
+        if not layout.is_gathered:
+            return 0.0, 0.0
+        whole = part.parameter_bytes / layout.tp * model.stored_per_parameter * model.gathered_per_parameter
+        whole *= 1 - part.expert_bytes / max(1, part.parameter_bytes) * (1 - 1 / layout.ep)
+        trained = part.trained_bytes / max(1, part.parameter_bytes)
+        rate = self.priced.copy_bytes_per_second
+        return 2 * whole / rate, whole * trained * (1 + model.reduced_per_gathered) / rate
 
     def _collective(self, kind: Collective, num_bytes: float, size: int, stride: int) -> float:
         """Seconds of a collective of `size` ranks that are `stride` apart."""

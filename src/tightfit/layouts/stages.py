@@ -4,7 +4,7 @@ import dataclasses
 import functools
 
 from tightfit.layouts.layout import Layout
-from tightfit.layouts.model_parts import ModelPart, ModelParts
+from tightfit.layouts.model.model_parts import ModelPart, ModelParts
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

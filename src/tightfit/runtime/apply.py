@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from tightfit.capture.processes.process_role import begin_plan, is_simulated
 from tightfit.errors import ApplyError, UsageError
@@ -129,7 +130,9 @@ def apply_to(
         # before what is wrapped around it.
         for name, known in techniques().items():
             if name in by_name:
-                _put_on(session, name, known, by_name[name])
+                # The first call of a model may be one of `torch.func`, inside of which tensors of ours would be its own, and gone with it.
+                with temporarily_clear_interpreter_stack():
+                    _put_on(session, name, known, by_name[name])
         if by_name:
             # After all techniques: some ask for a module whose forward is its own, and the guard is to be the
             # outermost.

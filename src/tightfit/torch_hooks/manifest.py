@@ -229,6 +229,11 @@ IN_USERS_PROCESS: tuple[Name, ...] = (
         "to refuse backward passes for many gradients at once",
         "techniques",
     ),
+    known(
+        "torch._functorch.pyfunctorch:temporarily_clear_interpreter_stack",
+        "to put a plan on outside of the transforms of torch.func",
+        "runtime",
+    ),
     known("torch._C:_are_functorch_transforms_active", "to refuse what torch.func transforms would see", "techniques"),
     known(
         "torch.autograd.forward_ad:_current_level", "to refuse what forward-mode derivatives would see", "techniques"

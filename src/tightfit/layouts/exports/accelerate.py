@@ -12,7 +12,7 @@ from tightfit.layouts.exports.layout_run import Export, LayoutRun
 from tightfit.layouts.exports.text_formats import comments, yaml
 from tightfit.layouts.exports.tool import AbstractTool, all_or_none, first_reason
 from tightfit.layouts.layout import Layout, Recomputation
-from tightfit.layouts.model_parts import ModelParts
+from tightfit.layouts.model.model_parts import ModelParts
 
 _PRECISIONS = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
 _MESH = "parallelism_config_"

@@ -12,7 +12,7 @@ from typing import Any
 from tightfit.layouts.exports.layout_run import Export, LayoutRun
 from tightfit.layouts.exports.tool import AbstractTool, all_or_none, first_reason, with_master_weights
 from tightfit.layouts.layout import Layout, Recomputation
-from tightfit.layouts.model_parts import ModelParts
+from tightfit.layouts.model.model_parts import ModelParts
 
 _HALVES = {"bfloat16": "bf16", "float16": "fp16"}
 

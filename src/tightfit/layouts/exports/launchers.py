@@ -12,7 +12,7 @@ from tightfit.layouts.exports.layout_run import Export, LayoutRun
 from tightfit.layouts.exports.text_formats import ShellText, comments, shell_line, yaml
 from tightfit.layouts.exports.tool import AbstractTool
 from tightfit.layouts.layout import Layout, Recomputation
-from tightfit.layouts.model_parts import ModelParts
+from tightfit.layouts.model.model_parts import ModelParts
 
 _PORT = 29500
 _CPUS_PER_GPU = 8

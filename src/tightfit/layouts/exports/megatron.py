@@ -11,7 +11,7 @@ from tightfit.layouts.exports.layout_run import Export, LayoutRun
 from tightfit.layouts.exports.text_formats import comments
 from tightfit.layouts.exports.tool import AbstractTool, first_reason, with_master_weights
 from tightfit.layouts.layout import Layout, Recomputation
-from tightfit.layouts.model_parts import ModelParts
+from tightfit.layouts.model.model_parts import ModelParts
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

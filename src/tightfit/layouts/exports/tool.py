@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from tightfit.layouts.exports.layout_run import Export, LayoutRun
 from tightfit.layouts.layout import Layout, Recomputation
-from tightfit.layouts.model_parts import ModelParts
+from tightfit.layouts.model.model_parts import ModelParts
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

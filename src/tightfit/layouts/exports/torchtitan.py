@@ -13,7 +13,7 @@ from tightfit.layouts.exports.layout_run import Export, LayoutRun
 from tightfit.layouts.exports.text_formats import comments, toml
 from tightfit.layouts.exports.tool import AbstractTool, first_reason
 from tightfit.layouts.layout import Layout, Recomputation
-from tightfit.layouts.model_parts import ModelParts
+from tightfit.layouts.model.model_parts import ModelParts
 
 _SCHEDULES = {"none": "1F1B", "1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B"}
 _DTYPES = ("float32", "bfloat16")

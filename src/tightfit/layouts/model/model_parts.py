@@ -14,9 +14,10 @@ import numpy as np
 from tightfit.analysis.modules import ModuleCall
 from tightfit.analysis.profile import Profile
 from tightfit.cost.classes import operator_class
-from tightfit.layouts.batches_of_tape import BatchOfTape, batch_of
-from tightfit.layouts.product_sizes import ProductSizes, product_sizes
-from tightfit.layouts.weights_of_tape import WeightBytes, WeightsOfTape
+from tightfit.layouts.model.batches_of_tape import BatchOfTape, batch_of
+from tightfit.layouts.model.peaks_of_tape import PeaksOfTape
+from tightfit.layouts.model.product_sizes import ProductSizes, product_sizes
+from tightfit.layouts.model.weights_of_tape import WeightBytes, WeightsOfTape
 from tightfit.tape import Category, Column, Operators, Phase, Tape
 
 PRODUCTS = frozenset({"matmul", "convolution", "attention"})
@@ -46,8 +47,8 @@ class ModelPart:
 
     `saved_bytes` are saved for backward, its output among them; of these `product_bytes` would be if only the results of products were saved,
     and `alternate_bytes` if every second matrix product was not either. `input_bytes` is what
-    the part is given. `working_bytes` is the peak of temporaries in its backward pass. `key_value_bytes` are the keys and values of its attention.
-    `expert_bytes` are the weights (of `parameter_bytes`) that only some tokens use, `expert_share` the share of the tokens that one of them sees.
+    the part is given. `working_bytes` is the peak of temporaries in its backward pass, `fixed_working_bytes` of those that are as large as weights. `key_value_bytes` are the keys and values of its attention.
+    `converted_bytes` are copies of its weights in the type that is computed with, saved for backward besides. `expert_bytes` are the weights (of `parameter_bytes`) that only some tokens use, `expert_share` the share of the tokens that one of them sees.
     """
 
     name: str
@@ -66,6 +67,8 @@ class ModelPart:
     expert_share: float = 1.0
     experts_per_token: float = 1.0
     class_name: str = ""
+    converted_bytes: int = 0
+    fixed_working_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -75,7 +78,10 @@ class ModelParts:
 
     Bytes of gradients and optimizer states are per byte of trained parameters; `gathered_per_parameter` is what a gathered byte of weights takes: 0.5 where autocast converts them.
     `reduced_per_gathered` is what a gradient takes while it is reduced, per byte of the gathered weight. `stored_per_parameter` is above 1 where a layout stores
-    weights in a wider type than the program. `stored_dtype` and `computed_dtype` are the types of weights and of most products. `optimizer_seconds` are those of the update of all parameters on one card. `num_rounds` micro-batches of `batch` make one step of the program.
+    weights in a wider type than the program. `stored_dtype` and `computed_dtype` are the types of weights and of most products. `optimizer_seconds` are those of the update of all parameters on one card, which takes `optimizer_kernels` kernels and `optimizer_bytes` of temporaries. `num_rounds` micro-batches of `batch` make one step of the program.
+    `has_buckets`: data parallelism without FSDP is torch's DistributedDataParallel, which has the gradients in buckets besides. `early_gradients` is the share of the gradients that is there when the backward pass begins: none where they are set to None before. `outside_seconds` and `unused_bytes` are what the traced step takes
+    beside what its parts explain (`traced_step.py`): waits of the host, and what the caching allocator holds without using it. Where it takes less, `compute_scale` is below 1. `unused_by_tokens`: the peak is where activations are,
+    so that half the batch leaves half of it unused; else it goes with the weights. `workspace_bytes` are those of libraries.
     """
 
     tape: Tape
@@ -95,6 +101,15 @@ class ModelParts:
     reduced_per_gathered: float = 2.0
     stored_dtype: str = "float32"
     computed_dtype: str = "bfloat16"
+    has_buckets: bool = True
+    optimizer_kernels: float = 0.0
+    optimizer_bytes: int = 0
+    early_gradients: float = 1.0
+    compute_scale: float = 1.0
+    outside_seconds: float = 0.0
+    unused_bytes: float = 0.0
+    unused_by_tokens: bool = True
+    workspace_bytes: int = 0
 
     @property
     def parts(self) -> tuple[ModelPart, ...]:
@@ -113,32 +128,12 @@ def model_parts(profile: Profile) -> ModelParts:
     return _Reader(profile).parts()
 
 
-class _Peaks:
-    """Peaks of the bytes of some storages of a tape."""
-
-    def __init__(self, profile: Profile) -> None:
-        self._profile = profile
-        self._tape, self._calls = profile.tape, profile.modules
-
-    def of_category(self, category: Category) -> int:
-        """The peak of what is allocated of one category."""
-        chosen = np.flatnonzero(self._tape.storages.category == category)
-        return self.between(chosen, 0, len(self._tape.events))
-
-    def between(self, chosen: Column, begin: int, end: int) -> int:
-        """The peak of the bytes of `chosen` storages between two events."""
-        change = np.zeros(len(self._tape.events) + 1, dtype=np.int64)
-        np.add.at(change, self._profile.lifetimes.allocated_at[chosen], self._calls.lifetimes.block_bytes[chosen])
-        np.subtract.at(change, self._calls.lifetimes.freed_at[chosen], self._calls.lifetimes.block_bytes[chosen])
-        return int(np.cumsum(change)[begin : max(begin + 1, end)].max(initial=0))
-
-
 class _Reader:
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
         self.tape = profile.tape
         self.calls = profile.modules
-        self.peaks = _Peaks(profile)
+        self.peaks = PeaksOfTape(profile)
         self.weights = WeightsOfTape(profile)
         self.classes = [operator_class(name) if "." in name else "other" for name in self.tape.strings]
 
@@ -181,6 +176,8 @@ class _Reader:
             gradients_per_parameter=gradients / trained,
             states_per_parameter=states / trained,
             optimizer_seconds=float(self.profile.costs.seconds[optimizer].sum()) / steps,
+            optimizer_bytes=self.peaks.update_bytes(),
+            early_gradients=self.peaks.early_gradients(gradients),
             input_bytes=self.peaks.of_category(Category.INPUTS),
             tied_bytes=weights.shared(before[1], after[1]),
             # Gradients are reduced in the type that they are stored in.
@@ -283,22 +280,15 @@ class _Reader:
         storages = self.tape.storages
         made_by = storages.operator
         cast_operators = forward[rows.is_cast]
-        saved = saved[~np.isin(made_by[saved], cast_operators)]
+        is_converted = np.isin(made_by[saved], cast_operators)
+        converted, saved = saved[is_converted], saved[~is_converted]
         products, seconds = forward[rows.is_product], forward[rows.is_second_product]
         # What a product made inside of the forward pass, saved by the plain run or not.
         kept = np.flatnonzero(
             np.isin(made_by, products) & np.isin(storages.category, (Category.ACTIVATIONS, Category.TEMPORARIES))
         )
-        temporary = np.isin(made_by, backward) & (storages.category != Category.GRADIENTS)
-        working = np.flatnonzero(temporary)
-        begin = int(self.calls.lifetimes.event_of(int(backward[0]))) if len(backward) else 0
-        end = int(self.calls.lifetimes.event_of(int(backward[-1]) + 1)) if len(backward) else 0
-        in_forward = np.flatnonzero(np.isin(made_by, forward) & ~self.calls.saved_for_backward)
-        fbegin = int(self.calls.lifetimes.event_of(int(forward[0]))) if len(forward) else 0
-        fend = int(self.calls.lifetimes.event_of(int(forward[-1]) + 1)) if len(forward) else 0
-        peak = max(
-            self.peaks.between(working, begin, end) if len(backward) else 0,
-            self.peaks.between(in_forward, fbegin, fend) if len(forward) and not input_bytes else 0,
+        working, fixed = self.peaks.working(
+            forward, backward, rows.fixed_written, rows_back.fixed_written, is_block=input_bytes > 0
         )
         attention = np.flatnonzero(rows.is_attention)
         operators = rows.operators
@@ -311,10 +301,12 @@ class _Reader:
             parameter_bytes=weights.total,
             trained_bytes=weights.trained,
             saved_bytes=self.calls.lifetimes.bytes_of(saved),
+            converted_bytes=self.calls.lifetimes.bytes_of(converted),
             product_bytes=self.calls.lifetimes.bytes_of(kept),
             alternate_bytes=self.calls.lifetimes.bytes_of(kept[~np.isin(made_by[kept], seconds)]),
             input_bytes=input_bytes,
-            working_bytes=peak,
+            working_bytes=working,
+            fixed_working_bytes=fixed,
             key_value_bytes=key_value,
             num_products=int(rows.is_product.sum()),
             expert_bytes=weights.experts,
