@@ -212,9 +212,6 @@ class SplitForward:
                     proved = self._proofs.prove(forward, batch, parts, decisions, values, shape, may_leave=not begin)
                 self._checks_left = self._check_steps
             outputs.add(output, end - begin, loss_key, proved.joined)
-            # Before a backward pass the program has left its autocast context, which drops the copies of weights
-            # that no graph holds; around the parts it is still entered.
-            torch.clear_autocast_cache()
             weight = sums.weight_of(proved.means, watch.terms, end - begin, loss)
             del output, watch
             self._run_backward(loss, weight, sums, batch, aside)
@@ -239,7 +236,10 @@ class SplitForward:
         is_walked = batch.device.type == "cpu" or self._checks_left or not has_values(*aside.parameters)
         if is_walked:
             sums.saved.add(loss, self.model, [*aside.parameters, *batch.tensors()])
-        # As a program runs `backward` outside of its autocast context. `inputs=` keeps the pass from
+        # A program runs `backward` outside of its autocast context, and has left it before: that drops the copies of
+        # weights that no graph holds.
+        torch.clear_autocast_cache()
+        # `inputs=` keeps the pass from
         # accumulating into anything but the trained parameters.
         with torch.autocast(batch.device.type, enabled=False), of_a_part():
             backward(loss, (weight * sums.loss_scale).to(loss.dtype), inputs=aside.parameters)
