@@ -16,7 +16,7 @@ from typing import Any
 from tightfit.errors import ApplyError, UnsupportedTorch
 
 # docs/versions.md says what was run on which.
-FIRST_TORCH, LAST_TORCH = "2.8", "2.15"
+FIRST_TORCH, LAST_TORCH = "2.6", "2.15"
 _FUNCTIONS: dict[str, Callable[..., Any]] = {}
 
 
