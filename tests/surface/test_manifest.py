@@ -173,7 +173,17 @@ def test_a_name_that_came_later_is_not_missed_in_an_older_torch_and_is_in_a_newe
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.before], ids=str)
 def test_what_is_done_before_a_version_is_said_of_names_that_are_newer_than_the_first_of_all(row: Name) -> None:
-    assert number(row.first) > number(FIRST_TORCH)
+    assert number(row.first) >= number(FIRST_TORCH)
+
+
+def test_a_torch_that_is_older_than_all_that_were_tried_is_refused_though_it_has_all_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.7.1+cpu")
+    with pytest.raises(
+        UnsupportedTorch, match=r"^torch 2\.7\.1\+cpu is too old; torch 2\.8 to \S+ are known to work: pip"
+    ):
+        require([known("torch:zeros", "to test", "effects")])
 
 
 def test_names_that_are_looked_up_when_they_are_needed_stop_nothing() -> None:
