@@ -10,6 +10,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable
+from importlib import metadata
 from typing import Any
 
 from tightfit.errors import ApplyError, UnsupportedTorch
