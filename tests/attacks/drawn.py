@@ -200,10 +200,16 @@ class _Places:
                 settings = {"begin": begin, "end": end}
                 yield self._candidate("nested_checkpointing", path, "nested checkpointing", slots, settings)
                 if type(module) is nn.Sequential:
-                    yield self._candidate("sequential_checkpointing", path, "sequential checkpointing", slots, settings)
+                    segments = {f"segments@{self._where(f'{path}.{key}')}" for key in keys[begin:end]}
+                    yield self._candidate(
+                        "sequential_checkpointing", path, "sequential checkpointing", slots | segments, settings
+                    )
                 if any(isinstance(each, nn.Conv1d | nn.Conv2d | nn.Conv3d) for each in module.modules()):
                     settings = {**settings, "num_tiles": self._chance.choice([2, 2, 3])}
-                    yield self._candidate("tiled_convolutions", path, "tiled convolutions", slots, settings, weight=2.0)
+                    tiles = {slot.replace("activations@", "tiles@", 1) for slot in slots}
+                    yield self._candidate(
+                        "tiled_convolutions", path, "tiled convolutions", slots | tiles, settings, weight=2.0
+                    )
 
     def of_streaming(self) -> Iterator[Candidate]:
         """The weights of blocks, one by one where they are frozen, and of all or some blocks where they are trained."""
@@ -263,6 +269,7 @@ class _Places:
     def _tiles(self, path: str, *, recomputed: bool = False, weight: float = 1.0) -> Candidate:
         settings = {"num_tiles": self._chance.choice([2, 2, 3, 4]), **({"recomputed": True} if recomputed else {})}
         slots = self._slots("tiles", path) | (frozenset() if recomputed else self._slots("activations", path))
+        slots |= {f"segments@{self._where(p)}" for p in self._paths if p.rpartition(".")[0] == path}
         return self._candidate("tiled_tokens", path, "tiled tokens", slots, settings, weight=weight)
 
     def _inside(self, path: str) -> Iterable[str]:

@@ -38,12 +38,45 @@ for _ in range(3):
 """
 
 
-def test_neighbours_of_a_block_are_of_its_own_model(tmp_path: Path) -> None:
-    path = tmp_path / "train.py"
-    path.write_text(PROGRAM)
+WITH_TARGET = """
+import copy
+import torch
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(*[nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64)) for _ in range(3)])
+    def forward(self, x):
+        return self.blocks(x)
+net = Net().cuda()
+target = copy.deepcopy(net).requires_grad_(False)
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for _ in range(3):
+    x = torch.randn(512, 64, device="cuda")
+    with torch.no_grad():
+        wanted = target(x)
+    (net(x) - wanted).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def _profile(program: str, folder: Path) -> Profile:
+    path = folder / "train.py"
+    path.write_text(program)
     preparation = Preparation(function="tightfit.runtime.attach:prepare", argument={"choices": []})
     traced = trace(Script(path=str(path), arguments=()), label="train.py", device=CARD, preparation=preparation)
-    profile = Profile(traced.tape, find(CARD))
+    return Profile(traced.tape, find(CARD))
+
+
+def test_weights_of_a_target_network_are_not_streamed_from_the_trained_one(tmp_path: Path) -> None:
+    profile = _profile(WITH_TARGET, tmp_path)
+    assert list(techniques()["weight_streaming"].options(profile)) == []
+    assert list(techniques()["trained_weight_streaming"].options(profile))
+
+
+def test_neighbours_of_a_block_are_of_its_own_model(tmp_path: Path) -> None:
+    profile = _profile(PROGRAM, tmp_path)
     models = set()
     for name in ("weight_streaming", "activation_offload", "offloaded_checkpointing"):
         options = list(techniques()[name].options(profile))

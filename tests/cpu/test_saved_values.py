@@ -1,6 +1,7 @@
 """A second run of a block is compared with the first in every step, by what it saves for backward."""
 
 import gc
+import math
 import weakref
 from pathlib import Path
 from typing import Any
@@ -202,6 +203,28 @@ def test_on_a_card_a_difference_is_refused_before_the_step(path: Path, name: str
     step(model)
 
 
+class Shuffled(Scaled):
+    """A block that turns its rows round by the number in a file."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x.roll(int(self.path.read_text()), 0))).square()
+
+
+@pytest.mark.usefixtures("as_on_a_card")
+def test_on_a_card_rows_that_come_in_another_order_are_refused(path: Path) -> None:
+    model, rows = Net(path), torch.randn(3, 4)
+    model.block = Shuffled(path)
+    session = applied(model)
+    for _ in range(5):
+        step(model, rows).backward()
+    session.check()
+    loss = step(model, rows)
+    path.write_text("2")
+    loss.backward()
+    with pytest.raises(ApplyError, match="saved other values"):
+        session.check()
+
+
 @pytest.mark.usefixtures("as_on_a_card")
 def test_on_a_card_a_program_that_updates_by_hand_is_told_at_the_end(path: Path) -> None:
     model = Net(path)
@@ -231,16 +254,35 @@ def test_on_a_card_a_program_that_updates_by_hand_is_told_at_the_end(path: Path)
 )
 def test_every_bit_of_a_tensor_counts(monkeypatch: pytest.MonkeyPatch, tensor: torch.Tensor) -> None:
     monkeypatch.setattr(card_sums, "DEVICE_TYPES", ("cpu",))
-    total = card_sums.sum_on_card(tensor)
+    total = card_sums.sums_on_card(tensor)
     assert total is not None
     same = tensor.clone()
     other = same.clone()
     flat = other.view(-1) if other.is_contiguous() else other.as_strided((other.numel(),), (1,))
     flat[0] = ~flat[0] if flat.dtype == torch.bool else flat[0] + 1
-    by_layout = card_sums.sum_on_card(tensor.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()))
+    by_layout = card_sums.sums_on_card(tensor.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()))
     assert card_sums.first_difference([total], [by_layout]) is None  # type: ignore[list-item]
-    one, two = card_sums.sum_on_card(same), card_sums.sum_on_card(other)
+    one, two = card_sums.sums_on_card(same), card_sums.sums_on_card(other)
     assert card_sums.first_difference([one, one], [one, two]) == 1  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.complex64])
+@pytest.mark.parametrize("shape", [(16, 128), (33, 7), (2, 5), (8, 3, 16, 16), (4, 1)], ids=str)
+def test_words_that_change_places_are_seen(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(card_sums, "DEVICE_TYPES", ("cpu",))
+    tensor = torch.randperm(math.prod(shape)).remainder(251).view(shape).to(dtype)
+    before = card_sums.sums_on_card(tensor)
+    assert before is not None and before.dim() == 1
+    moved = {"rows": tensor.flip(0), "by one": tensor.roll(1, 0), "halves": torch.cat(tensor.chunk(2)[::-1])}
+    if shape[-1] > 1:
+        moved |= {"columns": tensor.flip(-1), "neighbours": tensor.roll(1, -1)}
+    for name, other in moved.items():
+        after = card_sums.sums_on_card(other.contiguous())
+        assert after is not None and card_sums.first_difference([before], [after]) == 0, name
+    again = card_sums.sums_on_card(tensor.clone())
+    assert again is not None and card_sums.first_difference([before, before], [before, again]) is None
 
 
 @pytest.mark.usefixtures("as_on_a_card")
@@ -255,7 +297,7 @@ def test_on_a_card_no_mode_of_the_programs_sees_the_comparison() -> None:
     with Noting():
         tensor = torch.ones(3)
         seen.clear()
-        total = card_sums.sum_on_card(tensor)
+        total = card_sums.sums_on_card(tensor)
         assert total is not None
         assert card_sums.first_difference([total], [total]) is None
     assert seen == []

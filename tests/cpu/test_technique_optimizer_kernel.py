@@ -9,6 +9,7 @@ from tests.cpu.optimizer_training import DEVICE, assert_same, choice, peak_bytes
 from tightfit.analysis.profile import Profile
 from tightfit.devices.catalogue import find
 from tightfit.errors import ApplyError
+from tightfit.runtime.apply import apply_choices
 from tightfit.techniques.optimizer.optimizer_kernel import OptimizerKernel
 from tightfit.techniques.session import Session
 
@@ -88,3 +89,30 @@ def test_the_promised_saving_is_the_traced_one(optimizer):
 def test_what_runs_fused_has_nothing_to_gain():
     fused = traced(technique=NAME, settings="kernel:fused")
     assert OptimizerKernel().options(Profile(fused, find(DEVICE))) == []
+
+
+@pytest.mark.parametrize("dampening", [0.0, 0.1])
+def test_a_parameter_whose_first_gradient_comes_later_is_trained_on(dampening):
+    def trained(kernel):
+        torch.manual_seed(0)
+        model = torch.nn.ModuleList([torch.nn.Linear(4, 4) for _ in range(3)])
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=0.01, dampening=dampening)
+        session = (
+            None if kernel is None else apply_choices([choice("optimizer_kernel", kernel=kernel)], model, [optimizer])
+        )
+        for step in range(6):
+            x = torch.ones(2, 4)
+            for layer in list(model)[: 1 + step // 2]:
+                x = layer(x).tanh()
+            x.square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        flags = [group["fused"] for group in optimizer.param_groups]
+        if session is not None:
+            session.undo()
+        return [p.detach().clone() for p in model.parameters()], flags
+
+    (plain, _), (fused, flags) = trained(None), trained("fused")
+    assert flags == [True]
+    for one, other in zip(plain, fused, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)

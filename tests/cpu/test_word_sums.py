@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tightfit.effects.values import fingerprints, word_sums
-from tightfit.effects.values.word_sums import sum_of_words, wide_sum
+from tightfit.effects.values.word_sums import sum_of_words, sums_of_columns, wide_sum
 
 TENSORS = {
     "words": torch.randn(64, 64),
@@ -70,7 +70,7 @@ def test_no_check_holds_a_wider_copy(dtype: torch.dtype, num_columns: int) -> No
     tensor = torch.randn(2048, num_columns).to(dtype)
     piece = 8 << 20
     assert tensor.numel() * 8 > 4 * piece
-    for look in (sum_of_words, fingerprints._bits, lambda t: wide_sum(t, torch.float64)):
+    for look in (sum_of_words, sums_of_columns, fingerprints._bits, lambda t: wide_sum(t, torch.float64)):
         with Largest() as largest:
             look(tensor)
         assert largest.num_bytes <= piece

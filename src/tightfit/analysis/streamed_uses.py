@@ -60,8 +60,18 @@ class StreamedUses:
         inside = of_string[weights.module] == number
         is_trained = weights.is_trained & (not (self.is_prediction or self._with_trained))
         others = set(weights.storage[~inside | is_trained].tolist())
+        others |= self._of_twins(inside, is_trained)
         own = [storage for storage in np.unique(weights.storage[inside]).tolist() if storage not in others]
         return WeightBlock(path=path, storages=np.array(own, dtype=np.int64))
+
+    def _of_twins(self, inside: Column, is_trained: Column) -> set[int]:
+        """Storages that are not trained, beside trained ones of the same module and size: those of a second model of the class (a target network, a teacher, an
+        average of weights), which has the same paths. A plan is put on the one that is trained."""
+        weights, sizes = self._tape.weights, self._tape.storages.num_bytes
+        of_module = list(zip(weights.module.tolist(), sizes[weights.storage].tolist(), strict=True))
+        trained = {of_module[row] for row in np.flatnonzero(inside & is_trained).tolist()}
+        frozen = np.flatnonzero(inside & ~is_trained).tolist()
+        return {int(weights.storage[row]) for row in frozen if of_module[row] in trained}
 
     def on_card(self, block: int) -> list[tuple[int, int]]:
         """The operators `[begin, end)` during which the weights of a block are on the card or on their way to it."""

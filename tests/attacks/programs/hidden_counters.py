@@ -499,3 +499,19 @@ for _make in (
     descriptor_on_class,
 ):
     registered(_make)
+
+
+@attack("recomputation", "a block hangs a layer on a layer of its own, and counts on both")
+def layer_hung_on_a_layer(t: Trial) -> None:
+    class Hung(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not hasattr(self.wide, "further"):
+                self.wide.further = nn.Identity()
+                self.wide.further.calls = 0
+            self.wide.further.calls += 1
+            scale = 1.5 if self.wide.further.calls > 4 else 1.0
+            return x + scale * self.inner(self.wide.further(x))
+
+    model = Net([Hung(), Hung()])
+    train(t, model, num_steps=7)
+    t.note("calls", [block.wide.further.calls for block in model.blocks])

@@ -109,13 +109,21 @@ class StoredOnLibraries:
             for module in list(sys.modules.values()):
                 if isinstance(module, types.ModuleType) and is_users_module(module):
                     self.met(module.__name__, module)
-        for path, owner in self._owners.values():
+        for path, owner in self._all_met():
             space: Any = _ClassNames(owner) if isinstance(owner, type) else getattr(owner, "__dict__", None)
             if space is None:
                 continue
             there = {name for name in self._stored if name in space and not isinstance(space[name], CODE)}
             if names := there | {name for name in unknown if name not in space}:
                 yield Names(path, (id(owner), "stored"), _giving(space), only=tuple(sorted(names)), is_attributes=True)
+
+    def _all_met(self) -> Iterator[tuple[str, Any]]:
+        """What was met, and what is met in what hangs on it while this is gone through."""
+        number = 0
+        while number < len(self._owners):
+            for each in list(self._owners.values())[number:]:
+                number += 1
+                yield each
 
 
 def _has_attributes(value: Any) -> bool:

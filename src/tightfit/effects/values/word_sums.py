@@ -10,6 +10,9 @@ import torch
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WORD_BYTES = 8
 _REAL = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32))
+# No batch, width or number of channels is likely to be a multiple of it.
+_STEP = 61
+_IMAGES = 4
 # Of which a piece in 64 bits has 8 MiB.
 PIECE = 1 << 20
 
@@ -29,6 +32,32 @@ def sum_of_words(tensor: torch.Tensor) -> torch.Tensor:
         flat = value.as_strided((value.numel(),), (1,))
         return wide_sum(flat.view(torch.int64 if is_of_whole_words(flat) else WORDS[size]), torch.int64)
     return wide_sum(value.view(WORDS[size]), torch.int64)
+
+
+def sums_of_columns(tensor: torch.Tensor) -> torch.Tensor:
+    """Sums of the words of a strided tensor that change when words change places: int64 of one dimension, as many for the same shape and strides.
+
+    Its memory is read as rows that begin every `_STEP` words, so that one kernel reads all of it, and a sum is made of each column. What is moved by another
+    number of words than a multiple of that prime comes to another column: rows of a batch, halves, signs. A tensor with gaps has one sum, which knows no places.
+    """
+    value = tensor.detach()
+    if value.is_conj() or value.is_neg():
+        value = value.resolve_conj().resolve_neg()
+    if value.is_complex():
+        value = torch.view_as_real(value)
+    if not (
+        value.is_contiguous() or (value.dim() == _IMAGES and value.is_contiguous(memory_format=torch.channels_last))
+    ):
+        return sum_of_words(tensor).view(1)
+    flat = value.as_strided((value.numel(),), (1,))
+    flat = flat.view(torch.int64 if is_of_whole_words(flat) else WORDS[flat.element_size()])
+    num_rows = max(0, len(flat) // _STEP - 1)
+    # The last of the overlapping rows ends with the last word.
+    rows = flat.as_strided((num_rows + 1, len(flat) - num_rows * _STEP), (_STEP, 1))
+    if rows.dtype == torch.int64:
+        return rows.sum(0)
+    pieces = [piece.sum(0, dtype=torch.int64) for piece in rows.split(max(1, PIECE // rows.shape[1]))]
+    return torch.stack(pieces).sum(0)
 
 
 def is_of_whole_words(value: torch.Tensor) -> bool:

@@ -39,16 +39,17 @@ _UNKNOWN = 1 << 40
 class SavedTensor:
     """What a node of the graph has in the place of one tensor that the first run has saved; it goes with the node.
 
-    `checksum` is that of its bits, None if it could not be read at once; on a card `total` is that of its words. `stored_at` is where it lies, for what an operator has
+    `checksum` is that of its bits, None if it could not be read at once; on a card `total` are the sums of its words, in the layout of `stride`. `stored_at` is where it lies, for what an operator has
     made. `again` are the tensors of second runs that are not taken yet, by the backward passes that they are for.
     """
 
-    __slots__ = ("__weakref__", "_dtype", "_shape", "again", "checksum", "device", "stored_at", "total")
+    __slots__ = ("__weakref__", "_dtype", "_shape", "again", "checksum", "device", "stored_at", "stride", "total")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._shape, self._dtype, self.device = tensor.shape, tensor.dtype, tensor.device
         self.checksum: int | None = None
         self.total: torch.Tensor | None = None
+        self.stride: tuple[int, ...] = ()
         self.stored_at: StoredAt | None = None
         self.again: dict[int, torch.Tensor] = {}
 
@@ -105,7 +106,8 @@ class SavedValues:
             return saved
         saved.checksum = self.checksum(tensor)
         if saved.checksum is None:
-            saved.total = card_sums.sum_on_card(tensor) if is_on_card else None
+            saved.total = card_sums.sums_on_card(tensor) if is_on_card else None
+            saved.stride = tensor.stride() if saved.total is not None else ()
         elif (tensor if tensor._base is None else tensor._base).grad_fn is not None:
             saved.stored_at = StoredAt(tensor)
             self._is_any_stored = True
@@ -176,8 +178,9 @@ class LaterRun:
                     line = line_of_code()
                     self.words = _other_values(tensor) + (f" at {line}" if line else "")
             elif first.total is not None:
-                total = card_sums.sum_on_card(tensor)
-                if total is not None and total.device == first.total.device:
+                total = card_sums.sums_on_card(tensor)
+                # Sums know the places of words in memory, which another layout changes.
+                if total is not None and total.device == first.total.device and tensor.stride() == first.stride:
                     self.sums.append((first.total, total, _other_values(tensor)))
             first.again[self._task] = saved
         if self._number == len(all_saved):

@@ -52,7 +52,7 @@ def _option(technique: str, profile: Profile, layer_range: LayerRange) -> Option
         path=path,
         equivalence_class=equivalence_class,
         calls=layer_range.calls,
-        slots=layer_range.slots,
+        slots=layer_range.slots | {f"segments@{path}.{number}" for number in numbers},
         num_saved_weights=sum(profile.modules.saved_weights[f"{path}.{number}"] for number in numbers),
     )
     return with_settings(recompute_option(technique, profile, block), layer_range, equivalence_class)

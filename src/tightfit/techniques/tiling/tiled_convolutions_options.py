@@ -64,7 +64,8 @@ def tiled_convolutions_options(technique: str, profile: Profile) -> Iterator[Opt
                         seconds=profile.step.added(sides),
                         sides=sides,
                         exact=True,
-                        slots=layer_range.slots,
+                        # Tiles inside of a chain would be given those of the chain.
+                        slots=layer_range.slots | {s.replace("activations@", "tiles@", 1) for s in layer_range.slots},
                     )
 
 

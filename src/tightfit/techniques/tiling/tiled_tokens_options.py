@@ -58,9 +58,12 @@ def tiled_tokens_options(technique: str, profile: Profile) -> Iterator[Option]:
             account = TileAccount(num_tiles=num_tiles, profile=profile)
             is_deep = largest.backward_bytes >= _DEEP * largest.output_bytes
             for recomputed in (False, True) if is_deep else (False,):
-                slots = {f"tiles@{m}" for m in modules} | (
-                    {f"activations@{m}" for m in modules} if not recomputed else set()
-                )
+                # A forward in tiles is not run in segments besides.
+                slots = {f"tiles@{m}" for m in modules} | {
+                    f"segments@{m}" for m in modules if m.rpartition(".")[0] == path
+                }
+                if not recomputed:
+                    slots |= {f"activations@{m}" for m in modules}
                 settings = {"num_tiles": num_tiles, **({"recomputed": True} if recomputed else {})}
                 sides = account.added_sides(found)
                 yield Option(

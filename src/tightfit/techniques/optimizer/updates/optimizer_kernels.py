@@ -89,10 +89,35 @@ def set_kernel(session: Session, optimizer: torch.optim.Optimizer, kernel: Kerne
         if unscales:
             setattr(optimizer, _STEP_UNSCALES, True)
 
+    def before_step(*_: object) -> None:
+        for index, group in enumerate(optimizer.param_groups, 1):
+            if _has_first_gradients(optimizer, group):
+                as_before(group, index)
+
+    def after_step(*_: object) -> None:
+        if not all(group["fused"] for group in optimizer.param_groups):
+            put()
+
     session.when_undone(undo)
+    if kernel == "fused" and not was_fused and isinstance(optimizer, torch.optim.SGD):
+        session.hook(optimizer.register_step_pre_hook, before_step)
+        session.hook(optimizer.register_step_post_hook, after_step)
     session.hook(optimizer.register_state_dict_post_hook, saved)
     session.hook(optimizer.register_load_state_dict_post_hook, put)
     put()
+
+
+def _has_first_gradients(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+    """Whether some of the parameters of a group have their first gradient now and others had theirs before: torch's fused SGD takes a momentum for all of them,
+    or for none (torch/optim/sgd.py, `_fused_sgd`), where a layer was left out or unfreezes."""
+    if not group["momentum"]:
+        return False
+    of_each = {
+        optimizer.state.get(parameter, {}).get("momentum_buffer") is None
+        for parameter in group["params"]
+        if parameter.grad is not None
+    }
+    return len(of_each) > 1
 
 
 def _place_counts(optimizer: torch.optim.Optimizer, *, beside_parameters: bool) -> None:
