@@ -7,6 +7,7 @@ python -m benchmarks.engine reach         how large a model is trained in full w
 python -m benchmarks.engine exactness     six models, everything that is moved, host and disk: the same to the bit?
     python -m benchmarks.engine growth        whether a thousand steps take more than a hundred
     python -m benchmarks.engine faults        what is left after copies that fail, interrupts, forks, full disks
+    python -m benchmarks.engine batches       what copies of batches that nobody waits for save per step
     python -m benchmarks.engine convergence   whether states in few bits at the host train to the same loss, five seeds
 """
 
@@ -14,6 +15,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from benchmarks.engine.batches import batches
 from benchmarks.engine.convergence import convergence
 from benchmarks.engine.exactness import exactness
 from benchmarks.engine.faults import faults
@@ -51,6 +53,8 @@ def main() -> int:
         reach(given.layers, given.streamed or given.layers, given.width, given.tokens, given.card, given.host)
     elif given.what == "exactness":
         return int(exactness(given.steps or 50, given.csv) > 0)
+    elif given.what == "batches":
+        batches(given.csv)
     elif given.what == "growth":
         return int(growth(given.steps or 1000, given.csv) > 0)
     elif given.what == "convergence":

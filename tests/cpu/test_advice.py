@@ -65,7 +65,7 @@ def planned(run: TracedRun) -> advice.PlannedWorkload:
         needed_bytes=run.needed_bytes,
         planned_bytes=run.needed_bytes,
         fits=False,
-        has_techniques=False,
+        techniques=frozenset(),
         forbidden=(),
     )
 

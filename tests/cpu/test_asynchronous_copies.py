@@ -41,7 +41,7 @@ def training(how: str = "plain", since: int = 0) -> Iterator[torch.Tensor]:
     model: nn.Module = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(48, 10)).cuda()
     if how == "inside":
         model = CopiesInside(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9 if how == "momentum" else 0.0)
     side = torch.cuda.Stream() if how == "side stream" else None
     buffer = torch.empty((), pin_memory=True)
     step = 0
@@ -69,7 +69,7 @@ def training(how: str = "plain", since: int = 0) -> Iterator[torch.Tensor]:
         yield loss
 
 
-def traced(how: str, since: int = 0, choice: Choice | None = None) -> Tape:
+def traced(how: str, since: int = 0, choice: Choice | None = None, *others: Choice) -> Tape:
     return trace(
         GeneratorFunction(location=__file__, function="training", parameters={"how": how, "since": since}),
         label=how,
@@ -77,7 +77,7 @@ def traced(how: str, since: int = 0, choice: Choice | None = None) -> Tape:
         num_steps=4,
         preparation=Preparation(
             function="tightfit.runtime.attach:prepare",
-            argument={"choices": [] if choice is None else [dataclasses.asdict(choice)]},
+            argument={"choices": [dataclasses.asdict(each) for each in (choice, *others) if each is not None]},
             imports=("tightfit.runtime.attach", "tightfit.techniques.registry:import_ours"),
         ),
     ).tape
@@ -145,3 +145,18 @@ def test_a_plan_takes_it_for_host_memory_alone() -> None:
         assert plan.fits and [choice.technique for choice in plan.choices] == ["asynchronous_copies"] * is_taken
         assert (plan.run.seconds_per_step < plan.baseline.seconds_per_step) is is_taken
         assert plan.host_bytes == (NUM_BATCHES * (BATCH_BYTES + LABEL_BYTES) if is_taken else 0)
+
+
+def test_what_other_techniques_copy_is_no_copy_of_the_programs() -> None:
+    states = Choice(
+        technique="optimizer_offload",
+        where="optimizer",
+        settings={"least_elements": 1, "host_bytes": 1 << 20},
+        saves_bytes=0,
+        adds_seconds=0.0,
+        exact=True,
+    )
+    tape = traced("momentum", 0, chosen(), states)
+    assert blocking(tape) == [BATCH_BYTES, LABEL_BYTES]
+    beside = (tape.copies.direction == CopyDirection.TO_HOST) & ~tape.copies.is_blocking.astype(bool)
+    assert beside.any()

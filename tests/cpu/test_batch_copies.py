@@ -18,6 +18,7 @@ import pytest
 import torch
 from tests.conformance.models import MODELS
 from tests.conformance.training import Habits, train
+from tests.sampled import every_second
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
@@ -114,7 +115,7 @@ def test_a_loop_trains_the_same_to_the_bit(card_bytes: int, num_workers: int) ->
     assert all(torch.equal(one, other) for one, other in zip(plain, found, strict=True))
 
 
-@pytest.mark.parametrize("model", list(MODELS))
+@pytest.mark.parametrize("model", every_second(MODELS))
 def test_models_train_the_same_to_the_bit(model: str) -> None:
     habits = Habits(clips=True, accumulates=2, schedules=True, scales=True, reloads_at=1, evaluates=True)
     plain = train(model, (), num_steps=3, habits=habits)

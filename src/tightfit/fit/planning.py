@@ -303,7 +303,7 @@ def _planned(found: Found) -> PlannedWorkload:
         needed_bytes=found.base.needed_bytes,
         planned_bytes=found.best.needed_bytes,
         fits=found.fits,
-        has_techniques=bool(found.best.options),
+        techniques=frozenset(option.technique for option in found.best.options),
         forbidden=found.forbidden,
     )
 

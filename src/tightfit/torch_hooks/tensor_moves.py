@@ -1,8 +1,13 @@
-"""Lets owners make the copies of tensors that a program asks for (`tensor.to`, `tensor.cuda`), and tells them of those that nobody waits for."""
+"""Lets owners make the copies of tensors that a program asks for (`tensor.to`, `tensor.cuda`), and tells them of its other ones (`tensor.copy_`).
+
+What code of this package copies is torch's: its own order of copies is by events, and no program counts on it.
+"""
 
 import functools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -38,7 +43,7 @@ def on_tensor_moves(owner: TensorMoveOwner) -> Leave:
 def _put_to(inner: Callable[..., Any], owners: Callable[[], list[TensorMoveOwner]]) -> Callable[..., Any]:
     @functools.wraps(inner)
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        for owner in owners():
+        for owner in owners() if _is_of_program(sys._getframe(1)) else ():
             moved = owner.moved(self, args, kwargs)
             if moved is not None:
                 return moved
@@ -50,7 +55,7 @@ def _put_to(inner: Callable[..., Any], owners: Callable[[], list[TensorMoveOwner
 def _put_cuda(inner: Callable[..., Any], owners: Callable[[], list[TensorMoveOwner]]) -> Callable[..., Any]:
     @functools.wraps(inner)
     def cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        for owner in owners():
+        for owner in owners() if _is_of_program(sys._getframe(1)) else ():
             moved = _of_cuda(owner, self, args, kwargs)
             if moved is not None:
                 return moved
@@ -73,13 +78,18 @@ def _of_cuda(
 def _put_copy(inner: Callable[..., Any], owners: Callable[[], list[TensorMoveOwner]]) -> Callable[..., Any]:
     @functools.wraps(inner)
     def copy_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        for owner in owners():
+        for owner in owners() if _is_of_program(sys._getframe(1)) else ():
             owner.copies(self, args, kwargs)
         return inner(self, *args, **kwargs)
 
     return copy_
 
 
+def _is_of_program(caller: FrameType) -> bool:
+    return not str(caller.f_globals.get("__name__")).startswith(_OURS)
+
+
+_OURS = f"{__name__.partition('.')[0]}."
 _TO: Replaced[TensorMoveOwner] = Replaced(TENSOR_TO, _put_to)
 _CUDA: Replaced[TensorMoveOwner] = Replaced(TENSOR_CUDA, _put_cuda)
 _COPY: Replaced[TensorMoveOwner] = Replaced(TENSOR_COPY, _put_copy)

@@ -18,15 +18,15 @@ _MOST_WORKERS = 16
 _PREFETCH = 2  # the default of torch.utils.data.DataLoader
 
 
-def suggestions_on_loading(pipeline: InputPipeline | None) -> Iterator[Suggestion]:
-    """One for each loader that steps wait for, and one for copies that the host waits for."""
+def suggestions_on_loading(pipeline: InputPipeline | None, *, has_copies_beside: bool = False) -> Iterator[Suggestion]:
+    """One for each loader that steps wait for, and one for copies that the host waits for, unless a plan `has_copies_beside` the computation."""
     if pipeline is None or not pipeline.step_seconds:
         return
     for cost in pipeline.loaders:
         yield from _on_loader(pipeline, cost)
     saved = pipeline.step_seconds - pipeline.async_seconds
     # A loader's batches are not written to again; host tensors of the program's own may be, while they are copied.
-    if pipeline.loaders and saved >= _LEAST_SHARE * pipeline.step_seconds:
+    if pipeline.loaders and not has_copies_beside and saved >= _LEAST_SHARE * pipeline.step_seconds:
         pins = "pin_memory=True in the DataLoader and " if pipeline.num_pageable else ""
         yield Suggestion(
             what=f"{pins}.to(device, non_blocking=True) for its batches",
@@ -34,7 +34,7 @@ def suggestions_on_loading(pipeline: InputPipeline | None) -> Iterator[Suggestio
             saves_bytes=0,
             adds_seconds=-saved,
             effect=f"would take {format_seconds(saved)} off a step of {format_seconds(pipeline.step_seconds)}",
-            note=f"the host waits for copies of {format_bytes(pipeline.copied_bytes)} in each; not for host tensors that are written to before their copy has ended",
+            note=f"the host waits for copies of {format_bytes(pipeline.copied_bytes)} in each; not for host tensors that are written to before their copy has ended, where a plan with --host copies them so without a change",
             is_one_line=True,
         )
 

@@ -32,7 +32,7 @@ _LEAST_SHARE = 100
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedWorkload:
     """A workload and what was planned for it: the profile and the estimate of its plain run, the models that it calls (`roots`), the bytes that it needs
-    plain and planned, whether that fits and whether it is planned at all, and the lossy options that were not allowed.
+    plain and planned, whether that fits, the techniques of the plan, and the lossy options that were not allowed.
     """
 
     profile: Profile
@@ -41,7 +41,7 @@ class PlannedWorkload:
     needed_bytes: int
     planned_bytes: int
     fits: bool
-    has_techniques: bool
+    techniques: frozenset[str]
     forbidden: Sequence[Option]
 
 
@@ -51,9 +51,10 @@ def suggestions_for(planned: PlannedWorkload, card: Device, *, is_whole_card: bo
     `is_whole_card`: the budget is all that the card has.
     """
     rows = [*_from_techniques(planned.profile), *_lossy(planned.forbidden)]
-    rows += suggestions_on_loading(planned.estimate.input_pipeline)
+    for_speed = {name for name in planned.techniques if techniques()[name].is_for_speed}
+    rows += suggestions_on_loading(planned.estimate.input_pipeline, has_copies_beside=bool(for_speed))
     rows = [row for row in rows if row.saves_bytes * _LEAST_SHARE >= planned.needed_bytes or not row.saves_bytes]
-    if not planned.fits or planned.has_techniques:
+    if not planned.fits or planned.techniques - for_speed:
         rows += [*_batch(planned.estimate), *_sequence(planned), *_blocks(planned)]
     if not planned.fits and is_whole_card:
         rows += _cards(planned, card)
