@@ -82,15 +82,13 @@ class CaptureSession:
         eager.keep_compiler_out()
         # Host computations are small, and a thread pool costs more than it saves.
         torch.set_num_threads(1)
-        card = Card(
-            compute_capability=self.device.compute_capability, num_multiprocessors=self.device.num_multiprocessors
-        )
+        card = Card.of_build(self.device.compute_capability, self.device.num_multiprocessors)
         # Before `CudaApi.install`, which gives `torch.version.cuda` a value: a CPU build is recognised by
         # having none.
         native.pretend_cuda_is_built()
         live = LiveMemory(self.recorder, self.device.capacity_bytes)
         self.num_cards = 1 if world is None else world.ranks_per_node
-        CudaApi(self.recorder, live, self.device, used_bytes, self.num_cards).install()
+        CudaApi(self.recorder, live, self.device, card, used_bytes, self.num_cards).install()
         self.gpu = VirtualGpu(
             self.recorder,
             # Accumulation comes last: it has `index_put` in common with HANDLERS, and calls the handler that is
