@@ -195,7 +195,8 @@ def _place_counts(optimizer: torch.optim.Optimizer, *, beside_parameters: bool) 
             count = state.get(_COUNT)
             if isinstance(count, torch.Tensor):
                 device = parameter.device if beside_parameters else torch.device("cpu")
-                state[_COUNT] = count.to(device=device, dtype=torch.float32)
+                # Another one only where it has to be: two optimizers may hold the same (`load_state_dict` of another's states).
+                state[_COUNT] = count.to(device=device, dtype=torch.float32 if beside_parameters else count.dtype)
 
 
 def _with_count_on_host(state: dict[str, Any]) -> dict[str, Any]:
