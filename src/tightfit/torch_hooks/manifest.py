@@ -259,7 +259,7 @@ IN_USERS_PROCESS: tuple[Name, ...] = (
     ),
     known(
         "torch._functorch.pyfunctorch:temporarily_clear_interpreter_stack",
-        "to put a plan on outside of the transforms of torch.func",
+        "to apply a plan outside of the transforms of torch.func",
         "runtime",
     ),
     known("torch._C:_are_functorch_transforms_active", "to refuse what torch.func transforms would see", "techniques"),

@@ -20,6 +20,7 @@ from tightfit.capture.dispatch.memory_formats import LAYOUT_HANDLERS
 from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.capture.kernels import install
 from tightfit.capture.kernels.architecture import Card
+from tightfit.capture.kernels.tf32 import convolves_in_tf32, multiplies_in_tf32
 from tightfit.capture.observe.attribution import short
 from tightfit.capture.observe.kernel_memory import KernelMemory
 from tightfit.capture.observe.recorder import LiveMemory, Recorder, tape_of
@@ -143,6 +144,8 @@ class CaptureSession:
             weights=self._weights.rows(),
             strings=tuple(self.recorder.strings.texts),
             loaders=self._loading.uses(),
+            tf32_matmul=multiplies_in_tf32(),
+            tf32_convolution=convolves_in_tf32(),
         )
         for look in WHEN_TAKEN:
             look(self)
