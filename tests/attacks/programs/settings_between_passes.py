@@ -16,19 +16,27 @@ from tests.attacks.trial import Trial
 LATE, STEPS = 4, 7
 _cuda, _cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
 # What reads each, what sets it, and another value than the first.
+# torch up to 2.8 has one switch for convolutions, and none for oneDNN.
+_PRECISIONS: list[tuple[Any, Any, Any]] = (
+    [
+        (lambda: _cudnn.conv.fp32_precision, lambda value: setattr(_cudnn.conv, "fp32_precision", value), "ieee"),
+        (
+            lambda: torch.backends.mkldnn.matmul.fp32_precision,
+            lambda value: setattr(torch.backends.mkldnn.matmul, "fp32_precision", value),
+            "tf32",
+        ),
+    ]
+    if hasattr(_cudnn, "conv")
+    else [(lambda: _cudnn.allow_tf32, lambda value: setattr(_cudnn, "allow_tf32", value), False)]
+)
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any], Any], ...] = (
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"),
     (lambda: _cudnn.deterministic, lambda value: setattr(_cudnn, "deterministic", value), True),
-    (lambda: _cudnn.conv.fp32_precision, lambda value: setattr(_cudnn.conv, "fp32_precision", value), "ieee"),
+    *_PRECISIONS,
     (
         lambda: _cuda.allow_bf16_reduced_precision_reduction,
         lambda value: setattr(_cuda, "allow_bf16_reduced_precision_reduction", value),
         False,
-    ),
-    (
-        lambda: torch.backends.mkldnn.matmul.fp32_precision,
-        lambda value: setattr(torch.backends.mkldnn.matmul, "fp32_precision", value),
-        "tf32",
     ),
     (lambda: np.geterr()["over"], lambda value: np.seterr(over=value), "raise"),
     (lambda: decimal.getcontext().prec, lambda value: setattr(decimal.getcontext(), "prec", value), 5),
