@@ -163,3 +163,22 @@ def test_elements_in_other_orders_are_updated_with_their_own_gradients(laid, tec
     tolerance = 2e-2 if technique == "low_bit_states" else 1e-5
     for one, other in zip(plain, found, strict=True):
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+def test_states_that_are_in_another_precision_than_the_weight_are_used_as_they_are():
+    def trained(kernel):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(8, 8).double()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        session = apply_choices([choice("optimizer_kernel", kernel=kernel)] if kernel else [], model, [optimizer])
+        for step in range(5):
+            if step == 3:
+                model.float()
+            model(torch.randn(4, 8).to(model.weight.dtype)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        session.undo()
+        return [p.detach().clone() for p in model.parameters()]
+
+    for one, other in zip(trained(None), trained("fused"), strict=True):
+        torch.testing.assert_close(one, other)

@@ -5,7 +5,7 @@ the flags and devices of a plain run, and loading a checkpoint does not reset th
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import torch
 
@@ -18,6 +18,8 @@ UPDATED_ON_HOST = frozenset({"Adam", "AdamW", "SGD", "Adagrad"})
 
 # torch/amp/grad_scaler.py, `GradScaler.step`: an optimizer made with fused=True says so of itself.
 _STEP_UNSCALES = "_step_supports_amp_scaling"
+
+_COUNT = "step"
 
 Kernel = Literal["fused", "foreach", "for-loop"]
 
@@ -130,26 +132,30 @@ def _needs_own_kernel(
 
 
 def _are_contiguous(group: dict[str, Any], states: Mapping[Any, Any]) -> bool:
-    """Whether all parameters of a group, their gradients and states lie row by row, as almost all do: asked before each step, in little time."""
+    """Whether all parameters of a group, their gradients and states lie row by row, in one dtype, as almost all do: asked before each step, in little time."""
     for parameter in group["params"]:
         gradient = parameter.grad
         if not parameter.is_contiguous() or (type(gradient) is torch.Tensor and not gradient.is_contiguous()):
             return False
         if parameter in states:
-            for value in states[parameter].values():
-                if type(value) is torch.Tensor and not value.is_contiguous():
+            dtype = parameter.dtype
+            for name, value in states[parameter].items():
+                if (
+                    type(value) is torch.Tensor
+                    and name != _COUNT
+                    and not (value.is_contiguous() and value.dtype == dtype)
+                ):
                     return False
     return True
 
 
 def _lies_alike(parameter: torch.Tensor, state: Mapping[str, Any]) -> bool:
-    """Whether a parameter, its gradient and its states have their elements in the same order in memory. Fused kernels go through memory: on a card torch
-    raises where these differ, at the host it updates other elements (aten/src/ATen/native/cpu/FusedAdamKernel.cpp)."""
-    others = [
-        each for each in (parameter.grad, *state.values()) if _has_strides(each) and each.shape == parameter.shape
-    ]
-    stride = parameter.stride()
-    return is_dense(parameter) and all(each.stride() == stride for each in others)
+    """Whether a parameter, its gradient and its states have their elements in the same order in memory, and in one dtype. Fused kernels go through memory: on
+    a card torch raises where these differ, at the host it updates other elements (aten/src/ATen/native/cpu/FusedAdamKernel.cpp)."""
+    of_state = (value for name, value in state.items() if name != _COUNT)
+    others = [each for each in (parameter.grad, *of_state) if _has_strides(each) and each.shape == parameter.shape]
+    stride, dtype = parameter.stride(), parameter.dtype
+    return is_dense(parameter) and all(each.stride() == stride and each.dtype == dtype for each in others)
 
 
 def is_dense(value: torch.Tensor) -> bool:
@@ -163,7 +169,7 @@ def is_dense(value: torch.Tensor) -> bool:
     return True
 
 
-def _has_strides(value: Any) -> bool:
+def _has_strides(value: Any) -> TypeGuard[torch.Tensor]:
     # What waits for a second backward pass comes as the parameter lies.
     return isinstance(value, torch.Tensor) and not isinstance(value, LazyTensor) and value.layout == torch.strided
 
@@ -186,12 +192,13 @@ def _place_counts(optimizer: torch.optim.Optimizer, *, beside_parameters: bool) 
             continue
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})
-            count = state.get("step")
+            count = state.get(_COUNT)
             if isinstance(count, torch.Tensor):
                 device = parameter.device if beside_parameters else torch.device("cpu")
-                state["step"] = count.to(device=device, dtype=torch.float32)
+                # Another one only where it has to be: two optimizers may hold the same (`load_state_dict` of another's states).
+                state[_COUNT] = count.to(device=device, dtype=torch.float32 if beside_parameters else count.dtype)
 
 
 def _with_count_on_host(state: dict[str, Any]) -> dict[str, Any]:
-    count = state.get("step")
-    return {**state, "step": count.cpu()} if isinstance(count, torch.Tensor) else state
+    count = state.get(_COUNT)
+    return {**state, _COUNT: count.cpu()} if isinstance(count, torch.Tensor) else state
