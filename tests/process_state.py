@@ -173,6 +173,13 @@ def _all_kinds(kind: type) -> Iterator[type]:
         yield from _all_kinds(inner)
 
 
+def forget_default_device() -> None:
+    """`torch.set_default_device(None)`, after which torch up to 2.9 fails at `get_default_device`."""
+    torch = sys.modules["torch"]
+    torch.set_default_device(None)
+    vars(torch._GLOBAL_DEVICE_CONTEXT).pop("device_context", None)
+
+
 def _others(torch: Any) -> dict[str, Any]:
     module, optimizer = sys.modules["torch.nn.modules.module"], sys.modules["torch.optim.optimizer"]
     hooks = {name: list(getattr(module, name)) for name in (*_GLOBAL_HOOKS, *_MORE_GLOBAL_HOOKS)}

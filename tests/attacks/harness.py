@@ -17,6 +17,7 @@ from tests.attacks.compare import Closeness
 from tests.attacks.places import VARIANTS, Variant
 from tests.attacks.registry import Attack
 from tests.attacks.trial import Refusal, Trial
+from tests.process_state import forget_default_device
 from torch import nn
 
 from tightfit.errors import TightfitError
@@ -136,7 +137,7 @@ def _run(attack: Attack, variant: Variant | None, dtype: torch.dtype, *, dresses
     finally:
         torch.set_default_dtype(before)
         if DEVICE:
-            torch.set_default_device(None)
+            forget_default_device()
     return _Run(trial=trial, error=None)
 
 

@@ -70,11 +70,13 @@ CHANGED_BY_HAND = (
     "weight_decay_through_data_before_the_step",
 )
 # torch's own error: the script has tensors in float32 beside parameters that the plan has in bfloat16.
+# `Tensor.grad_dtype` came with torch 2.9 or 2.10.
+_OTHER_DTYPE = r"grad_dtype|a gradient with dtype"
 REFUSED_BY_TORCH = {
     (name, chosen): words
     for name, words in (
-        ("flat_buffer", "grad_dtype"),
-        ("flat_buffer_zeroed_by_the_optimizer", "grad_dtype"),
+        ("flat_buffer", _OTHER_DTYPE),
+        ("flat_buffer_zeroed_by_the_optimizer", _OTHER_DTYPE),
         ("averages_before_the_step", "expected dtype"),
     )
     for chosen in IN_BF16

@@ -1,5 +1,7 @@
 """Which attention kernel a card runs: cases read off the checks of sdp_utils.cpp."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -12,6 +14,7 @@ A100 = Card(compute_capability=(8, 0), num_multiprocessors=108)
 RTX4090 = Card(compute_capability=(8, 9), num_multiprocessors=128)
 H100 = Card(compute_capability=(9, 0), num_multiprocessors=132)
 H100_CUDA12 = Card(compute_capability=(9, 0), num_multiprocessors=132, cuda_version=(12, 8), cudnn_version=91002)
+H100_2_9 = dataclasses.replace(H100_CUDA12, torch=(2, 9))
 B200 = Card(compute_capability=(10, 0), num_multiprocessors=148)
 T4 = Card(compute_capability=(7, 5), num_multiprocessors=40)
 
@@ -29,8 +32,16 @@ def choose(query: torch.Tensor, on: Card, **options: object) -> str:
 
 @pytest.mark.parametrize(
     ("on", "expected"),
-    [(A100, "flash"), (RTX4090, "flash"), (H100, "cudnn"), (B200, "cudnn"), (H100_CUDA12, "flash"), (T4, "math")],
-    ids=["A100", "RTX 4090", "H100", "B200", "H100 with cuDNN 9.10", "T4"],
+    [
+        pytest.param(A100, "flash", id="A100"),
+        pytest.param(RTX4090, "flash", id="RTX 4090"),
+        pytest.param(H100, "cudnn", id="H100"),
+        pytest.param(B200, "cudnn", id="B200"),
+        pytest.param(H100_CUDA12, "flash", id="H100 with cuDNN 9.10"),
+        pytest.param(H100_2_9, "cudnn", id="H100 with torch 2.9"),
+        pytest.param(dataclasses.replace(H100, torch=(2, 8)), "flash", id="H100 with torch 2.8"),
+        pytest.param(T4, "math", id="T4"),
+    ],
 )
 def test_bfloat16_by_card(on, expected):
     assert choose(heads(), on) == expected

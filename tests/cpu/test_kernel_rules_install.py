@@ -4,7 +4,10 @@ import functools
 import json
 
 import pytest
+import torch
 from tests.forked_python import forked_python
+
+from tightfit.capture.kernels.architecture import Card, wheel_libraries
 
 PROGRAM = """
 import json, os
@@ -150,10 +153,17 @@ def test_flex_attention_never_forms_the_scores():
         assert [2, 8, 32, 32] not in shapes
 
 
-def test_a_program_is_told_the_versions_that_its_kernels_are_chosen_for() -> None:
-    from tightfit.capture.kernels import Card
-    from tightfit.capture.patches.cuda_api import CUDA_VERSION, CUDNN_VERSION
+def test_kernels_are_chosen_for_the_libraries_of_the_installed_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.8.0+cpu")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    card = Card.of_build((9, 0), 132)
+    assert (card.cuda_version, card.cudnn_version, card.torch) == ((12, 8), 91002, (2, 8))
+    monkeypatch.setattr(torch.version, "cuda", "12.9")
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    card = Card.of_build((9, 0), 132)
+    assert (card.cuda_version, card.cudnn_version) == ((12, 9), 91900)
 
+
+def test_the_defaults_are_those_of_the_newest_wheels() -> None:
     card = Card(compute_capability=(9, 0), num_multiprocessors=132)
-    assert tuple(map(int, CUDA_VERSION.split("."))) == card.cuda_version
-    assert card.cudnn_version == CUDNN_VERSION
+    assert wheel_libraries(card.torch) == (card.cuda_version, card.cudnn_version)

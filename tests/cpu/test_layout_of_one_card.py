@@ -10,6 +10,7 @@ from tightfit.analysis.profile import Profile
 from tightfit.capture.trace_settings import TraceSettings
 from tightfit.devices.catalogue import find
 from tightfit.devices.nodes import node_of
+from tightfit.errors import UsageError
 from tightfit.fit import capture
 from tightfit.fit.layout_planning import plan_layout
 from tightfit.layouts.layout_search import LayoutSearch
@@ -25,26 +26,26 @@ from torch import nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 class Block(nn.Module):
-    def __init__(self, width, fused):
+    def __init__(self, width, fused, causal):
         super().__init__()
-        self.fused = fused
+        self.fused, self.causal = fused, causal
         self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x):
         b, t, d = x.shape
         q, k, v = self.qkv(self.norm(x)).view(b, t, 3, 4, d // 4).permute(2, 0, 3, 1, 4)
-        y = scaled_dot_product_attention(q, k, v, is_causal=True) if self.fused else (q @ k.mT).softmax(-1) @ v
+        y = scaled_dot_product_attention(q, k, v, is_causal=self.causal) if self.fused else (q @ k.mT).softmax(-1) @ v
         x = x + self.out(y.transpose(1, 2).reshape(b, t, d))
         return x + self.down(nn.functional.gelu(self.up(x)))
 
 class Model(nn.Module):
-    def __init__(self, width, fused):
+    def __init__(self, width, fused, causal):
         super().__init__()
         self.embedding = nn.Embedding({VOCABULARY}, width)
         # A second, larger lookup, of positions: its indices are no tokens.
         self.bias = nn.Embedding(32, 4)
-        self.blocks = nn.ModuleList(Block(width, fused) for _ in range(3))
+        self.blocks = nn.ModuleList(Block(width, fused, causal) for _ in range(3))
         self.head = nn.Linear(width, {VOCABULARY}, bias=False)
 
     def forward(self, tokens):
@@ -55,8 +56,8 @@ class Model(nn.Module):
             x = block(x)
         return self.head(x)
 
-def train(width=256, amp=True, fused=True, rounds=1, keeps=False, reads=False, foreach=True):
-    model = Model(width, fused).cuda()
+def train(width=256, amp=True, fused=True, causal=True, rounds=1, keeps=False, reads=False, foreach=True):
+    model = Model(width, fused, causal).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach, fused=not foreach)
     while True:
         for _ in range(rounds):
@@ -72,11 +73,31 @@ def train(width=256, amp=True, fused=True, rounds=1, keeps=False, reads=False, f
         yield loss
 """
 
+RECURRENT = """
+import torch
+from torch import nn
+
+def train():
+    table, net, head = nn.Embedding(64, 64).cuda(), nn.GRU(64, 64).cuda(), nn.Linear(64, 64).cuda()
+    optimizer = torch.optim.SGD([*table.parameters(), *net.parameters(), *head.parameters()], 0.1)
+    while True:
+        head(net(table(torch.randint(0, 64, (16, 8), device="cuda")))[0]).sum().backward()
+        optimizer.step()
+        yield
+"""
+
 
 def traced(tmp_path: Path, *parameters: str) -> Tape:
     path = tmp_path / "program.py"
     path.write_text(PROGRAM)
     return capture(f"{path}:train", device="h100", parameters=parameters, tracing=TraceSettings(steps=2))
+
+
+def test_a_batch_that_nothing_shows_is_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "recurrent.py"
+    path.write_text(RECURRENT)
+    with pytest.raises(UsageError, match="give --global-batch"):
+        plan_layout(f"{path}:train", "h100", gpus=8)
 
 
 @pytest.mark.parametrize(
@@ -116,10 +137,10 @@ def test_a_plan_for_one_card_is_the_estimate(tmp_path: Path) -> None:
     assert plan.rate(plan.best) == pytest.approx(BATCH * LENGTH / plan.best.seconds.total)
 
 
-def test_tokens_are_those_of_most_products_and_attention_that_is_not_fused_tells_their_sequences(
+def test_tokens_are_those_of_most_products_and_attention_of_any_kind_tells_their_sequences(
     tmp_path: Path,
 ) -> None:
-    for parameters in (("fused=False",), ("fused=True",)):
+    for parameters in (("fused=False",), ("causal=False",), ("causal=True",)):
         batch = model_parts(Profile(traced(tmp_path, *parameters).of_steps(), find("h100"))).batch
         assert (batch.num_tokens, batch.sequence_length, batch.num_examples) == (BATCH * LENGTH, LENGTH, BATCH)
 

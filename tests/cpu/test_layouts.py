@@ -173,9 +173,10 @@ def test_recomputation_is_taken_only_as_far_as_memory_asks_for(model: ModelParts
 
 def test_wrong_numbers_of_cards_are_refused(tape: Tape) -> None:
     for numbers, message in (
-        ({"gpus": 10, "nodes": 4}, "--gpus 10 is not divisible by --nodes 4"),
+        ({"gpus": 10, "nodes": 4}, "10 cannot be spread evenly over so many"),
         ({"gpus": 64, "nodes": 4}, "are 16 a node, and DGX H100 has 8"),
-        ({"gpus": 0}, "at least 1"),
+        ({"gpus": 0}, "--gpus 0: give the number"),
+        ({"gpus": 8, "nodes": 0}, "--nodes 0"),
         ({"gpus": 8, "global_batch": 0}, "--global-batch"),
     ):
         with pytest.raises(UsageError, match=message):
@@ -247,3 +248,9 @@ def test_weights_that_both_ends_use_are_once_on_a_rank_that_has_both(program: Pa
     two = Layout(pp=2, zero_stage=0, schedule="1f1b", micro_batch=BATCH, accumulation=2)
     ends = [rank_bytes(model, two, stage, DEVICE, NODE).by_class["parameters"] for stage in stages_of(model, two)]
     assert sum(ends) == model.parameter_bytes + table
+
+
+def test_a_batch_of_a_hundred_million_examples_is_searched_at_once(model: ModelParts) -> None:
+    # A prime: each of its two divisors was looked for among all numbers, for every combination of degrees.
+    assert {layout.dp for _, layout in search(model).candidates.of(8, 100_000_007)} == {1}
+    assert {layout.dp for _, layout in search(model).candidates.of(8, 720_720)} == set(range(1, 9))

@@ -10,6 +10,9 @@ import pytest
 import torch
 from tests.forked_python import forked_python
 
+from tightfit.capture.patches import native
+from tightfit.errors import CaptureError
+
 INCLUDE = Path(torch.__file__).parent / "include"
 
 
@@ -24,27 +27,46 @@ def test_the_guard_registry_is_a_plain_array_indexed_by_device_type():
     header = (INCLUDE / "c10" / "core" / "impl" / "DeviceGuardImplInterface.h").read_text()
     assert re.search(r"std::atomic<const DeviceGuardImplInterface\*>", header)
     assert "device_guard_impl_registry" in header
-    assert re.search(r"\bCUDA = 1\b", (INCLUDE / "torch" / "headeronly" / "core" / "DeviceType.h").read_text())
+    # torch 2.9 has moved it.
+    homes = (INCLUDE / "torch" / "headeronly" / "core", INCLUDE / "c10" / "core")
+    types = next(home / "DeviceType.h" for home in homes if (home / "DeviceType.h").exists())
+    assert re.search(r"\bCUDA = 1\b", types.read_text())
 
 
-@pytest.mark.skipif(torch.version.cuda is not None, reason="a CUDA build needs no pretending")
-def test_backward_runs_on_cuda_tensors_without_data_in_a_cpu_build():
-    program = """
+BACKWARD = """
 import os
 import torch
 from tightfit.capture.patches import native
+{change}
 native.pretend_cuda_is_built()
 native.pretend_cuda_is_built()
 torch.cuda._lazy_init = lambda: None
 from torch._subclasses.fake_tensor import FakeTensorMode
 with FakeTensorMode():
     weight = torch.ones(3, 3, device="cuda", requires_grad=True)
-    (torch.ones(2, 3, device="cuda") @ weight).sum().backward()
+    hidden = torch.ones(2, 3, device="cuda") @ weight
+    # The gradient of what is used twice is a sum, which is made in a stream that the guard says.
+    (hidden @ weight + hidden).sum().backward()
     print(torch.accelerator.current_accelerator(), weight.grad.device, tuple(weight.grad.shape), flush=True)
 os._exit(0)
 """
-    done = forked_python("-c", program)
+OWN_GUARD = """
+import dataclasses
+native.ENSURE_GUARD = dataclasses.replace(native.ENSURE_GUARD, first="99.0")
+"""
+
+
+@pytest.mark.parametrize("change", ["", OWN_GUARD], ids=["torch's guard", "ours, as up to torch 2.9"])
+def test_backward_runs_on_cuda_tensors_without_data(change: str):
+    done = forked_python("-c", BACKWARD.format(change=change))
     assert done.stdout == "cuda cuda:0 (3, 3)\n", done.stderr
+
+
+def test_a_machine_with_other_instructions_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native.platform, "machine", lambda: "riscv64")
+    native.ones_and_zero.cache_clear()
+    with pytest.raises(CaptureError, match=r"no device guard for \w+ on riscv64, .* torch 2.10 and later need none"):
+        native.ones_and_zero()
 
 
 def test_a_process_that_ends_by_itself_ends_without_a_fault():
@@ -61,7 +83,6 @@ native.pretend_cuda_is_built()
 def test_every_private_name_that_is_replaced_or_called_exists():
     private = {
         torch._C: (
-            "_ensureCUDADeviceGuardSet",
             "_current_autograd_node",
             "_set_only_lift_cpu_tensors",
             "_storage_Use_Count",

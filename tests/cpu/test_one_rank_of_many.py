@@ -97,9 +97,13 @@ def test_ranks_that_do_not_exist_are_refused(num_ranks: int, num_nodes: int, ran
 
 
 def test_the_estimate_of_a_rank_has_collectives_and_their_buffers(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["--device", "H100", "--gpus", "16", "--nodes", "2", "--steps", "1", "--json"]
+    asked = ["--device", "H100", "--gpus", "16", "--steps", "1", "--json"]
     assert run(["estimate", str(PROGRAM), *asked, "--", "ddp", "none"]) == 0
     found = json.loads(capsys.readouterr().out)
+    # A DGX H100 has eight; in one node of sixteen collectives would be ten times as fast as they are.
+    assert found["nodes"] == 2
+    assert run(["estimate", str(PROGRAM), *asked, "--nodes", "1", "--", "ddp", "none"]) == 2
+    assert "DGX H100 has 8" in capsys.readouterr().err
     (reduced,) = [c for c in found["collectives"] if c["kind"] == "all_reduce"]
     # The gradients, 33,217 numbers of 4 bytes.
     assert (reduced["bytes"], reduced["group_size"]) == (4 * 33_217, 16)

@@ -1,6 +1,8 @@
 """How a card is recorded: which private functions of torch are called, and what becomes of what they give. The card is a stand-in."""
 
+import dataclasses
 import pickle
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch
 
 import tightfit
 from tightfit.recordings.marks import KEY, Marks
+from tightfit.runtime import record_card
 from tightfit.runtime.record_card import CardRecorder
 from tightfit.runtime.run_recorder import new_recorder
 
@@ -67,6 +70,23 @@ def test_torchs_recorder_runs_from_start_to_end_and_what_the_user_had_set_is_set
         "clear_history": True,
     }
     assert card.metadata == "the user's own"
+
+
+def test_before_torch_2_10_events_have_no_text_and_are_told_by_their_times(
+    card: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("GET_STAMP", "SET_STAMP"):
+        monkeypatch.setattr(record_card, name, dataclasses.replace(getattr(record_card, name), first="99.0"))
+    for name in ("_get_memory_metadata", "_set_memory_metadata"):
+        monkeypatch.delattr(torch.cuda.memory, name)
+    block = {"action": "alloc", "size": 512, "stream": 0, "frames": []}
+    with tightfit.record(tmp_path / "x.pickle") as recording:
+        for number in range(2):
+            card.trace.append(block | {"addr": 512 * number, "time_us": time.time_ns() // 1000})
+            time.sleep(0.001)
+            recording.step()
+    marks = Marks.from_plain(pickle.loads((tmp_path / "x.pickle").read_bytes())[KEY])
+    assert [(span.begin, span.end) for span in marks.spans if span.kind == "step"][:2] == [(0, 1), (1, 2)]
 
 
 def test_marks_are_those_of_the_run_and_of_the_card(card: StandIn, tmp_path: Path) -> None:

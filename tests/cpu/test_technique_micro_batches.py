@@ -16,6 +16,7 @@ from tightfit.errors import ApplyError
 from tightfit.runtime.apply import apply_choices
 from tightfit.techniques.micro_batches import example_wise_check
 from tightfit.techniques.micro_batches.micro_batches import MicroBatches
+from tightfit.techniques.recomputation.checkpointing import Checkpointing
 from tightfit.techniques.recomputation.selective_checkpointing import SelectiveCheckpointing
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}
@@ -271,3 +272,19 @@ def test_what_checkpoints_do_in_their_first_runs_repeats_no_proof(monkeypatch: p
     planned = train(models.Regression, lambda model, step: model(*numbers_of(step, 4)), chosen)
     assert_same(train(models.Regression, lambda model, step: model(*numbers_of(step, 4))), planned, **CLOSE)
     assert len(proved) == 1
+
+
+def test_weights_that_no_graph_holds_are_cast_for_one_part_alone() -> None:
+    # The blocks are run again, so that their casts are autocast's alone; around the parts its context is still entered.
+    plain = traced(models.__file__, "causal", batch=2, autocast=True)
+    halves = next(iter(MicroBatches().options(Profile(plain, find(DEVICE)))))
+    blocks = [
+        o for o in Checkpointing().options(Profile(plain, find(DEVICE))) if o.where.rpartition(".")[2].isdecimal()
+    ]
+    peaks = [
+        timeline(
+            traced(models.__file__, "causal", [halves, *blocks], batch=2, autocast=True, keeps_casts=keeps_casts)
+        ).max()
+        for keeps_casts in (True, False)
+    ]
+    assert peaks[0] == peaks[1]

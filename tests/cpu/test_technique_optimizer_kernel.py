@@ -116,3 +116,69 @@ def test_a_parameter_whose_first_gradient_comes_later_is_trained_on(dampening):
     assert flags == [True]
     for one, other in zip(plain, fused, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def _in_columns(p):
+    return torch.nn.Parameter(p.detach().t().contiguous().t())
+
+
+def _with_gaps(p):
+    return torch.nn.Parameter(p.detach().repeat_interleave(2, 1)[:, ::2])
+
+
+@pytest.mark.parametrize("technique", ["optimizer_kernel", "update_in_backward", "low_bit_states"])
+@pytest.mark.parametrize("laid", [_in_columns, _with_gaps, None])
+def test_elements_in_other_orders_are_updated_with_their_own_gradients(laid, technique):
+    """Torch's fused kernels go through memory, and update other elements where gradients or states lie otherwise."""
+    settings = {
+        "optimizer_kernel": {"kernel": "fused"},
+        "update_in_backward": {"kernel": "fused", "clips": False},
+        "low_bit_states": {"bits": 8, "kernel": "fused"},
+    }[technique]
+
+    is_fused = technique == "low_bit_states" and laid is _in_columns
+
+    def trained(choices):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.Tanh(), torch.nn.Linear(96, 64))
+        if laid is not None:
+            for layer in (model[0], model[2]):
+                layer.weight = laid(layer.weight)
+        # With states of ours, the program's own fused kernel goes through them as well.
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=is_fused)
+        session = apply_choices(choices, model, [optimizer]) if choices else None
+        for step in range(6):
+            if laid is None and step == 3:
+                for layer in (model[0], model[2]):
+                    layer.weight.data = layer.weight.data.t().contiguous().t()
+            model(torch.randn(16, 64)).sub(1).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        weights = [p.detach().clone() for p in model.parameters()]
+        if session is not None:
+            session.undo()
+        return weights
+
+    plain, found = trained(()), trained([choice(technique, **settings)])
+    tolerance = 2e-2 if technique == "low_bit_states" else 1e-5
+    for one, other in zip(plain, found, strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+def test_states_that_are_in_another_precision_than_the_weight_are_used_as_they_are():
+    def trained(kernel):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(8, 8).double()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        session = apply_choices([choice("optimizer_kernel", kernel=kernel)] if kernel else [], model, [optimizer])
+        for step in range(5):
+            if step == 3:
+                model.float()
+            model(torch.randn(4, 8).to(model.weight.dtype)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        session.undo()
+        return [p.detach().clone() for p in model.parameters()]
+
+    for one, other in zip(trained(None), trained("fused"), strict=True):
+        torch.testing.assert_close(one, other)

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import gc
+import pathlib
 import weakref
 from collections.abc import Iterator
 
@@ -22,13 +23,15 @@ from tightfit.planner.plan import Choice
 from tightfit.runtime.apply import apply_choices
 from tightfit.tape import Tape
 from tightfit.techniques.recomputation.checkpointing import Checkpointing
-from tightfit.techniques.tiling import tile_function
+from tightfit.techniques.tiling import tile_checks, tile_function
 from tightfit.techniques.tiling.tiled_tokens import TiledTokens
 from tightfit.techniques.tiling.token_wise_check import check_token_wise
 
 NAME = "tiled_tokens"
 # Sums over tokens are added up tile by tile.
 ORDER = {"rtol": 1e-5, "atol": 1e-6}
+# A file, once there is one.
+SWITCH = pathlib.Path("does/not/exist")
 torch.set_num_threads(1)
 
 
@@ -432,6 +435,39 @@ def test_a_proof_leaves_nothing_behind():
     gc.collect()
     assert made.num_results > 2
     assert not made.results
+
+
+class _Switched(Gated):
+    """Begins to mix tokens, by a switch that no snapshot has."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        made = super().forward(tokens)
+        return made - made.detach().mean(1, keepdim=True) if SWITCH.exists() else made
+
+
+def test_lengths_that_come_by_turns_are_proved_once_each_and_again_after_a_change(monkeypatch, tmp_path):
+    lengths: list[int] = []
+
+    def counted(module, run, value, *args, **kwargs):
+        lengths.append(value.shape[1])
+        check_token_wise(module, run, value, *args, **kwargs)
+
+    monkeypatch.setattr(tile_checks, "check_token_wise", counted)
+    monkeypatch.setitem(_Switched.forward.__globals__, "SWITCH", tmp_path / "begun")
+    torch.manual_seed(0)
+    model = nn.Sequential(_Switched(8, 16))
+    apply_choices([choice(NAME, "Sequential.0", num_tiles=2)], model, [torch.optim.SGD(model.parameters())])
+    for length in (6, 8, 6, 8, 8, 6):
+        model(torch.randn(2, length, 8)).sum().backward()
+    assert lengths == [6, 8]
+    model[0].norm.eps = 1e-3
+    for length in (6, 8, 6):
+        model(torch.randn(2, length, 8)).sum().backward()
+    assert lengths == [6, 8, 6, 8]
+    (tmp_path / "begun").touch()
+    for length in (6, 8):
+        with pytest.raises(ApplyError, match="cannot be run in tiles"):
+            model(torch.randn(2, length, 8))
 
 
 def test_gradients_that_go_elsewhere_are_refused():

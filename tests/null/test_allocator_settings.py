@@ -2,7 +2,8 @@
 
 import pytest
 
-from tightfit.allocator.settings import KEYS, AllocatorSettings
+from tightfit.allocator import settings
+from tightfit.allocator.settings import KEYS, AllocatorSettings, settings_of_environment
 from tightfit.errors import UsageError
 from tightfit.units import MIB
 
@@ -110,3 +111,24 @@ def test_the_pair_that_leaks_is_refused_with_the_reason():
 def test_every_key_of_torch_is_known():
     assert len(KEYS) == 20
     assert {"backend", "large_segment_size_mb", "roundup_power2_divisions", "pinned_free_catch_all"} <= set(KEYS)
+
+
+@pytest.mark.parametrize(
+    ("installed", "environ", "read"),
+    [
+        ((2, 8), {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, ""),
+        ((2, 9), {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, "expandable_segments:True"),
+        ((2, 9), {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTORCH_CUDA_ALLOC_CONF": ""}, ""),
+        ((2, 8), {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64"),
+        ((2, 8), {}, ""),
+    ],
+)
+def test_the_environment_is_read_as_the_installed_torch_reads_it(
+    installed: tuple[int, int], environ: dict[str, str], read: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, text in environ.items():
+        monkeypatch.setenv(name, text)
+    monkeypatch.setattr(settings, "installed_torch", lambda: installed)
+    assert settings_of_environment() == read

@@ -5,7 +5,7 @@ import pytest
 from tightfit.cost.collectives import Group, bus_bytes_per_second, collective_seconds
 from tightfit.cost.communicators import communicator_bytes
 from tightfit.devices.catalogue import all_devices, find
-from tightfit.devices.nodes import all_nodes, node_of
+from tightfit.devices.nodes import all_nodes, node_of, nodes_for
 from tightfit.errors import UsageError
 from tightfit.units import MIB
 
@@ -57,6 +57,22 @@ def test_messages_to_all_ranks_of_a_node_hold_what_was_measured() -> None:
     # NVIDIA/nccl#1685: 3.28 GB more after the first all-to-all on 8 H100.
     node = Group.of(8, stride=1, num_linked=8)
     assert communicator_bytes(H100, node, ("all_to_all",)) == pytest.approx(3.28e9, rel=0.05)
+
+
+def test_what_is_scattered_has_a_sender_at_one_end_and_a_receiver_at_the_other() -> None:
+    node = Group.of(8, stride=1, num_linked=8)
+    root = communicator_bytes(H100, node, ("scatter",), num_peers=7, num_sources=0)
+    other = communicator_bytes(H100, node, ("scatter",), num_peers=0, num_sources=1)
+    both = communicator_bytes(H100, node, ("send",), num_peers=1)
+    assert root == 7 * (both - other) and other == 5 * (both - other)
+
+
+def test_gpus_are_in_the_fewest_nodes_that_hold_them_with_as_many_in_each() -> None:
+    assert [nodes_for(H100, gpus) for gpus in (1, 8, 12, 16, 13, 64)] == [1, 1, 2, 2, 13, 8]
+    assert nodes_for(H100, 16, 4) == 4
+    for gpus, nodes in ((32, 1), (8, 3), (8, 0)):
+        with pytest.raises(UsageError, match="--nodes"):
+            nodes_for(H100, gpus, nodes)
 
 
 def test_a_communicator_holds_buffers_for_what_it_has_run() -> None:

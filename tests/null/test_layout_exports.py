@@ -131,6 +131,8 @@ def test_master_weights_are_eighteen_bytes_of_a_parameter() -> None:
         gradients_per_parameter: float = 1.0
         states_per_parameter: float = 2.0
         reduced_per_gathered: float = 2.0
+        has_buckets: bool = True
+        early_gradients: float = 0.0
 
     for stored, width in (("float32", 4), ("bfloat16", 2)):
         found = with_master_weights(Model(stored, "bfloat16"))  # type: ignore[arg-type]
@@ -138,7 +140,8 @@ def test_master_weights_are_eighteen_bytes_of_a_parameter() -> None:
         assert weight == 2
         assert weight * (1 + found.gradients_per_parameter + found.states_per_parameter) == 18
     plain_model: Any = Model("float32", "float32")
-    assert with_master_weights(plain_model) is plain_model
+    # Gradients of either are summed up in buffers of their own, which are reduced in place.
+    assert with_master_weights(plain_model) == dataclasses.replace(plain_model, has_buckets=False, early_gradients=1.0)
 
 
 def test_gpus_are_spread_evenly_over_the_nodes_that_there_are() -> None:

@@ -150,6 +150,15 @@ def test_the_answer_is_said_in_words() -> None:
     assert "One more GiB would save about 10.0 ms per step" in said
 
 
+def test_more_memory_saves_no_more_than_the_curve_has() -> None:
+    curve = [(9.5, 0.12), (9.6, 0.118), (9.75, 0.1), (30.0, 0.01)]
+    plan = a_plan(
+        frontier=tuple(ParetoPoint(device_bytes=int(size * GIB), seconds_per_step=seconds) for size, seconds in curve)
+    )
+    said = "\n".join(sentences(plan))
+    assert "256.0 MiB more would save about 20.0 ms per step" in said
+
+
 @pytest.mark.parametrize(
     ("right", "wrong", "says"),
     [

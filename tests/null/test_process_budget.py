@@ -7,6 +7,7 @@ import pytest
 from tests.null.test_devices_command import with_nvidia_smi
 
 from tightfit.cli.main import run
+from tightfit.cli.variants import guarded_run
 from tightfit.devices.catalogue import find
 from tightfit.errors import UsageError
 from tightfit.guarding.memory.process_budget import allocator_setting
@@ -33,7 +34,7 @@ def test_a_budget_that_cannot_be(budget: int, said: str) -> None:
 def test_a_script_has_the_limit_beside_its_own_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("torch")
+    pytest.importorskip("torch", minversion="2.10")
     with_nvidia_smi(tmp_path, monkeypatch, "echo 'NVIDIA H200, 143771 MiB, 100000 MiB'")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     # A script's folder takes the first place, as with python.
@@ -47,6 +48,16 @@ def test_a_script_has_the_limit_beside_its_own_settings(
     assert share == pytest.approx(0.5 - outside / (143_771 * MIB), abs=1e-5)
     assert "guard: at most 70.20 GiB of NVIDIA H200" in err
     assert "other processes hold 97.66 GiB of it: 42.75 GiB are free now, less than the budget" in err
+
+
+def test_a_torch_whose_allocator_has_no_such_setting_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_nvidia_smi(tmp_path, monkeypatch, "echo 'NVIDIA H200, 143771 MiB, 100000 MiB'")
+    monkeypatch.setattr(guarded_run, "installed_torch", lambda: (2, 9))
+    (tmp_path / "train.py").write_text(SCRIPT)
+    assert run(["run", "--guard", "--budget", "50%", str(tmp_path / "train.py")]) == 2
+    assert "--budget needs torch 2.10 or later" in capsys.readouterr().err
 
 
 def test_without_a_gpu_there_is_nothing_to_limit(

@@ -1,5 +1,6 @@
 """Each private name of torch that the source uses is in a manifest, each name of a manifest is used and there, and a torch without one is told."""
 
+import dataclasses
 import re
 import time
 from collections import defaultdict
@@ -11,7 +12,7 @@ from tests.surface.private_names import BOTH, CHILD, Use, uses
 
 from tightfit.capture.patches import manifest as of_child
 from tightfit.errors import UnsupportedTorch
-from tightfit.errors.private_names import Name, known, require
+from tightfit.errors.private_names import FIRST_TORCH, Name, known, number, require
 from tightfit.torch_hooks import manifest as of_user
 
 ROWS = (*of_child.IN_BOTH, *of_child.IN_CHILD, *of_user.IN_USERS_PROCESS)
@@ -35,7 +36,7 @@ NOT_OF_TORCH = {
     ),
     "numpy": ("_rand", "_bit_generator"),
     "lightning": ("_compiler_ctx", "_step_fn", "_current_fx_name"),
-    "native symbols": (of_child.GUARD_REGISTRY.name, of_child.CUDA_HOOKS.name),
+    "native symbols": (of_child.GUARD_REGISTRY.name, of_child.CUDA_HOOKS.name, of_user.WRAP_TENSOR.name),
     "ours": ("_JoinedBackward", "_NONE"),
     # What no module or class of torch has by its name: a mark on parameters, a parameter of softmax, attributes of compiled modules, of a mode
     # and of fused optimizers.
@@ -101,11 +102,13 @@ def test_a_name_is_listed_once_and_by_the_process_that_uses_it(used: dict[Name |
 def test_each_name_is_there(row: Name) -> None:
     if row.library != "torch":
         pytest.importorskip(row.library)
-    if row.is_in_cpu_builds or torch.version.cuda is not None:
+    if row.is_expected() and (row.is_in_cpu_builds or torch.version.cuda is not None):
         assert row.is_there()
 
 
-@pytest.mark.parametrize("row", [*ROWS, *of_child.SLOTS, of_child.GUARD_REGISTRY, of_child.CUDA_HOOKS], ids=str)
+@pytest.mark.parametrize(
+    "row", [*ROWS, *of_child.SLOTS, of_child.GUARD_REGISTRY, of_child.CUDA_HOOKS, of_user.WRAP_TENSOR], ids=str
+)
 def test_each_row_says_what_it_is_for_and_in_which_versions(row: Name) -> None:
     assert row.purpose
     assert not row.purpose.endswith(".")
@@ -141,6 +144,21 @@ def test_a_missing_name_is_one_line_that_says_which_where_and_what_to_do() -> No
     assert said.startswith(f"torch {torch.__version__} has no torch._C._gone, which tightfit needs to test a check")
     assert "(and lacks 1 more)" in said
     assert "pip install 'torch>=" in said
+
+
+def test_a_name_that_came_later_is_not_missed_in_an_older_torch_and_is_in_a_newer_one() -> None:
+    come = known("torch._C:_gone", "to test", "effects", first="99.0", before="something else is done")
+    require([come])
+    assert not come.is_expected()
+    with pytest.raises(UnsupportedTorch):
+        require([dataclasses.replace(come, first="2.8")])
+    with pytest.raises(UnsupportedTorch):
+        require([dataclasses.replace(come, before="")])
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.before], ids=str)
+def test_what_is_done_before_a_version_is_said_of_names_that_are_newer_than_the_first_of_all(row: Name) -> None:
+    assert number(row.first) > number(FIRST_TORCH)
 
 
 def test_names_that_are_looked_up_when_they_are_needed_stop_nothing() -> None:

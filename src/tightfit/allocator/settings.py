@@ -8,13 +8,16 @@ silently, and `max_split_size_mb` together with `expandable_segments:True`, whic
 
 import dataclasses
 import difflib
+import os
 import re
 from collections.abc import Iterator
 from typing import Self
 
 from tightfit.errors import UsageError
+from tightfit.errors.private_names import installed_torch
 from tightfit.units import MIB
 
+_CUDA_CONF, _CONF = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
 NUM_INTERVALS = 16
 """Powers of two from 1 MiB to 32 GiB, each with its own number of divisions (kRoundUpPowerOfTwoIntervals)."""
 
@@ -100,6 +103,16 @@ class AllocatorSettings:
             large_segment_size_bytes=large_mib * MIB,
             per_process_memory_fraction=_memory_fraction(values),
         )
+
+
+def settings_of_environment() -> str:
+    """What the environment writes, as the installed torch reads it: `PYTORCH_CUDA_ALLOC_CONF`, else `PYTORCH_ALLOC_CONF`, which torch knows from 2.9 on.
+
+    The order is that of `CUDAAllocatorConfig::instance` (c10/cuda/CUDAAllocatorConfig.h).
+    """
+    if _CUDA_CONF in os.environ or _CONF not in os.environ:
+        return os.environ.get(_CUDA_CONF, "")
+    return os.environ[_CONF] if installed_torch() >= (2, 9) else ""
 
 
 _Value = str | tuple[tuple[str, str], ...]

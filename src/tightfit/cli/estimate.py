@@ -3,6 +3,7 @@
 Whatever computes is imported when the command runs, so that its `--help` is instant.
 """
 
+import dataclasses
 import json as jsonlib
 import sys
 import time
@@ -29,7 +30,7 @@ from tightfit.cli.shared.local_cards import own_card
 from tightfit.cli.shared.progress import ProgressLine
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.catalogue import find
-from tightfit.devices.nodes import node_of
+from tightfit.devices.nodes import node_of, nodes_for
 from tightfit.errors import UsageError
 from tightfit.output_files import check_outputs
 from tightfit.reports.redacted import redacted
@@ -167,8 +168,11 @@ def _described(
 def _world(ranks: RankOptions, target: str, sweep: Sequence[str], cards: "Sequence[Device]") -> "World | None":
     world = ranks.world()
     for card in cards:
-        # A node without such cards is refused before anything is traced.
-        node_of(card, ranks.node)
+        # A node without such cards, or without so many, is refused before anything is traced.
+        kind = node_of(card, ranks.node)
+        if world is not None:
+            nodes = nodes_for(kind, world.num_ranks, ranks.nodes)
+            world = dataclasses.replace(world, num_nodes=max(nodes, world.num_nodes))
     if world is not None and (sweep or target.endswith(".npz")):
         raise UsageError("--gpus traces a script: it takes no --sweep and no saved run")
     return world

@@ -52,12 +52,12 @@ def operator_seconds(
     device: Device,
     calibration: Calibration | None = None,
     *,
-    tf32_matmul: bool = False,
-    tf32_convolution: bool = True,
+    tf32_matmul: bool | None = None,
+    tf32_convolution: bool | None = None,
 ) -> npt.NDArray[np.float64]:
     """Seconds of each operator, shape `(len(tape.operators),)`, float64.
 
-    The defaults for tf32 are torch's: `torch.backends.cuda.matmul.allow_tf32` is off, `torch.backends.cudnn.allow_tf32` on.
+    TF32 is by default as the program of the tape has set it (`torch.set_float32_matmul_precision`, `torch.backends.cudnn.allow_tf32`).
     """
     operators = tape.operators
     if not len(operators):
@@ -94,7 +94,7 @@ def operator_seconds(
 
 
 def arithmetic_of_operators(
-    tape: Tape, *, tf32_matmul: bool = False, tf32_convolution: bool = True
+    tape: Tape, *, tf32_matmul: bool | None = None, tf32_convolution: bool | None = None
 ) -> npt.NDArray[np.str_]:
     """The `DType` that each operator computes in, shape `(len(tape.operators),)`."""
     if not len(tape.operators):
@@ -104,7 +104,7 @@ def arithmetic_of_operators(
 
 
 def _pairs(
-    tape: Tape, *, tf32_matmul: bool, tf32_convolution: bool
+    tape: Tape, *, tf32_matmul: bool | None, tf32_convolution: bool | None
 ) -> tuple[list[tuple[OperatorClass, str]], list[DType], npt.NDArray[np.int64]]:
     """The distinct pairs of class and type of the operators, what each computes in, and the place of each operator among them."""
     operators, num_strings = tape.operators, len(tape.strings)
@@ -114,9 +114,10 @@ def _pairs(
         (operator_class(tape.strings[name]), tape.strings[dtype])
         for name, dtype in zip(*divmod(kinds, num_strings), strict=True)
     ]
+    of_products = tape.tf32_matmul if tf32_matmul is None else tf32_matmul
+    of_convolutions = tape.tf32_convolution if tf32_convolution is None else tf32_convolution
     types = [
-        arithmetic_type(kind, dtype, tf32_matmul=tf32_matmul, tf32_convolution=tf32_convolution)
-        for kind, dtype in pairs
+        arithmetic_type(kind, dtype, tf32_matmul=of_products, tf32_convolution=of_convolutions) for kind, dtype in pairs
     ]
     return pairs, types, kind_of
 

@@ -69,10 +69,27 @@ def traced_communicator_bytes(tape: Tape, node: Node) -> int:
     for number in range(len(tape.communicators)):
         chosen = table.group == number
         kinds = {CollectiveKind(kind).name.lower() for kind in np.unique(table.kind[chosen]).tolist()}
-        peers = np.unique(table.peer[chosen & np.isin(table.kind, (CollectiveKind.SEND, CollectiveKind.RECEIVE))])
-        is_messages_alone = kinds <= {"send", "receive"}
         kinds = {"all_reduce" if kind == "barrier" else kind for kind in kinds} & (RINGS | MESSAGES)
-        found += communicator_bytes(
-            node, group_of(tape, number, node), kinds, num_peers=len(peers) if is_messages_alone else None
-        )
+        sent, received = _peers(tape, chosen, len(tape.communicators[number]))
+        found += communicator_bytes(node, group_of(tape, number, node), kinds, num_peers=sent, num_sources=received)
     return found
+
+
+def _peers(tape: Tape, chosen: npt.NDArray[np.bool_], size: int) -> tuple[int, int]:
+    """How many ranks the traced one sends messages to in the collectives `chosen`, and how many it receives some from."""
+    table = tape.collectives
+    sent, received = set[int](), set[int]()
+    for kind, peer in {*zip(table.kind[chosen].tolist(), table.peer[chosen].tolist(), strict=True)}:
+        match CollectiveKind(kind):
+            case CollectiveKind.ALL_TO_ALL:
+                return size, size
+            case CollectiveKind.SEND:
+                sent.add(peer)
+            case CollectiveKind.RECEIVE:
+                received.add(peer)
+            case CollectiveKind.SCATTER | CollectiveKind.GATHER:
+                others = {-1 - n for n in range(size - 1)} if peer == tape.rank else {peer}
+                # A root scatters to all others and gathers from them.
+                is_sender = (kind == CollectiveKind.SCATTER) == (peer == tape.rank)
+                (sent if is_sender else received).update(others)
+    return len(sent), len(received)

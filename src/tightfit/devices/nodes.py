@@ -70,6 +70,26 @@ def node_of(card: Device, text: str | os.PathLike[str] | None = None) -> Node:
     )
 
 
+def nodes_for(kind: Node, num_gpus: int, num_nodes: int | None = None) -> int:
+    """How many nodes of one kind `num_gpus` are in: `num_nodes`, or by default the fewest that hold them, with as many in each.
+
+    Raises:
+        UsageError: they cannot be spread evenly over so many, or a node does not hold its share.
+    """
+    if num_nodes is None:
+        fewest = -(-num_gpus // kind.num_gpus)
+        return next(n for n in range(fewest, num_gpus + 1) if num_gpus % n == 0)
+    if num_nodes < 1 or num_gpus % num_nodes:
+        raise UsageError(
+            f"--nodes {num_nodes}: --gpus counts the GPUs of all nodes together, and {num_gpus} cannot be spread evenly over so many"
+        )
+    if num_gpus // num_nodes > kind.num_gpus:
+        raise UsageError(
+            f"--gpus {num_gpus} on --nodes {num_nodes} are {num_gpus // num_nodes} a node, and {kind.name} has {kind.num_gpus}"
+        )
+    return num_nodes
+
+
 def _node(table: Mapping[str, Any], card: Device) -> Node:
     # A card in a slot has the link that it has: the catalogue of GPUs knows it.
     gpu_bytes_per_second = table["gpu_link"] * 1e9 or card.link.bytes_per_second

@@ -7,14 +7,16 @@ imports torch before it is asked, and then only by the names in the tables, so t
 import dataclasses
 import importlib.util
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterable
+from importlib import metadata
 from typing import Any
 
 from tightfit.errors import ApplyError, UnsupportedTorch
 
 # docs/versions.md says what was run on which.
-FIRST_TORCH, LAST_TORCH = "2.10", "2.15"
+FIRST_TORCH, LAST_TORCH = "2.8", "2.15"
 _FUNCTIONS: dict[str, Callable[..., Any]] = {}
 
 
@@ -24,6 +26,7 @@ class Name:
 
     `path` is "module:name" or "module:class.name". `used_by` are the rooms of tightfit that use it. With `is_checked`, `require` looks for it;
     all others are looked up when they are needed, or left alone by a release without them. `is_in_cpu_builds`: builds without CUDA have it too.
+    `before` says what is done with releases older than `first`, which need not have it; where it says nothing, they are refused.
     """
 
     path: str
@@ -33,6 +36,7 @@ class Name:
     last: str = LAST_TORCH
     is_checked: bool = True
     is_in_cpu_builds: bool = True
+    before: str = ""
 
     def __str__(self) -> str:
         return self.path.replace(":", ".")
@@ -91,6 +95,10 @@ class Name:
         """Whether the installed library has it."""
         return self._find() is not None
 
+    def is_expected(self) -> bool:
+        """Whether the installed library is new enough to have it. By the number of its version: a release that has lost a name is no older one."""
+        return not self.before or version_of(self.library) >= number(self.first)
+
     def missing(self) -> ApplyError:
         """The error for a library that does not have the name."""
         return ApplyError(
@@ -128,6 +136,7 @@ def known(
     last: str = LAST_TORCH,
     is_checked: bool = True,
     is_in_cpu_builds: bool = True,
+    before: str = "",
 ) -> Name:
     """A row of a manifest; `used_by` are rooms, with spaces between them."""
     return Name(
@@ -138,14 +147,15 @@ def known(
         last=last,
         is_checked=is_checked,
         is_in_cpu_builds=is_in_cpu_builds,
+        before=before,
     )
 
 
-def operators(used_by: str, names: str, *, first: str = FIRST_TORCH, is_checked: bool = True) -> tuple[Name, ...]:
+def operators(used_by: str, names: str, *, first: str = FIRST_TORCH, before: str = "") -> tuple[Name, ...]:
     """The rows of torch's own operators of these names, with spaces between them."""
     purpose = "to follow what it does with memory"
     return tuple(
-        known(f"torch:ops.aten.{name}", purpose, used_by, first=first, is_checked=is_checked) for name in names.split()
+        known(f"torch:ops.aten.{name}", purpose, used_by, first=first, before=before) for name in names.split()
     )
 
 
@@ -157,7 +167,7 @@ def require(names: Iterable[Name]) -> None:
         ModuleNotFoundError: torch is not installed.
     """
     importlib.import_module("torch")
-    missing = [name for name in names if name.is_checked and not name.is_there()]
+    missing = [name for name in names if name.is_checked and name.is_expected() and not name.is_there()]
     if not missing:
         return
     first, *others = missing
@@ -169,5 +179,24 @@ def require(names: Iterable[Name]) -> None:
     )
 
 
+def version_of(library: str) -> tuple[int, ...]:
+    """Major and minor number of a library that has been imported."""
+    return number(_version(library))
+
+
+def installed_torch() -> tuple[int, ...]:
+    """Major and minor number of the torch that is installed, which is not imported for that; a large one where there is none."""
+    try:
+        return number(metadata.version("torch"))
+    except metadata.PackageNotFoundError:
+        return (sys.maxsize,)
+
+
 def _version(library: str) -> str:
     return getattr(sys.modules.get(library), "__version__", "that is installed")
+
+
+def number(version: str) -> tuple[int, ...]:
+    """Major and minor number; a build from source may have no more than a word."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return tuple(map(int, found.groups())) if found else (sys.maxsize,)

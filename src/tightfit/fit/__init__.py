@@ -259,7 +259,8 @@ def _of_ranks(tape: Tape, node: Node | None) -> list[Assumption]:
     """What is taken to be so of the nodes and the other ranks of a distributed program."""
     if node is None:
         return []
-    found = [f"collectives and NCCL's buffers are those of {node.name}: another one by --node"]
+    nodes = f"{tape.num_nodes} x {node.name}" if tape.num_nodes > 1 else node.name
+    found = [f"collectives and NCCL's buffers are those of {nodes}: another one by --node"]
     if pipeline_of(tape):
         found.append("a stage is not made to wait for the others: the time per step has no pipeline bubble")
     return [Assumption(where="", what=what) for what in found]

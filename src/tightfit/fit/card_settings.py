@@ -4,7 +4,7 @@ import dataclasses
 import os
 from pathlib import Path
 
-from tightfit.allocator.settings import AllocatorSettings
+from tightfit.allocator.settings import AllocatorSettings, settings_of_environment
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.catalogue import find
 from tightfit.devices.device import Device
@@ -90,5 +90,5 @@ def allocator_settings(alloc_conf: str | None = None) -> AllocatorSettings:
         UsageError: torch would not take them.
     """
     if alloc_conf is None:
-        alloc_conf = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", os.environ.get("PYTORCH_ALLOC_CONF", ""))
+        alloc_conf = settings_of_environment()
     return AllocatorSettings.parse(alloc_conf)

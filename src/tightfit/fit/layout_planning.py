@@ -7,7 +7,7 @@ from typing import Any
 
 from tightfit.analysis.profile import Profile
 from tightfit.capture.trace_settings import AS_USUAL, TraceSettings
-from tightfit.devices.nodes import node_of
+from tightfit.devices.nodes import node_of, nodes_for
 from tightfit.errors import UsageError
 from tightfit.errors.faults import answering
 from tightfit.fit import capture
@@ -54,17 +54,12 @@ def plan_layout(
     tool = None if export is None else tool_named(export)
     on = CardSettings.of(device)
     kind = node_of(on.card, node)
-    if gpus < 1 or (nodes is not None and nodes < 1):
-        raise UsageError("--gpus and --nodes have to be at least 1")
+    if gpus < 1:
+        raise UsageError(f"--gpus {gpus}: give the number of GPUs of all nodes together, 1 or more")
     if global_batch is not None and global_batch < 1:
         raise UsageError(f"--global-batch {global_batch}: give the examples in a step of all cards, at least 1")
     if nodes is not None:
-        if gpus % nodes:
-            raise UsageError(f"--gpus {gpus} is not divisible by --nodes {nodes}")
-        if gpus // nodes > kind.num_gpus:
-            raise UsageError(
-                f"--gpus {gpus} on --nodes {nodes} are {gpus // nodes} a node, and {kind.name} has {kind.num_gpus}"
-            )
+        nodes_for(kind, gpus, nodes)
         kind = dataclasses.replace(
             kind,
             num_gpus=gpus // nodes,

@@ -1,6 +1,8 @@
 """The layouts that a search considers: every combination of degrees that the batch and the model allow, each with a lower bound of its time."""
 
 import dataclasses
+import functools
+import math
 from collections.abc import Iterator
 
 from tightfit.devices.node import Node
@@ -87,5 +89,8 @@ def _powers(most: int) -> list[int]:
     return [1 << i for i in range(max(1, most).bit_length())]
 
 
+@functools.lru_cache(maxsize=4096)
 def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+    # A search asks for those of the same numbers again and again, of which the batch may be in the millions.
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n != number]

@@ -59,7 +59,8 @@ def rank_bytes(model: ModelParts, layout: Layout, stage: Stage, device: Device, 
     states = _states(model, layout, stage)
     of_rank = moments(model, layout, stage, share)
     worst = max(of_rank, key=lambda moment: moment.total(states["gradients"]))
-    unused = model.unused_bytes / layout.tp * (share if model.unused_by_tokens else 1.0)
+    of_weights = 1.0 / layout.sharded_over if layout.is_gathered else 1.0
+    unused = model.unused_bytes / layout.tp * (share if model.unused_by_tokens else of_weights)
     moving = worst.activations + worst.working + worst.gathered
     # Gathered weights come and go besides what one card has traced.
     cache = max(unused, FRAGMENTATION * moving) if layout.is_gathered else unused

@@ -124,9 +124,7 @@ class StepClock:
             gathers_again = layout.zero_stage == 3
             # Weights that stay gathered are gathered for the first micro-batch alone.
             copied = unpacked * (2 if gathers_again else 1 / layout.accumulation) + packed
-            inside, inside_again = self._inside(layout, part, share) if is_block else (0.0, 0.0)
-            if layout.recompute != "full":
-                inside_again = 0.0
+            inside, inside_again = self._inside(layout, part, share) if is_block else (self._at_end(layout, share), 0.0)
             forward = _beside(of.forward, gather)
             network = reduce + (gather if gathers_again else 0.0)
             backward = _beside(of.backward, network)
@@ -185,22 +183,31 @@ class StepClock:
         """Collectives inside of a block for one micro-batch that it waits for: forward and backward together, and again in recomputation."""
         found, again = 0.0, 0.0
         tokens = part.input_bytes * share
+        is_full = layout.recompute == "full"
         if layout.tp > 1:
             halves = _BLOCK_HALVES if part.forward.is_attention.any() else 1
-            once = sum(self._collective(kind, tokens, layout.tp, 1) for kind in _HALVES_OF_ALL_REDUCE)
-            found += 2 * halves * once
-            again += halves * once
+            gather, scatter = (self._collective(kind, tokens, layout.tp, 1) for kind in _HALVES_OF_ALL_REDUCE)
+            found += 2 * halves * (gather + scatter)
+            # What products give is kept, what they are given is gathered again.
+            again += halves * (gather + scatter if is_full else gather)
         if layout.cp > 1:
             whole = part.key_value_bytes * share * layout.cp / layout.tp
             gather = self._collective("all_gather", whole, layout.cp, layout.tp)
             found += 2 * gather + self._collective("reduce_scatter", whole, layout.cp, layout.tp)
-            again += gather
+            again += gather if is_full else 0.0
         if layout.ep > 1 and part.expert_bytes:
             sent = tokens / layout.tp * part.experts_per_token
             once = 2 * self._collective("all_to_all", sent, layout.ep, layout.tp * layout.cp)
             found += 2 * once
-            again += once
+            again += once if is_full else 0.0
         return found, again
+
+    def _at_end(self, layout: Layout, share: float) -> float:
+        """Collectives of tensor parallelism before or after the blocks: tokens are scattered behind the embedding and gathered for the head, and their gradients the other way."""
+        if layout.tp == 1 or not self.model.blocks:
+            return 0.0
+        tokens = self.model.blocks[0].input_bytes * share
+        return sum(self._collective(kind, tokens, layout.tp, 1) for kind in _HALVES_OF_ALL_REDUCE)
 
     def _sends(self, layout: Layout, share: float) -> float:
         """Seconds of the sends between stages that nothing hides: each micro-batch's first crossing, forward and backward."""

@@ -98,7 +98,7 @@ def sentences(plan: Plan) -> Iterator[str]:
         yield _optimality(plan)
     if plan.exact:
         yield _proof(plan)
-    yield from _next_gib(plan)
+    yield from _more_memory(plan)
 
 
 def _optimality(plan: Plan) -> str:
@@ -145,18 +145,25 @@ def _proof(plan: Plan) -> str:
     return f"Exact by structure{why}: each technique preserves losses and gradients, and the first steps of a real run are checked."
 
 
-def _next_gib(plan: Plan) -> Iterator[str]:
-    """The time saved per extra GiB, from the nearest points of the memory/time curve."""
+def _more_memory(plan: Plan) -> Iterator[str]:
+    """The time that more memory saves, up to a GiB of it, from the memory/time curve."""
     points = sorted(plan.frontier, key=lambda point: point.device_bytes)
     now = [p for p in points if p.device_bytes <= plan.run.peak.device_bytes]
     more = [p for p in points if p.device_bytes > plan.run.peak.device_bytes]
     if not now or not more:
         return
-    step = more[0].device_bytes - now[-1].device_bytes
-    if step > 0:
+    here, next_one = now[-1], more[0]
+    within = [p for p in more if p.device_bytes - here.device_bytes <= GIB]
+    if within:
+        best = min(within, key=lambda point: (point.seconds_per_step, point.device_bytes))
+        saved, memory = here.seconds_per_step - best.seconds_per_step, best.device_bytes - here.device_bytes
+        told = f"{format_bytes(memory)} more"
+    else:
         # The slope between the two neighbouring points of the curve, which is convex only roughly.
-        rate = (now[-1].seconds_per_step - more[0].seconds_per_step) / step * GIB
-        yield f"One more GiB would save about {format_seconds(max(0.0, rate))} per step."
+        step = next_one.device_bytes - here.device_bytes
+        saved, told = (here.seconds_per_step - next_one.seconds_per_step) / step * GIB, "One more GiB"
+    if saved > 0:
+        yield f"{told} would save about {format_seconds(saved)} per step."
 
 
 def reached_limit(plan: Plan) -> str:

@@ -5,7 +5,6 @@ where torch would have placed them, so that such a recording opens wherever one 
 """
 
 import dataclasses
-import os
 from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +13,7 @@ import numpy as np
 
 from tightfit.allocator.caching import CachingAllocator
 from tightfit.allocator.pools import Block
-from tightfit.allocator.settings import AllocatorSettings
+from tightfit.allocator.settings import AllocatorSettings, settings_of_environment
 from tightfit.recordings.allocator_trace import NO_CATEGORY, TraceBuilder
 from tightfit.recordings.classify import classify
 from tightfit.recordings.marks import KEY, Marks
@@ -68,9 +67,7 @@ def _events_of_notes(trace: Sequence[Plain], notes: Sequence[Note]) -> list[int]
 
 def snapshot_of_host_run(run: HostRun, *, max_events: int, was_cut_short: bool) -> tuple[Plain, Marks]:
     """The recording that torch's CUDA allocator would have made, with the settings of the environment, and its marks; the last `max_events` events."""
-    # In the order in which CUDAAllocatorConfig::instance() reads them.
-    conf = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", os.environ.get("PYTORCH_ALLOC_CONF", ""))
-    settings = AllocatorSettings.parse(conf)
+    settings = AllocatorSettings.parse(settings_of_environment())
     trace = TraceBuilder(CachingAllocator(settings))
     notes = _feed(run, trace)
     num_dropped = max(0, len(trace.events) - max_events)

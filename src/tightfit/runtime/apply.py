@@ -21,6 +21,7 @@ from tightfit.techniques.session import CHECK_STEPS, Session
 from tightfit.techniques.technique import AbstractTechnique, check_each
 from tightfit.techniques.wrappers.forwards import copied_wrappers, take_off_copied
 from tightfit.torch_hooks.optimizer_step_hooks import is_called_by_step_hook
+from tightfit.torch_hooks.saved_variables import saved_reader
 from tightfit.torch_hooks.weak_references import WeakTable
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -87,6 +88,8 @@ def apply_choices(
 ) -> Session:
     """The same for choices without a plan, in the order in which their techniques are applied; `last` is called after them, under the same guarantee."""
     choices = list(choices)
+    # Before anything is changed: older releases of torch may be built in a way that it cannot read.
+    saved_reader()
     begin_plan(is_alike=all(technique(choice.technique).is_alike_in_batches for choice in choices))
     session = Session(model=model, optimizers=optimizers, check_steps=check_steps, disk_folder=disk_folder)
     # A deep copy of a model with a plan brings the wrappers along, without a session that could take them off.

@@ -1,7 +1,7 @@
 """Records a run on a card with torch's own memory history, which is a private interface: only this file calls it.
 
-The allocator stamps every event with a text that a program can set: the number of the latest note is set there, so that events and notes can be
-matched without synchronising with the card.
+From torch 2.10 on the allocator stamps every event with a text that a program can set: the number of the latest note is set there, so that events and
+notes can be matched without synchronising with the card. Before, they are matched by their times (`tightfit.recordings.runs`).
 """
 
 import time
@@ -11,9 +11,7 @@ import torch
 
 from tightfit.runtime.record_hooks import HeldTensors, RunHooks
 from tightfit.runtime.recorded import NOTE_PREFIX, CardRun, Note, NoteKind
-
-PRIVATE_NAMES = ("_record_memory_history", "_snapshot", "_set_memory_metadata", "_get_memory_metadata")
-"""What is used of `torch.cuda.memory` that torch does not promise to keep (torch 2.11 to 2.13 have it)."""
+from tightfit.torch_hooks.manifest import GET_STAMP, SET_STAMP
 
 
 class CardRecorder:
@@ -31,7 +29,7 @@ class CardRecorder:
         """Starts recording; a recording by torch that was under way ends here."""
         self._index = torch.cuda.current_device()
         # A program may stamp events itself; its text is put back at the end.
-        self._metadata = torch.cuda.memory._get_memory_metadata()
+        self._metadata = GET_STAMP.value()() if GET_STAMP.is_expected() else ""
         torch.cuda.memory._record_memory_history(
             "all",
             context="alloc" if self._stacks else None,
@@ -53,7 +51,7 @@ class CardRecorder:
         # Before recording is switched off: `_record_memory_history(None)` drops the events.
         snapshot: Any = torch.cuda.memory._snapshot()
         torch.cuda.memory._record_memory_history(None)
-        torch.cuda.memory._set_memory_metadata(self._metadata)
+        self._stamp(self._metadata)
         free_bytes, total_bytes = torch.cuda.mem_get_info(self._index)
         reserved_bytes = torch.cuda.memory_reserved(self._index)
         return CardRun(
@@ -70,8 +68,13 @@ class CardRecorder:
 
     def _note(self, kind: NoteKind, text: str, held: HeldTensors) -> None:
         addresses = tuple((category, tuple(map(_address, tensors))) for category, tensors in held.items())
-        torch.cuda.memory._set_memory_metadata(f"{NOTE_PREFIX}{len(self._notes)}")
+        self._stamp(f"{NOTE_PREFIX}{len(self._notes)}")
         self._notes.append(Note(kind=kind, text=text, time_us=time.time_ns() // 1000, held=addresses))
+
+    @staticmethod
+    def _stamp(text: str) -> None:
+        if SET_STAMP.is_expected():
+            SET_STAMP.value()(text)
 
 
 def _address(tensor: torch.Tensor) -> int:

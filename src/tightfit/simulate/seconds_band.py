@@ -46,7 +46,7 @@ class SecondsBand:
 
 
 def seconds_band(
-    prices: PricedTape, device: Device, calibration: Calibration | None = None, *, tf32_convolution: bool = True
+    prices: PricedTape, device: Device, calibration: Calibration | None = None, *, tf32_convolution: bool | None = None
 ) -> SecondsBand:
     """The range of the last step of `prices`, whose seconds are on `device`; (0, 0) for a tape without steps."""
     steps = step_operators(prices.tape)

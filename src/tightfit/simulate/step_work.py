@@ -68,8 +68,8 @@ def priced(
     device: Device,
     calibration: Calibration | None = None,
     *,
-    tf32_matmul: bool = False,
-    tf32_convolution: bool = True,
+    tf32_matmul: bool | None = None,
+    tf32_convolution: bool | None = None,
     node: Node | None = None,
 ) -> PricedTape:
     """`tape` priced on `device`; the options are those of `operator_seconds`. The collectives of a distributed program are on nodes of the kind `node`, and cost nothing without one."""

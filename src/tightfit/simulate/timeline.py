@@ -72,8 +72,8 @@ def step_seconds(
     device: Device,
     calibration: Calibration | None = None,
     *,
-    tf32_matmul: bool = False,
-    tf32_convolution: bool = True,
+    tf32_matmul: bool | None = None,
+    tf32_convolution: bool | None = None,
 ) -> list[float]:
     """Seconds of each span of kind `STEP`, in order; the options are those of `operator_seconds`."""
     prices = priced(tape, device, calibration, tf32_matmul=tf32_matmul, tf32_convolution=tf32_convolution)

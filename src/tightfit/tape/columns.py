@@ -340,7 +340,8 @@ class Tape:
     its path ("GPT2LMHeadModel.transformer.h.0": "GPT2Block"); tapes from before it was recorded have none. `random_operators`
     are the names of the operators of this run that draw random numbers (torch's tag `nondeterministic_seeded`), those of the program's own among them.
     Of a distributed program the tape has one process, `rank` of `num_ranks` on `num_nodes` machines; `communicators` are the ranks of each group that communicates on cards.
-    `operators_of_steps` are the operators `[begin, end)` of each span of kind `STEP`; `loaders` are those that batches were taken from. Tapes from before these, `copies`, `waits`, `weights` and `geometry` were recorded have none.
+    `operators_of_steps` are the operators `[begin, end)` of each span of kind `STEP`; `loaders` are those that batches were taken from.
+    `tf32_matmul` and `tf32_convolution`: products and convolutions of float32 are computed in TF32 where a card can, as the program has set it; by torch's defaults convolutions alone. Tapes from before these, `copies`, `waits`, `weights` and `geometry` were recorded have none.
     """
 
     target: str
@@ -372,6 +373,8 @@ class Tape:
     communicators: tuple[tuple[int, ...], ...] = ()
     geometry: Geometry = dataclasses.field(default_factory=lambda: _empty(Geometry))
     loaders: tuple[LoaderUse, ...] = ()
+    tf32_matmul: bool = False
+    tf32_convolution: bool = True
 
     def of_steps(self) -> Self:
         """The tape up to the end of its last step, without what comes after the steps; the same tape where it has no step or nothing follows."""
@@ -419,6 +422,8 @@ class Tape:
             "num_nodes": self.num_nodes,
             "communicators": self.communicators,
             "loaders": [loader.to_json() for loader in self.loaders],
+            "tf32_matmul": self.tf32_matmul,
+            "tf32_convolution": self.tf32_convolution,
         }
         arrays = {f"{t}.{c}": column for t in _TABLES for c, column in getattr(self, t).columns().items()}
         buffer = io.BytesIO()

@@ -16,8 +16,9 @@ from tightfit.capture.patches.manifest import (
     SET_VERSIONS,
     STORAGE_USES,
     TOP_SAVED_HOOKS,
+    Symbol,
 )
-from tightfit.errors.private_names import Name, known, operators, require
+from tightfit.errors.private_names import FIRST_TORCH, Name, known, operators, require
 
 OPTIMIZER_INIT = known(
     "torch.optim.optimizer:Optimizer.__init__", "to apply a plan to the optimizers of a script", "torch_hooks"
@@ -127,8 +128,21 @@ TENSOR_CUDA = known("torch:Tensor.cuda", _OF_BATCHES, "torch_hooks")
 TENSOR_COPY = known("torch:Tensor.copy_", _OF_BATCHES, "torch_hooks")
 NEGATED_VIEW = known("torch:_neg_view", "to give back a lazily negated view of a streamed weight", "engine")
 _SAVED = "to find what a graph has saved and the program may write to, before the graph is run twice"
+# Properties of saved tensors since then (torch/csrc/autograd/init.cpp).
+_READ_IN_MEMORY = "both are read where C++ has them (torch_hooks/saved_variables.py)"
 SAVED_DATA = known(
-    "torch._C._autograd:SavedTensor.data", f"{_SAVED}, and what a kept graph retains", "runtime techniques"
+    "torch._C._autograd:SavedTensor.data",
+    f"{_SAVED}, and what a kept graph retains",
+    "torch_hooks",
+    first="2.10",
+    before=_READ_IN_MEMORY,
+)
+WRAP_TENSOR = Symbol(
+    library="torch_python",
+    name="_Z16THPVariable_WrapRKN2at10TensorBaseE",
+    purpose="to have the tensor that a graph has saved",
+    first=FIRST_TORCH,
+    last="2.9",
 )
 # What comes before the name of a derivative formula's input in a node's attribute (tools/autograd/gen_autograd_functions.py).
 SAVED_PREFIX = "_raw_saved_"
@@ -140,23 +154,23 @@ SAVE_FOR_BACKWARD = known(
     "to tell which function has tensors saved, when hooks for saved tensors are called",
     "torch_hooks",
 )
-SAVED_HOOK = known("torch._C._autograd:SavedTensor.unpack_hook", _SAVED, "techniques")
-# Up to torch 2.11 a checkpoint has a function save them, which takes ten times as long.
+SAVED_HOOK = known(
+    "torch._C._autograd:SavedTensor.unpack_hook", _SAVED, "torch_hooks", first="2.10", before=_READ_IN_MEMORY
+)
 MAKE_SAVED_TENSOR = known(
     "torch._C._autograd:_make_saved_tensor",
     "to have autograd save the arguments of a recomputed block",
     "techniques",
     first="2.12",
-    is_checked=False,
+    before="a checkpoint has a function save them, which takes ten times as long",
 )
 KEPT_RESULT = known("torch.utils.checkpoint:_VersionWrapper", "to move what a selective checkpoint keeps", "techniques")
-# Before that a result that was written to ends the second run.
 MADE_AGAIN = known(
     "torch.utils.checkpoint:_RECOMPUTE",
     "to make a result again that a selective checkpoint has kept and the block has written to",
     "techniques",
     first="2.13",
-    is_checked=False,
+    before="the policy of a selective checkpoint is asked again in the second run",
 )
 
 _OF_SELECTION = "to run operators of our own outside of a selective checkpoint"
@@ -210,6 +224,22 @@ READ = (
     TOP_SAVED_HOOKS,
 )
 
+_BY_TIME = "events of the allocator are matched with notes by their times, in microseconds"
+GET_STAMP = known(
+    "torch.cuda.memory:_get_memory_metadata",
+    "to leave as it was what is stamped on events of the allocator",
+    "runtime",
+    first="2.10",
+    before=_BY_TIME,
+)
+SET_STAMP = known(
+    "torch.cuda.memory:_set_memory_metadata",
+    "to stamp events of the allocator",
+    "runtime",
+    first="2.10",
+    before=_BY_TIME,
+)
+
 IN_USERS_PROCESS: tuple[Name, ...] = (
     *(name for name in (*REPLACED, *READ) if name not in IN_BOTH),
     # Tensors among arguments.
@@ -231,7 +261,7 @@ IN_USERS_PROCESS: tuple[Name, ...] = (
     ),
     known(
         "torch._functorch.pyfunctorch:temporarily_clear_interpreter_stack",
-        "to put a plan on outside of the transforms of torch.func",
+        "to apply a plan outside of the transforms of torch.func",
         "runtime",
     ),
     known("torch._C:_are_functorch_transforms_active", "to refuse what torch.func transforms would see", "techniques"),
@@ -258,12 +288,8 @@ IN_USERS_PROCESS: tuple[Name, ...] = (
     known("torch.nn.modules.dropout:_DropoutNd", "to tell dropouts", "techniques"),
     known("torch.nn:Module._compiled_call_impl", "to see whether a module was compiled in place", "techniques"),
     # The card: context, allocator, compiler.
-    known(
-        "torch.cuda.memory:_get_memory_metadata",
-        "to leave as it was what is stamped on events of the allocator",
-        "runtime",
-    ),
-    known("torch.cuda.memory:_set_memory_metadata", "to stamp events of the allocator", "runtime"),
+    GET_STAMP,
+    SET_STAMP,
     known("torch.cuda.memory:_snapshot", "to read what was recorded of the allocator", "runtime"),
     # Operators.
     *operators("techniques", "_foreach_div_ _foreach_mul_ _foreach_zero_"),

@@ -2,16 +2,26 @@
 
 `Function.apply` is C code from torch 2.14 on, with no frame on the stack. Each forward names what it saves by `ctx.save_for_backward`, which is Python
 code; once the forward has returned, its tensors are saved one after the other, which `ctx._raw_saved_tensors` counts. Without owners nothing is noted.
+
+From torch 2.10 on a context forgets what was named (`to_save`) before it is saved, and up to 2.9 after that: there the frame that had the hook called tells
+a forward that still runs from one that is over (`_save_variables` in torch/csrc/autograd/python_function.cpp).
 """
 
 import functools
+import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from tightfit.torch_hooks.manifest import SAVE_FOR_BACKWARD
 from tightfit.torch_hooks.replaced import Leave, Replaced
+
+# None where it is C code.
+_APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
 
 
 class _Thread(threading.local):
@@ -38,7 +48,7 @@ def saving_function() -> Any:
     while _thread.named:
         reference, num_named = _thread.named[-1]
         context = reference()
-        if context is not None and context.to_save is not None:
+        if context is not None and context.to_save is not None and not _is_hook_of_apply():
             # Its forward still runs: what is saved now is of an operator inside.
             return None
         num_saved = num_named if context is None else _num_saved(context)
@@ -46,6 +56,16 @@ def saving_function() -> Any:
             return type(context)._forward_cls  # pyrefly: ignore[missing-attribute]
         _thread.named.pop()
     return None
+
+
+def _is_hook_of_apply() -> bool:
+    """Whether the hook was called within `Function.apply` with no other Python code between: its forward has returned."""
+    if _APPLY is None:
+        return False
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("tightfit."):
+        frame = frame.f_back
+    return frame is not None and frame.f_code is _APPLY
 
 
 def _num_saved(context: Any) -> int | None:

@@ -12,6 +12,7 @@ from tests.attacks.models import WIDTH, Block, Images, Net, adamw, images, sgd, 
 from tests.attacks.places import BITWISE, EXACT
 from tests.attacks.registry import attack
 from tests.attacks.trial import Trial
+from tests.process_state import forget_default_device
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -100,7 +101,7 @@ def default_device(t: Trial) -> None:
     try:
         train(t, Net())
     finally:
-        torch.set_default_device(None)
+        forget_default_device()
 
 
 @attack("clean", "deterministic algorithms are asked for")

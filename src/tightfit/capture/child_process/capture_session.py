@@ -20,6 +20,7 @@ from tightfit.capture.dispatch.memory_formats import LAYOUT_HANDLERS
 from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.capture.kernels import install
 from tightfit.capture.kernels.architecture import Card
+from tightfit.capture.kernels.tf32 import convolves_in_tf32, multiplies_in_tf32
 from tightfit.capture.observe.attribution import short
 from tightfit.capture.observe.kernel_memory import KernelMemory
 from tightfit.capture.observe.recorder import LiveMemory, Recorder, tape_of
@@ -82,15 +83,13 @@ class CaptureSession:
         eager.keep_compiler_out()
         # Host computations are small, and a thread pool costs more than it saves.
         torch.set_num_threads(1)
-        card = Card(
-            compute_capability=self.device.compute_capability, num_multiprocessors=self.device.num_multiprocessors
-        )
+        card = Card.of_build(self.device.compute_capability, self.device.num_multiprocessors)
         # Before `CudaApi.install`, which gives `torch.version.cuda` a value: a CPU build is recognised by
         # having none.
         native.pretend_cuda_is_built()
         live = LiveMemory(self.recorder, self.device.capacity_bytes)
         self.num_cards = 1 if world is None else world.ranks_per_node
-        CudaApi(self.recorder, live, self.device, used_bytes, self.num_cards).install()
+        CudaApi(self.recorder, live, self.device, card, used_bytes, self.num_cards).install()
         self.gpu = VirtualGpu(
             self.recorder,
             # Accumulation comes last: it has `index_put` in common with HANDLERS, and calls the handler that is
@@ -145,6 +144,8 @@ class CaptureSession:
             weights=self._weights.rows(),
             strings=tuple(self.recorder.strings.texts),
             loaders=self._loading.uses(),
+            tf32_matmul=multiplies_in_tf32(),
+            tf32_convolution=convolves_in_tf32(),
         )
         for look in WHEN_TAKEN:
             look(self)

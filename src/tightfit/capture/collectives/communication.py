@@ -31,6 +31,7 @@ from tightfit.capture.dispatch.operators import facts
 from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.capture.observe.streams import VirtualEvent, VirtualStream, current_stream, set_stream
 from tightfit.capture.patches import gradients_of_data, libraries
+from tightfit.capture.patches.manifest import WRAP_COLLECTIVE
 from tightfit.capture.replace import replace
 from tightfit.tape import Category, CollectiveKind, Phase
 
@@ -86,7 +87,7 @@ class Communication:
             gpu.communication[func] = self._run if is_in_place else self._run_functional
         functional = torch.ops._c10d_functional
         gpu.communication[functional.wait_tensor.default] = self._wait_for_tensor
-        if hasattr(functional, "_wrap_tensor_autograd"):
+        if WRAP_COLLECTIVE.is_expected():
             # Its shape rule makes another tensor, where what is called makes a wrapper that waits when it is used.
             gpu.communication[functional._wrap_tensor_autograd.default] = lambda _gpu, _func, args, _kwargs: (
                 AsyncCollectiveTensor(args[0])

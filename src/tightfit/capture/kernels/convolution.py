@@ -26,6 +26,7 @@ from tightfit.capture.kernels.rule import (
     contiguous_copy,
     round_up,
 )
+from tightfit.capture.kernels.tf32 import convolves_in_tf32
 
 aten = torch.ops.aten
 
@@ -93,7 +94,7 @@ def _uses_tensor_cores(dtype: torch.dtype, card: Card) -> bool:
         return card.compute_capability >= (8, 0)
     # TF32 counts: torch allows it for convolutions by default (`torch.backends.cudnn.allow_tf32`), unlike for
     # products.
-    return dtype is torch.float32 and card.compute_capability >= (8, 0) and torch.backends.cudnn.allow_tf32
+    return dtype is torch.float32 and card.compute_capability >= (8, 0) and convolves_in_tf32()
 
 
 def _converted(shape: Sequence[int], element_bytes: int, physics: Physics) -> int:

@@ -18,9 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tightfit.capture.kernels import recurrent
 from tightfit.capture.kernels.architecture import Card
 from tightfit.capture.kernels.attention.sdpa_backends import attention_on
+from tightfit.capture.kernels.rule import HAS_RMS_NORM
 
 # native_functions.yaml: operators with both a CUDA and a CompositeImplicitAutograd kernel.
-_FUSED_ON_CUDA = ("silu_backward", "mish_backward", "_fused_rms_norm")
+_FUSED_ON_CUDA = ("silu_backward", "mish_backward", *(("_fused_rms_norm",) if HAS_RMS_NORM else ()))
 
 
 def _fused_rms_norm(
@@ -37,10 +38,11 @@ def _fused_rms_norm(
 
 
 _SHAPES: dict[OpOverload, Callable[..., Any]] = {
-    torch.ops.aten._fused_rms_norm.default: _fused_rms_norm,
     torch.ops.aten._cudnn_rnn.default: recurrent.cudnn_rnn,
     torch.ops.aten._cudnn_rnn_backward.default: recurrent.cudnn_rnn_backward,
 }
+if HAS_RMS_NORM:
+    _SHAPES[torch.ops.aten._fused_rms_norm.default] = _fused_rms_norm
 
 
 def _under_fake_mode(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ from torch._ops import OpOverload
 
 from tightfit.capture.kernels.architecture import Card
 from tightfit.capture.kernels.rule import (
+    HAS_RMS_NORM,
     Arguments,
     Outputs,
     Rule,
@@ -115,8 +116,8 @@ def _batch_norm_backward(arguments: Arguments, _outputs: Outputs, _card: Card) -
 
 
 _FAMILIES: tuple[tuple[Rule, Sequence[OpOverload]], ...] = (
-    (_layer_norm, (aten.native_layer_norm.default, aten._fused_rms_norm.default)),
-    (_layer_norm_backward, (aten.native_layer_norm_backward.default, aten._fused_rms_norm_backward.default)),
+    (_layer_norm, (aten.native_layer_norm.default,)),
+    (_layer_norm_backward, (aten.native_layer_norm_backward.default,)),
     (_group_norm, (aten.native_group_norm.default,)),
     (_group_norm_backward, (aten.native_group_norm_backward.default,)),
     (
@@ -127,3 +128,5 @@ _FAMILIES: tuple[tuple[Rule, Sequence[OpOverload]], ...] = (
 )
 
 RULES: dict[OpOverload, Rule] = {operator: rule for rule, operators in _FAMILIES for operator in operators}
+if HAS_RMS_NORM:
+    RULES |= {aten._fused_rms_norm.default: _layer_norm, aten._fused_rms_norm_backward.default: _layer_norm_backward}

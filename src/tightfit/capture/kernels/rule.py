@@ -11,6 +11,10 @@ import torch
 from torch._ops import OpOverload
 
 from tightfit.capture.kernels.architecture import Card
+from tightfit.devices.cublas_workspaces import torch_version
+
+# The operator was one of MPS alone before, and `F.rms_norm` composed of smaller ones on a card.
+HAS_RMS_NORM = torch_version(torch.__version__) >= (2, 9)
 
 
 class Uncertain(int):

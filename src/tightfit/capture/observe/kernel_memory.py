@@ -15,6 +15,7 @@ from tightfit.capture.kernels.architecture import Card
 from tightfit.capture.kernels.library_workspaces import PRODUCTS, workspaces
 from tightfit.capture.kernels.rule import Uncertain
 from tightfit.capture.kernels.scratch import SCRATCH, scratch_events
+from tightfit.capture.kernels.tf32 import convolves_in_tf32
 from tightfit.capture.observe.recorder import Recorder
 from tightfit.tape import Category, Source
 
@@ -26,7 +27,7 @@ def _settings() -> tuple[bool, ...]:
     return (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
-        torch.backends.cudnn.allow_tf32,
+        convolves_in_tf32(),
     )
 
 

@@ -11,13 +11,11 @@ from typing import Any
 import torch
 
 from tightfit.capture.dispatch import one_card
+from tightfit.capture.kernels.architecture import Card
 from tightfit.capture.observe import streams
 from tightfit.capture.observe.recorder import LiveMemory, Recorder
 from tightfit.devices.device import Device
-
-# What the program is told must be what kernels are chosen for: the defaults of `capture.kernels.card.Card`.
-CUDA_VERSION = "13.0"
-CUDNN_VERSION = 92000
+from tightfit.errors.private_names import version_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,11 +124,19 @@ class CudaApi:
     the machine has `num_cards` of them, of which this process has one."""
 
     def __init__(
-        self, recorder: Recorder, live: LiveMemory, device: Device, used_bytes: int = 0, num_cards: int = 1
+        self,
+        recorder: Recorder,
+        live: LiveMemory,
+        device: Device,
+        card: Card,
+        used_bytes: int = 0,
+        num_cards: int = 1,
     ) -> None:
         self.memory = MemoryApi(recorder, live, device, used_bytes)
         self.recorder = recorder
         self.device = device
+        # What the program is told must be what kernels are chosen for.
+        self.card = card
         self.num_cards = num_cards
         self.properties = DeviceProperties(
             name=device.name if device.name.startswith(("NVIDIA", "AMD")) else f"NVIDIA {device.name}",
@@ -235,7 +241,7 @@ class CudaApi:
             *_replace((torch.cuda.memory,), _RECORDER_ANSWERS),
             *_replace((torch.cuda, torch.cuda.random), _random_answers()),
             *_replace((accelerator,), self._accelerator_answers()),
-            *_replace((accelerator, accelerator.memory), memory.accelerator_answers()),
+            *_replace(_modules_of_memory(), _without_newer(memory.accelerator_answers())),
             *_replace((torch.cuda.nvtx,), nvtx),
             *_replace((torch.cuda.profiler,), {"start": lambda: None, "stop": lambda: None}),
             *_replace((torch,), {"Stream": streams.VirtualStream, "Event": streams.VirtualEvent}),
@@ -251,10 +257,23 @@ class CudaApi:
         setattr(torch._C, "_cuda_getCurrentRawStream", lambda _device: streams.current_stream().cuda_stream)  # noqa: B010
         # A CPU build has None here, which scripts and libraries take for "no CUDA". Set after
         # `native.pretend_cuda_is_built`, which tells the two builds apart by it.
-        torch.version.cuda = torch.version.cuda or CUDA_VERSION
-        torch.backends.cudnn.version = lambda: CUDNN_VERSION
+        torch.version.cuda = torch.version.cuda or ".".join(map(str, self.card.cuda_version))
+        torch.backends.cudnn.version = lambda: self.card.cudnn_version
         torch.backends.cudnn.is_available = lambda: True
         torch.backends.cuda.is_built = lambda: True
+
+
+# The first version that has a function of `torch.accelerator.memory`, where it is not the first with that module. A program cannot ask an older one.
+_SINCE = {"get_memory_info": (2, 10), "empty_host_cache": (2, 12)}
+
+
+def _modules_of_memory() -> tuple[Any, ...]:
+    return (torch.accelerator, torch.accelerator.memory) if version_of("torch") >= (2, 9) else ()
+
+
+def _without_newer(answers: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
+    installed = version_of("torch")
+    return {name: answer for name, answer in answers.items() if _SINCE.get(name, (0,)) <= installed}
 
 
 def _random_answers() -> dict[str, Callable[..., Any]]:

@@ -62,6 +62,25 @@ SLOTS = (
     ),
 )
 
+# The operator was MPS's own before, with other arguments.
+_COMPOSED = "layers normalise by smaller operators there, and no rule is needed"
+_RMS_NORM = operators("capture/kernels", "_fused_rms_norm _fused_rms_norm_backward", first="2.9", before=_COMPOSED)
+WRAP_COLLECTIVE = known(
+    "torch:ops._c10d_functional._wrap_tensor_autograd",
+    "to follow collectives",
+    "capture/collectives",
+    first="2.10",
+    is_checked=False,
+    before="torch makes the wrapper in Python, which needs no rule",
+)
+ENSURE_GUARD = known(
+    "torch._C:_ensureCUDADeviceGuardSet",
+    "to have torch's no-op guard installed for cuda",
+    "capture/patches",
+    first="2.10",
+    before="a guard of our own is put into the registry",
+)
+
 LOADER_ITERATOR = known(
     "torch.utils.data.dataloader:_BaseDataLoaderIter", "to see which batches are taken", "capture/patches torch_hooks"
 )
@@ -255,7 +274,7 @@ IN_BOTH: tuple[Name, ...] = (
     known(
         "torch:UntypedStorage._cdata",
         "to tell storages apart",
-        "capture/collectives capture/dispatch capture/observe capture/patches capture/steps effects engine guarding runtime techniques",
+        "capture/collectives capture/dispatch capture/observe capture/patches capture/steps effects engine guarding runtime techniques torch_hooks",
     ),
     # Hooks and parts of modules, tensors and optimizers.
     known("torch.nn.modules.module:_global_backward_hooks", "to see hooks on all modules", "effects techniques"),
@@ -397,7 +416,7 @@ IN_CHILD: tuple[Name, ...] = (
         "capture/patches",
     ),
     # The card: context, allocator, compiler.
-    known("torch._C:_ensureCUDADeviceGuardSet", "to have torch's no-op guard installed for cuda", "capture/patches"),
+    ENSURE_GUARD,
     known(
         "torch._C:_cuda_getCurrentRawStream",
         "to answer for the virtual card",
@@ -429,6 +448,7 @@ IN_CHILD: tuple[Name, ...] = (
     # Process groups of a distributed program.
     known("torch._C:_get_dispatch_mode", "to tell operators that only ask for shapes", "capture/dispatch"),
     known("torch._C:_TorchDispatchModeKey.FAKE", "to tell operators that only ask for shapes", "capture/dispatch"),
+    WRAP_COLLECTIVE,
     *(
         known(path, purpose, "capture/collectives", is_checked=False)
         for path, purpose in (
@@ -458,12 +478,12 @@ IN_CHILD: tuple[Name, ...] = (
                 "to have a checkpoint of one rank planned",
             ),
             ("torch.distributed:_functional_collectives.AsyncCollectiveTensor", "to follow collectives"),
-            ("torch:ops._c10d_functional._wrap_tensor_autograd", "to follow collectives"),
             ("torch:ops.c10d._allgather_base_", "to follow collectives"),
             ("torch:ops.c10d._reduce_scatter_base_", "to follow collectives"),
         )
     ),
     # Operators.
+    *_RMS_NORM,
     *operators(
         "capture/dispatch",
         "_amp_foreach_non_finite_check_and_unscale_ _ctc_loss _foreach_copy_ _fused_adagrad_ _fused_adam_ _fused_adamw_ _fused_sgd_ _grouped_mm _is_all_true _is_any_true _pack_padded_sequence _scaled_grouped_mm _sparse_compressed_tensor_unsafe _sparse_coo_tensor_with_dims_and_tensors _thnn_fused_gru_cell _thnn_fused_gru_cell_backward",
@@ -477,7 +497,7 @@ IN_CHILD: tuple[Name, ...] = (
     ),
     *operators(
         "capture/kernels",
-        "_cudnn_rnn _cudnn_rnn_backward _embedding_bag_dense_backward _fft_c2c _fft_c2r _fft_r2c _fused_rms_norm _fused_rms_norm_backward _int_mm _log_softmax_backward_data _native_batch_norm_legit _safe_softmax _scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward _scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward _scaled_mm _softmax_backward_data _unsafe_index_put",
+        "_cudnn_rnn _cudnn_rnn_backward _embedding_bag_dense_backward _fft_c2c _fft_c2r _fft_r2c _int_mm _log_softmax_backward_data _native_batch_norm_legit _safe_softmax _scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward _scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward _scaled_mm _softmax_backward_data _unsafe_index_put",
     ),
 )
 

@@ -1,25 +1,29 @@
 """Makes torch's C++ core run `cuda` tensors without data, forward and backward, on a machine without a card.
 
 Two things are needed. A device guard must be registered for CUDA (autograd switches devices around every node), and CUDA must count as an
-available accelerator (autograd asks for its streams, and whether it has a context). torch has a no-op guard for this, which a CUDA build
-without a card installs on request, and which a CPU build installs once it is shown a guard with zero devices. The virtual functions
-`isBuilt`, `isAvailable` and `hasPrimaryContext` of the CUDA hooks are replaced by ones that return true. Two pointers are set; no machine code
-is patched and nothing is compiled. This is the only file that knows about it. The symbols and vtable slots are rows of
+available accelerator (autograd asks for its streams, and whether it has a context). torch has a no-op guard for this from 2.10 on, which a CUDA build
+without a card installs on request, and which a CPU build installs once it is shown a guard with zero devices; up to 2.9 one of our own that gives the
+same answers is put there (`ones_and_zero`). The virtual functions `isBuilt`, `isAvailable` and `hasPrimaryContext` of the CUDA hooks are replaced by ones that return
+true. Two pointers are set; no machine code is patched and nothing is compiled. This is the only file that knows about it. The symbols and vtable slots are rows of
 `tightfit.capture.patches.manifest`, and are probed (`_probe`) before either pointer is set; `tests/cpu/test_native.py` names what else it relies on.
 
-Sources: c10/core/impl/DeviceGuardImplInterface.{h,cpp}, aten/src/ATen/detail/AcceleratorHooksInterface.h and CUDAHooksInterface.cpp,
+Sources: c10/core/impl/DeviceGuardImplInterface.{h,cpp}, c10/core/impl/FakeGuardImpl.h, aten/src/ATen/detail/AcceleratorHooksInterface.h and CUDAHooksInterface.cpp,
 aten/src/ATen/DeviceAccelerator.cpp.
 """
 
 import ctypes
+import mmap
+import os
+import platform
 import re
 import sys
+from functools import cache
 from pathlib import Path
 
 import torch
 from torch._subclasses import fake_tensor
 
-from tightfit.capture.patches.manifest import CUDA_HOOKS, GUARD_REGISTRY, HOOKS_HEADER, SLOTS, Symbol
+from tightfit.capture.patches.manifest import CUDA_HOOKS, ENSURE_GUARD, GUARD_REGISTRY, HOOKS_HEADER, SLOTS, Symbol
 from tightfit.capture.replace import replace
 from tightfit.errors import CaptureError, UnsupportedTorch
 
@@ -29,7 +33,15 @@ _NUM_DEVICE_TYPES = 22
 # Itanium C++ ABI: two words precede the address point of a vtable (offset to top, typeinfo), and a virtual destructor takes two slots.
 _NUM_WORDS_BEFORE_VTABLE = 2
 _NUM_HOOK_SLOTS = 96
+_NUM_GUARD_SLOTS = 64
 _WORD = ctypes.sizeof(ctypes.c_void_p)
+
+# The calling conventions of Linux return 16 bytes of whole numbers in rax and rdx (System V AMD64 ABI), or in x0 and x1 (AAPCS64).
+_INSTRUCTIONS = {
+    "x86_64": "b801000000 31d2 c3",  # mov eax, 1; xor edx, edx; ret
+    "aarch64": "20008052 010080d2 c0035fd6",  # mov w0, 1; mov x1, 0; ret
+}
+
 
 # torch reads the table and calls through it for the rest of the process: were they collected, it would call
 # freed memory.
@@ -45,7 +57,9 @@ def pretend_cuda_is_built() -> None:
     """
     if not _kept_alive:
         _probe()
-        if torch.version.cuda is None:
+        if not ENSURE_GUARD.is_expected():
+            _install_own_guard()
+        elif torch.version.cuda is None:
             _install_guard()
         else:
             torch._C._ensureCUDADeviceGuardSet()
@@ -99,6 +113,8 @@ def _probe() -> None:
     Raises:
         UnsupportedTorch: something is not where it is expected.
     """
+    if not ENSURE_GUARD.is_expected():
+        ones_and_zero()
     if torch.version.cuda is None and (_registry()[_CPU] is None or _registry()[_CUDA] is not None):
         raise _unsupported("keeps its device guards in another way", GUARD_REGISTRY.purpose)
     vtable = _vtable_pointer().value
@@ -120,7 +136,7 @@ def _install_guard() -> None:
     address = ctypes.cast(zero, ctypes.c_void_p).value
     # Every slot returns 0: whichever of them `deviceCount` is, it says that there are no devices. torch calls
     # nothing else of this guard, and then replaces it.
-    vtable = (ctypes.c_void_p * 64)(*[address] * 64)
+    vtable = (ctypes.c_void_p * _NUM_GUARD_SLOTS)(*[address] * _NUM_GUARD_SLOTS)
     guard_without_devices = ctypes.c_void_p(ctypes.addressof(vtable))
     registry[_CUDA] = ctypes.addressof(guard_without_devices)
     torch._C._ensureCUDADeviceGuardSet()
@@ -129,6 +145,51 @@ def _install_guard() -> None:
         raise CaptureError(
             f"torch {torch.__version__} does not install its no-op CUDA guard; this version is not supported yet"
         )
+
+
+@cache
+def ones_and_zero() -> int:
+    """The address of a function in machine code that gives every answer of a device guard with one device, for torch up to 2.9.
+
+    It returns 1, with 0 in the second register of a result: as a number of devices one, as a `DeviceType` CUDA, as a `Device` cuda:0, as a `Stream`
+    the default one of cuda:0, as a truth yes. So each virtual function may be this one, whatever their order, and the guard answers as
+    `FakeGuardImpl<CUDA>` does (c10/core/impl/FakeGuardImpl.h), which torch has from 2.10 on. ctypes has no functions that return two words, hence the
+    instructions. They are in a file in memory, mapped without the right to write, for as long as the process lives.
+
+    Raises:
+        CaptureError: this machine has other instructions, or forbids it.
+    """
+    code = _INSTRUCTIONS.get(platform.machine())
+    helps = f"which torch {torch.__version__} needs for a virtual GPU; torch 2.10 and later need none"
+    if code is None or not hasattr(os, "memfd_create"):
+        raise CaptureError(f"tightfit has no device guard for {platform.system()} on {platform.machine()}, {helps}")
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    try:
+        file = os.memfd_create("tightfit-guard", os.MFD_CLOEXEC)
+    except OSError as error:
+        raise CaptureError(f"no file in memory could be made ({error.strerror}) for a device guard, {helps}") from error
+    try:
+        os.write(file, bytes.fromhex(code))
+        address = libc.mmap(None, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_EXEC, mmap.MAP_PRIVATE, file, 0)
+    finally:
+        os.close(file)
+    if address in (None, ctypes.c_void_p(-1).value):
+        reason = os.strerror(ctypes.get_errno())
+        raise CaptureError(f"no memory with instructions could be had ({reason}) for a device guard, {helps}")
+    return int(address)
+
+
+def _install_own_guard() -> None:
+    """Puts a guard with one device into the registry, of which each virtual function is the one that `ones_and_zero` makes."""
+    answer = ones_and_zero()
+    vtable = (ctypes.c_void_p * _NUM_GUARD_SLOTS)(*[answer] * _NUM_GUARD_SLOTS)
+    guard = ctypes.c_void_p(ctypes.addressof(vtable))
+    for each in (vtable, guard):
+        # torch's threads ask it until the process has ended.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+    _registry()[_CUDA] = ctypes.addressof(guard)
 
 
 def _install_hooks() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tightfit.capture.kernels.architecture import Card
 from tightfit.capture.observe.recorder import LiveMemory, Recorder
 from tightfit.capture.patches.cuda_api import CudaApi
 from tightfit.capture.replace import replace
@@ -30,7 +31,8 @@ def install(card: Device | None) -> None:
     if card is not None:
         # Nothing is recorded, so its memory reads as empty.
         recorder = Recorder()
-        CudaApi(recorder, LiveMemory(recorder, card.capacity_bytes), card).install()
+        kernels = Card.of_build(card.compute_capability, card.num_multiprocessors)
+        CudaApi(recorder, LiveMemory(recorder, card.capacity_bytes), card, kernels).install()
         replace(torch.Tensor, record_stream=_nothing(torch.Tensor.record_stream))
     for name in _FACTORIES:
         replace(torch, **{name: _host(getattr(torch, name))})

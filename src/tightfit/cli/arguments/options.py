@@ -115,7 +115,7 @@ class RankOptions:
     gpus
         The script runs on this many GPUs, of all nodes together, and shards itself: one rank is traced, without the others.
     nodes
-        Machines that the GPUs are spread over evenly, 1 if not given.
+        Machines that the GPUs are spread over evenly. Default: as many as their kind needs.
     rank
         The rank to trace. Default: 0, and where ranks are stages of a pipeline also the last and one in the middle.
     node

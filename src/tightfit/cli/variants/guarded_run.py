@@ -17,6 +17,7 @@ from tightfit.cli.arguments.sizes import Size, with_unit
 from tightfit.cli.shared.local_cards import LocalCard, local_cards
 from tightfit.devices.catalogue import find
 from tightfit.errors import UsageError
+from tightfit.errors.private_names import installed_torch
 from tightfit.planner.plan import Plan
 from tightfit.units import GIB, format_bytes, parse
 
@@ -102,13 +103,17 @@ def _limit(budget: str) -> None:
     """Sets what the allocator of this process may hold, and says so.
 
     Raises:
-        UsageError: there is no GPU, or the budget is not for it.
+        UsageError: there is no GPU, or the budget is not for it; or torch is too old.
     """
     from tightfit.guarding.memory.process_budget import allocator_setting
 
     cards = local_cards()
     if not cards:
         raise UsageError("--budget is what the process may hold on a GPU, and there is none on this machine")
+    if installed_torch() < (2, 10):
+        raise UsageError(
+            "--budget needs torch 2.10 or later: the allocator of earlier versions has no setting for the share of a process; leave it out"
+        )
     card = cards[0]
     budget_bytes, outside_bytes = parse(budget, whole_bytes=card.total_bytes), _outside(card)
     setting = allocator_setting(budget_bytes, capacity_bytes=card.total_bytes, outside_bytes=outside_bytes)

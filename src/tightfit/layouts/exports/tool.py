@@ -40,6 +40,8 @@ def with_master_weights(model: ModelParts) -> ModelParts:
     """The model as Megatron-LM and DeepSpeed train it in half precision: of each parameter 2 bytes, 4 of its gradient, 4 of a master copy in float32 that is
     sharded as the optimizer states are, and the states in float32 (Megatron-LM, docs of the distributed optimizer: 18 bytes, or 6 + 12/d over d ranks; ZeRO, Rajbhandari et al. 2020).
     """
+    # Gradients are summed up in buffers that are there all the time, and reduced in them.
+    model = dataclasses.replace(model, has_buckets=False, early_gradients=1.0)
     if model.computed_dtype == "float32":
         return model
     # States per element, whatever the program stores weights in.

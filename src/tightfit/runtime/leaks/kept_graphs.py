@@ -6,8 +6,7 @@ from typing import Any
 import torch
 
 from tightfit.runtime.leaks.object_edges import edges_of, is_of
-from tightfit.torch_hooks.manifest import SAVED_DATA
-from tightfit.torch_hooks.saved_variables import saved_variables_of
+from tightfit.torch_hooks.saved_variables import saved_reader, saved_variables_of
 
 StorageId = Callable[[torch.Tensor], int | None]
 
@@ -42,7 +41,7 @@ class GraphWalk:
 
 
 def _saved_by(node: Any) -> Iterator[torch.Tensor]:
-    data_of = SAVED_DATA.value().fget
+    data_of = saved_reader().data_of
     for name in saved_variables_of(node):
         try:
             saved = getattr(node, name)

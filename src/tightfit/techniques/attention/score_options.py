@@ -75,7 +75,9 @@ def _added_seconds(profile: Profile, run: ScoreRun) -> float:
     tape, device, seconds = profile.tape, profile.device, profile.costs.seconds
     efficiency = efficiency_of(device)
     dtype = tape.strings[tape.operators.dtype[run.begin]]
-    arithmetic = arithmetic_type("attention", dtype, tf32_matmul=False, tf32_convolution=True)
+    arithmetic = arithmetic_type(
+        "attention", dtype, tf32_matmul=tape.tf32_matmul, tf32_convolution=tape.tf32_convolution
+    )
     rate = device.flops_per_second(arithmetic) * efficiency.of_flops["attention", arithmetic]
     flops = float(tape.operators.flops[run.begin] + tape.operators.flops[run.end])
     kernel = flops * (_FLOPS_OF_KERNEL if run.back else 1) / rate

@@ -4,7 +4,6 @@ A write through `.data`, numpy or dlpack changes no version, so a second run of 
 only the graph refers to cannot be written to, and is not looked at.
 """
 
-import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
@@ -13,8 +12,8 @@ from typing import Any
 import torch
 
 from tightfit.engine.saved.saved_storage import Saved
-from tightfit.torch_hooks.manifest import SAVED_DATA, SAVED_HOOK, STORAGE_USES
-from tightfit.torch_hooks.saved_variables import saved_variables_of
+from tightfit.torch_hooks.manifest import STORAGE_USES
+from tightfit.torch_hooks.saved_variables import saved_reader, saved_variables_of
 
 
 def saved_and_shared(nodes: Iterable[Any], known: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -40,7 +39,8 @@ def _is_shared(storage: int, tensors: Collection[torch.Tensor]) -> bool:
 
 
 def _saved(nodes: Iterable[Any]) -> Iterator[torch.Tensor]:
-    hook_of, data_of = _hook_of(), SAVED_DATA.value().fget
+    ask = saved_reader()
+    hook_of, data_of = ask.hook_of, ask.data_of
     for node in nodes:
         for name in saved_variables_of(node):
             saved = getattr(node, name)
@@ -57,18 +57,12 @@ def _saved(nodes: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 def unpack_hooks(node: Any) -> Iterator[Any]:
     """The hooks by which a node has its saved tensors back."""
-    hook_of = _hook_of()
+    hook_of = saved_reader().hook_of
     for name in saved_variables_of(node):
         saved = getattr(node, name)
         for each in saved if isinstance(saved, tuple) else (saved,):
             if (hook := hook_of(each)) is not None:
                 yield hook
-
-
-@functools.cache
-def _hook_of() -> Any:
-    # Looked up once: it is asked for each node of a graph.
-    return SAVED_HOOK.value().fget
 
 
 def _storage_id(tensor: torch.Tensor) -> int | None:

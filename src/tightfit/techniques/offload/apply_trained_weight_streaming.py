@@ -17,10 +17,10 @@ from tightfit.techniques.offload.apply_weight_streaming import stream_weights
 from tightfit.techniques.offload.shown_states import ShownStates
 from tightfit.techniques.offload.streamable import streamable
 from tightfit.techniques.offload.twin_updates import update_twins
-from tightfit.techniques.optimizer.at_host.host_codec import HostCodec, is_dense
+from tightfit.techniques.optimizer.at_host.host_codec import HostCodec
 from tightfit.techniques.optimizer.states.quantized_states import EncodedStates, encode_now
 from tightfit.techniques.optimizer.states.state_sizes import LOST_STATES, MIN_ON_DISK
-from tightfit.techniques.optimizer.updates.optimizer_kernels import UPDATED_ON_HOST
+from tightfit.techniques.optimizer.updates.optimizer_kernels import UPDATED_ON_HOST, is_dense
 from tightfit.techniques.optimizer.updates.optimizer_steps import (
     beside,
     check_separable,

@@ -10,7 +10,7 @@ import torch
 
 from tightfit.engine.host_slab import HostSlab
 from tightfit.engine.zero_copy import seen_from
-from tightfit.techniques.optimizer.at_host.host_codec import is_dense
+from tightfit.techniques.optimizer.updates.optimizer_kernels import is_dense
 from tightfit.torch_hooks.weak_references import WeakTable
 
 # Memory for small states is registered with the driver in blocks of this size.

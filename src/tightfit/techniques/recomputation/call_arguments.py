@@ -12,7 +12,7 @@ from tightfit.effects.values.card_sums import unseen
 from tightfit.torch_hooks.manifest import MAKE_SAVED_TENSOR
 
 _WITHOUT_STATE = (torch.Tensor, *PLAIN, torch.Size, torch.dtype, torch.device)
-_make_saved_tensor: Any = MAKE_SAVED_TENSOR.value() if MAKE_SAVED_TENSOR.is_there() else None
+_make_saved_tensor: Any = MAKE_SAVED_TENSOR.value() if MAKE_SAVED_TENSOR.is_expected() else None
 
 
 def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:

@@ -16,6 +16,16 @@ from tightfit.techniques.tiling.tile_function import Tile, TileRuns
 from tightfit.techniques.tiling.token_wise_check import check_token_wise
 from tightfit.techniques.wrappers.first_order import Refuse
 
+_MAX_SHAPES = 64
+
+
+class _Known:
+    """What is proved, with the calls that are still compared by value and what the runs of its tiles have been like."""
+
+    def __init__(self, check_steps: int) -> None:
+        self.checks_left = check_steps
+        self.runs = TileRuns()
+
 
 class TileProofs:
     """The proofs for one module, which it refers to weakly. `refuse` makes the error to raise; `check_steps` calls are compared by value."""
@@ -24,13 +34,14 @@ class TileProofs:
         self._module = weakref.ref(module)
         self._refuse = refuse
         self._check_steps = check_steps
-        self._checks_left = check_steps
         self._state = RegionState()
-        self._key: Any = None
+        # By what Python code may branch on.
+        self._known: dict[Any, _Known] = {}
         # Whether the last call is one of those that are compared by value.
         self.is_checked = False
         self._before: Snapshot | None = None
         self._code: Code | None = None
+        # What tiles have been like that went as the last call did.
         self.runs = TileRuns()
 
     @property
@@ -55,15 +66,23 @@ class TileProofs:
         if hooked:
             raise self._refuse(f"has a hook on the gradient of {hooked[0]}, which would see each tile's")
         is_new = self._code is None or not self._code.is_same()
-        if is_new or key != self._key or self._before is None or structural_differences(self._before, now):
+        if is_new or self._before is None or structural_differences(self._before, now):
+            self._known.clear()
+        known = self._known.get(key)
+        if known is None:
             self.prove_again(run, dim, tiles, value)
-            now = self._state.snapshot(module, is_kept=True)
-            self._key, self._before, self._checks_left, self._code = key, now, self._check_steps, now.reach.code
-            # Another one: backward passes of earlier calls are compared with what was proved for those.
-            self.runs = TileRuns()
-        self.is_checked = self._checks_left > 0 and has_values(value)
+            before, now = self._before, self._state.snapshot(module, is_kept=True)
+            # Padded text has a new length in nearly every batch. What is left behind by the first call of one may be
+            # another state for the others.
+            if len(self._known) >= _MAX_SHAPES or (before is not None and structural_differences(before, now)):
+                self._known.clear()
+            self._before, self._code = now, now.reach.code
+            # Others: backward passes of earlier calls are compared with what was proved for those.
+            known = self._known[key] = _Known(self._check_steps)
+        self.runs = known.runs
+        self.is_checked = known.checks_left > 0 and has_values(value)
         if self.is_checked:
-            self._checks_left -= 1
+            known.checks_left -= 1
             self._compare_halves(run, dim, tiles, value)
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         return FirstState(self._owner, self._state, now, code=self._code, trained=trained)

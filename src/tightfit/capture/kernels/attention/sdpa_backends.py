@@ -69,14 +69,22 @@ def _priority(card: Card) -> list[SDPBackend]:
     """The order in which kernels are tried: the user's setting, else cuDNN first on Hopper and Blackwell (`check_prefer_cudnn_attention`)."""
     order = [SDPBackend(value) for value in torch._C._get_sdp_priority_order()]
     order = [backend for backend in order if backend != SDPBackend.OVERRIDEABLE]
+    return _CUDNN_FIRST if order == _DEFAULT_ORDER and _prefers_cudnn(card) else order
+
+
+def _prefers_cudnn(card: Card) -> bool:
+    """`check_prefer_cudnn_attention` (sdp_utils.cpp): 2.9 asks for another variable and for no cuDNN after 9.15 (pytorch #169849); none before prefers it."""
     major, minor = card.compute_capability
-    preferred = (
+    if card.torch < (2, 9):
+        return False
+    if card.torch == (2, 9):
+        return os.environ.get("TORCH_CUDNN_SDPA_PREFERRED") != "0" and card.compute_capability in ((9, 0), (10, 0))
+    return (
         os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
         and card.cudnn_version > 91500
         and major in (9, 10)
         and (card.cuda_version >= (13, 0) or minor in (0, 3))
     )
-    return _CUDNN_FIRST if preferred and order == _DEFAULT_ORDER else order
 
 
 def _heads_agree(call: _Call, *, enable_gqa: bool, same_key_value: bool = True) -> bool:

@@ -17,6 +17,7 @@ from tightfit.engine.disk.disk_slab import DiskPart, DiskSlab
 from tightfit.engine.host_slab import HostSlab, Part
 from tightfit.techniques.optimizer.states.state_codecs import AbstractCodec, Encoded
 from tightfit.techniques.optimizer.states.state_sizes import MIN_NUMBERS
+from tightfit.techniques.optimizer.updates.optimizer_kernels import is_dense
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,17 +113,6 @@ class HostCodec(AbstractCodec):
         while len(self._leaving) > kept:
             self.copies.wait(self._leaving[0])
             self._leaving.popleft()
-
-
-def is_dense(value: torch.Tensor) -> bool:
-    """Whether the elements are one range of memory, in whatever order."""
-    sizes = sorted((stride, size) for stride, size in zip(value.stride(), value.shape, strict=True) if size > 1)
-    expected = 1
-    for stride, size in sizes:
-        if stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def flat_bytes(value: torch.Tensor) -> torch.Tensor:

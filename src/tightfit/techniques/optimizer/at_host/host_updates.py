@@ -23,9 +23,10 @@ from tightfit.engine.copy_engines import CopyEngine, Ticket
 from tightfit.engine.host_slab import HostSlab, Part
 from tightfit.techniques.lazy_tensors.lazy_tensor import LazyTensor
 from tightfit.techniques.lazy_tensors.unchanged import INTEGERS
-from tightfit.techniques.optimizer.at_host.host_codec import AtHost, flat_bytes, is_dense
+from tightfit.techniques.optimizer.at_host.host_codec import AtHost, flat_bytes
 from tightfit.techniques.optimizer.at_host.offloaded_updates import HOST_AHEAD
 from tightfit.techniques.optimizer.states.quantized_states import EncodedState
+from tightfit.techniques.optimizer.updates.optimizer_kernels import is_dense
 from tightfit.techniques.optimizer.updates.optimizer_steps import beside, step_of
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)

@@ -22,7 +22,7 @@ from tightfit.techniques.optimizer.states.decoding_states import DecodingStates,
 from tightfit.techniques.optimizer.states.state_codecs import AbstractCodec, Encoded
 from tightfit.techniques.optimizer.states.states_ahead import StatesAhead
 from tightfit.techniques.optimizer.updates.backward_updates import Updates
-from tightfit.techniques.optimizer.updates.optimizer_kernels import check_kernel, set_kernel
+from tightfit.techniques.optimizer.updates.optimizer_kernels import check_kernel, is_dense, set_kernel
 from tightfit.techniques.optimizer.updates.optimizer_steps import (
     UpdateOne,
     check_separable,
@@ -50,6 +50,8 @@ class EncodedState(AbstractElementSource):
         self._codec = codec
         self._name = name
         self._shape, self._dtype = value.shape, value.dtype
+        # Fused kernels go through the memory of weights and states side by side.
+        self._stride = value.stride() if is_dense(value) else None
         self._coming: Encoded | None = None
         self.given = CheckpointCopies()
         """Copies in checkpoints in memory, which are the state itself in the plain run."""
@@ -93,7 +95,10 @@ class EncodedState(AbstractElementSource):
     def _decoded(self) -> torch.Tensor:
         coming, self._coming = self._coming, None
         encoded = self.encoded if coming is None else coming
-        return self._codec.decode(self._name, encoded, self._shape, self._dtype)
+        whole = self._codec.decode(self._name, encoded, self._shape, self._dtype)
+        if self._stride is None or whole.stride() == self._stride:
+            return whole
+        return whole.new_empty_strided(self._shape, self._stride).copy_(whole)
 
     def held(self) -> Sequence[torch.Tensor]:
         return self.encoded.main, self.encoded.rest
@@ -350,7 +355,7 @@ def encode_states(
     for optimizer, encoded in states.items():
         encoded.on_host = elsewhere(optimizer) if elsewhere is not None else None
         if given.kernel == "fused":
-            set_kernel(session, optimizer, "fused")
+            set_kernel(session, optimizer, "fused", has_states_of_ours=True)
 
         encode_now(session, optimizer, encoded)
         if not given.in_backward:

@@ -4,11 +4,13 @@ A fused kernel needs the step counters in float32 on the device of the parameter
 the flags and devices of a plain run, and loading a checkpoint does not reset the flags.
 """
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
 
 from tightfit.errors import ApplyError
+from tightfit.techniques.lazy_tensors.lazy_tensor import LazyTensor
 from tightfit.techniques.session import Session
 
 UPDATED_ON_HOST = frozenset({"Adam", "AdamW", "SGD", "Adagrad"})
@@ -16,6 +18,8 @@ UPDATED_ON_HOST = frozenset({"Adam", "AdamW", "SGD", "Adagrad"})
 
 # torch/amp/grad_scaler.py, `GradScaler.step`: an optimizer made with fused=True says so of itself.
 _STEP_UNSCALES = "_step_supports_amp_scaling"
+
+_COUNT = "step"
 
 Kernel = Literal["fused", "foreach", "for-loop"]
 
@@ -51,8 +55,12 @@ def check_kernel(optimizer: torch.optim.Optimizer, model: torch.nn.Module, kerne
                 raise ApplyError(f"{name} holds a parameter of {parameter.dtype}, which has no fused implementation")
 
 
-def set_kernel(session: Session, optimizer: torch.optim.Optimizer, kernel: Kernel) -> None:
-    """Switches `optimizer` to `kernel` until the session is undone; call `check_kernel` first."""
+def set_kernel(
+    session: Session, optimizer: torch.optim.Optimizer, kernel: Kernel, *, has_states_of_ours: bool = False
+) -> None:
+    """Switches `optimizer` to `kernel` until the session is undone; call `check_kernel` first. A step that `kernel` would not do as the optimizer's own
+    implementation is left to that. `has_states_of_ours`: its states are tensors of ours, which lie in memory row by row.
+    """
     flags = _FLAGS[kernel]
     # `defaults` too: a group that is added later takes its flags from there.
     holders: list[dict[str, Any]] = [optimizer.defaults, *optimizer.param_groups]
@@ -91,15 +99,15 @@ def set_kernel(session: Session, optimizer: torch.optim.Optimizer, kernel: Kerne
 
     def before_step(*_: object) -> None:
         for index, group in enumerate(optimizer.param_groups, 1):
-            if _has_first_gradients(optimizer, group):
+            if _needs_own_kernel(optimizer, group, kernel, has_states_of_ours=has_states_of_ours):
                 as_before(group, index)
 
     def after_step(*_: object) -> None:
-        if not all(group["fused"] for group in optimizer.param_groups):
+        if any(group.get(name) != flag for group in optimizer.param_groups for name, flag in flags.items()):
             put()
 
     session.when_undone(undo)
-    if kernel == "fused" and not was_fused and isinstance(optimizer, torch.optim.SGD):
+    if kernel != "for-loop" and not was_fused:
         session.hook(optimizer.register_step_pre_hook, before_step)
         session.hook(optimizer.register_step_post_hook, after_step)
     session.hook(optimizer.register_state_dict_post_hook, saved)
@@ -107,11 +115,68 @@ def set_kernel(session: Session, optimizer: torch.optim.Optimizer, kernel: Kerne
     put()
 
 
+def _needs_own_kernel(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], kernel: Kernel, *, has_states_of_ours: bool
+) -> bool:
+    """Whether `kernel` would do another step of a group than the optimizer's own implementation, or none."""
+    if kernel == "foreach":
+        # torch takes a rate that is a tensor there only where all else is on the card too (torch/optim/adam.py, `Adam.__init__`).
+        given = (group.get("lr"), *(group.get("betas") or ()))
+        return not group.get("capturable") and any(isinstance(each, torch.Tensor) for each in given)
+    if group.get("momentum") and isinstance(optimizer, torch.optim.SGD) and _has_first_gradients(optimizer, group):
+        return True
+    # Those of ours are not to be read before they are needed.
+    if _are_contiguous(group, {} if has_states_of_ours else optimizer.state):
+        return False
+    return has_states_of_ours or not all(_lies_alike(p, optimizer.state.get(p, {})) for p in group["params"])
+
+
+def _are_contiguous(group: dict[str, Any], states: Mapping[Any, Any]) -> bool:
+    """Whether all parameters of a group, their gradients and states lie row by row, in one dtype, as almost all do: asked before each step, in little time."""
+    for parameter in group["params"]:
+        gradient = parameter.grad
+        if not parameter.is_contiguous() or (type(gradient) is torch.Tensor and not gradient.is_contiguous()):
+            return False
+        if parameter in states:
+            dtype = parameter.dtype
+            for name, value in states[parameter].items():
+                if (
+                    type(value) is torch.Tensor
+                    and name != _COUNT
+                    and not (value.is_contiguous() and value.dtype == dtype)
+                ):
+                    return False
+    return True
+
+
+def _lies_alike(parameter: torch.Tensor, state: Mapping[str, Any]) -> bool:
+    """Whether a parameter, its gradient and its states have their elements in the same order in memory, and in one dtype. Fused kernels go through memory: on
+    a card torch raises where these differ, at the host it updates other elements (aten/src/ATen/native/cpu/FusedAdamKernel.cpp)."""
+    of_state = (value for name, value in state.items() if name != _COUNT)
+    others = [each for each in (parameter.grad, *of_state) if _has_strides(each) and each.shape == parameter.shape]
+    stride, dtype = parameter.stride(), parameter.dtype
+    return is_dense(parameter) and all(each.stride() == stride and each.dtype == dtype for each in others)
+
+
+def is_dense(value: torch.Tensor) -> bool:
+    """Whether the elements are one range of memory, in whatever order."""
+    sizes = sorted((stride, size) for stride, size in zip(value.stride(), value.shape, strict=True) if size > 1)
+    expected = 1
+    for stride, size in sizes:
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _has_strides(value: Any) -> bool:
+    # What waits for a second backward pass comes as the parameter lies.
+    return isinstance(value, torch.Tensor) and not isinstance(value, LazyTensor) and value.layout == torch.strided
+
+
 def _has_first_gradients(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
     """Whether some of the parameters of a group have their first gradient now and others had theirs before: torch's fused SGD takes a momentum for all of them,
     or for none (torch/optim/sgd.py, `_fused_sgd`), where a layer was left out or unfreezes."""
-    if not group["momentum"]:
-        return False
     of_each = {
         optimizer.state.get(parameter, {}).get("momentum_buffer") is None
         for parameter in group["params"]
@@ -127,12 +192,13 @@ def _place_counts(optimizer: torch.optim.Optimizer, *, beside_parameters: bool) 
             continue
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})
-            count = state.get("step")
+            count = state.get(_COUNT)
             if isinstance(count, torch.Tensor):
                 device = parameter.device if beside_parameters else torch.device("cpu")
-                state["step"] = count.to(device=device, dtype=torch.float32)
+                # Another one only where it has to be: two optimizers may hold the same (`load_state_dict` of another's states).
+                state[_COUNT] = count.to(device=device, dtype=torch.float32 if beside_parameters else count.dtype)
 
 
 def _with_count_on_host(state: dict[str, Any]) -> dict[str, Any]:
-    count = state.get("step")
-    return {**state, "step": count.cpu()} if isinstance(count, torch.Tensor) else state
+    count = state.get(_COUNT)
+    return {**state, _COUNT: count.cpu()} if isinstance(count, torch.Tensor) else state
