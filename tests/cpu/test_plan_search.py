@@ -262,7 +262,8 @@ def test_a_plan_with_host_memory_is_no_slower_than_one_without(
 
     def chosen(*options: SimpleNamespace) -> tuple[float, list[tuple[int, bool]]]:
         asked.clear()
-        return search._no_slower_with_tiers(candidate(4.0, *options), runs.run_with(())).run.seconds, list(asked)
+        found = searches._no_slower_with_tiers(search, candidate(4.0, *options), runs.run_with(()))
+        return found.run.seconds, list(asked)
 
     assert chosen(again) == (4.0, [])
     assert chosen(moved) == ((2.0, [(0, True), (5, False)]) if is_off else (4.0, []))
