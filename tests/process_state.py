@@ -181,6 +181,8 @@ def forget_default_device() -> None:
 
 
 def _others(torch: Any) -> dict[str, Any]:
+    from tightfit.effects.values.saved_hooks import top_saved_hooks
+
     module, optimizer = sys.modules["torch.nn.modules.module"], sys.modules["torch.optim.optimizer"]
     hooks = {name: list(getattr(module, name)) for name in (*_GLOBAL_HOOKS, *_MORE_GLOBAL_HOOKS)}
     hooks |= {name: list(getattr(optimizer, name)) for name in _OF_OPTIMIZERS}
@@ -196,7 +198,7 @@ def _others(torch: Any) -> dict[str, Any]:
         "autocast cache": torch.is_autocast_cache_enabled(),
         "dispatch modes": torch._C._len_torch_dispatch_stack(),
         "function modes": torch._C._len_torch_function_stack(),
-        "saved-tensor hooks": torch._C._autograd._top_saved_tensors_default_hooks(True),
+        "saved-tensor hooks": top_saved_hooks(),
         "excepthook": (sys.excepthook, sys.unraisablehook),
         "open": builtins.open,
         "owners of audit events": _audit_owners(),

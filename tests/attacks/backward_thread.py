@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.autograd.variable import Variable
 
+from tightfit.effects.values.saved_hooks import top_saved_hooks
+
 
 class BackwardThread:
     """Takes the place of torch's engine; a pass that begins inside of another one runs in that one's thread, as torch's do."""
@@ -103,7 +105,7 @@ class _ThreadState:
         self._caches = torch.is_autocast_cache_enabled()
         self._functions = [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
         self._dispatchers = [torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
-        self._saving = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        self._saving = top_saved_hooks()
 
     @contextlib.contextmanager
     def taken_over(self) -> Iterator[None]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.utils.checkpoint
 from tests.attacks.compare import Closeness
 from tests.attacks.places import VARIANTS, Variant
 from tests.attacks.registry import Attack

@@ -14,12 +14,12 @@ from tightfit import fit
 from tightfit import plan as find_plan
 from tightfit.analysis.profile import Profile
 from tightfit.devices.catalogue import find
+from tightfit.effects.values.saved_hooks import top_saved_hooks
 from tightfit.planner.option import merged
 from tightfit.planner.plan import Choice
 from tightfit.runtime.apply import apply_choices
 from tightfit.techniques.recomputation.checkpointing import Checkpointing
 from tightfit.techniques.session import Session
-from tightfit.torch_hooks.manifest import TOP_SAVED_HOOKS
 
 torch.set_num_threads(1)
 
@@ -217,7 +217,7 @@ def test_a_forward_that_raises_leaves_no_hooks() -> None:
     model[1].fails = True
     with pytest.raises(ValueError, match="too large") as kept:
         model(torch.ones(2, 4))
-    assert TOP_SAVED_HOOKS.call(False) is None
+    assert top_saved_hooks() is None
     model[1].fails = False
     model(torch.ones(2, 4)).sum().backward()
     assert kept.value.args == ("too large",)

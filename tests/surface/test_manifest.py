@@ -12,7 +12,7 @@ from tests.surface.private_names import BOTH, CHILD, Use, uses
 
 from tightfit.capture.patches import manifest as of_child
 from tightfit.errors import UnsupportedTorch
-from tightfit.errors.private_names import FIRST_TORCH, Name, known, number, require
+from tightfit.errors.private_names import FIRST_TORCH, Name, known, number, require, version_of
 from tightfit.torch_hooks import manifest as of_user
 
 ROWS = (*of_child.IN_BOTH, *of_child.IN_CHILD, *of_user.IN_USERS_PROCESS)
@@ -36,7 +36,12 @@ NOT_OF_TORCH = {
     ),
     "numpy": ("_rand", "_bit_generator"),
     "lightning": ("_compiler_ctx", "_step_fn", "_current_fx_name"),
-    "native symbols": (of_child.GUARD_REGISTRY.name, of_child.CUDA_HOOKS.name, of_user.WRAP_TENSOR.name),
+    "native symbols": (
+        of_child.GUARD_REGISTRY.name,
+        of_child.CUDA_HOOKS.name,
+        of_child.STACK_OF_HOOKS.name,
+        of_user.WRAP_TENSOR.name,
+    ),
     "ours": ("_JoinedBackward", "_NONE"),
     # What no module or class of torch has by its name: a mark on parameters, a parameter of softmax, attributes of compiled modules, of a mode
     # and of fused optimizers.
@@ -107,7 +112,17 @@ def test_each_name_is_there(row: Name) -> None:
 
 
 @pytest.mark.parametrize(
-    "row", [*ROWS, *of_child.SLOTS, of_child.GUARD_REGISTRY, of_child.CUDA_HOOKS, of_user.WRAP_TENSOR], ids=str
+    "row",
+    [
+        *ROWS,
+        *of_child.SLOTS,
+        *of_child.OLDER_SLOTS,
+        of_child.GUARD_REGISTRY,
+        of_child.CUDA_HOOKS,
+        of_child.STACK_OF_HOOKS,
+        of_user.WRAP_TENSOR,
+    ],
+    ids=str,
 )
 def test_each_row_says_what_it_is_for_and_in_which_versions(row: Name) -> None:
     assert row.purpose
@@ -116,11 +131,11 @@ def test_each_row_says_what_it_is_for_and_in_which_versions(row: Name) -> None:
 
 
 def test_the_slots_are_those_of_the_header() -> None:
-    header = Path(torch.__file__).parent / "include" / of_child.HOOKS_HEADER
-    declared = re.findall(r"^\s*virtual\s+(.*?)\(", header.read_text(), re.MULTILINE)
+    headers = [(Path(torch.__file__).parent / "include" / name).read_text() for name in of_child.HOOKS_HEADERS]
     # The destructor comes first and has two slots.
-    names = [declaration.split()[-1] for declaration in declared]
-    assert all(names[slot.index - 1] == slot.function for slot in of_child.SLOTS)
+    names = re.findall(r"^\s*virtual\s+[^(]*?([~\w]+)\(", "".join(headers), re.MULTILINE)
+    slots = of_child.OLDER_SLOTS if version_of("torch") < (2, 7) else of_child.SLOTS
+    assert all(names[slot.index - 1] == slot.function for slot in slots)
 
 
 @pytest.mark.parametrize("check", [of_child.check, of_user.check.__wrapped__], ids=["child", "user"])
@@ -151,14 +166,24 @@ def test_a_name_that_came_later_is_not_missed_in_an_older_torch_and_is_in_a_newe
     require([come])
     assert not come.is_expected()
     with pytest.raises(UnsupportedTorch):
-        require([dataclasses.replace(come, first="2.8")])
+        require([dataclasses.replace(come, first="1.0")])
     with pytest.raises(UnsupportedTorch):
         require([dataclasses.replace(come, before="")])
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.before], ids=str)
 def test_what_is_done_before_a_version_is_said_of_names_that_are_newer_than_the_first_of_all(row: Name) -> None:
-    assert number(row.first) > number(FIRST_TORCH)
+    assert number(row.first) >= number(FIRST_TORCH)
+
+
+def test_a_torch_that_is_older_than_all_that_were_tried_is_refused_though_it_has_all_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.7.1+cpu")
+    with pytest.raises(
+        UnsupportedTorch, match=r"^torch 2\.7\.1\+cpu is too old; torch 2\.8 to \S+ are known to work: pip"
+    ):
+        require([known("torch:zeros", "to test", "effects")])
 
 
 def test_names_that_are_looked_up_when_they_are_needed_stop_nothing() -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from tightfit.errors.private_names import version_of
+
 _cudnn, _mkldnn, _products = torch.backends.cudnn, torch.backends.mkldnn, torch.backends.cuda.matmul
 _DECIMAL = ("prec", "rounding", "Emin", "Emax", "clamp")
 
@@ -44,19 +46,27 @@ def _put_decimal(values: tuple[Any, ...]) -> None:
         setattr(context, name, value)
 
 
+# Up to torch 2.8 there is one switch for products and one for convolutions; oneDNN's reads as None there, whatever it is.
+_OF_BACKENDS = (
+    (
+        _of_backend("generic", "all"),
+        _of_backend("cuda", "matmul"),
+        _of_backend("cuda", "conv"),
+        _of_backend("cuda", "rnn"),
+        _of_backend("mkldnn", "matmul"),
+        _of_backend("mkldnn", "conv"),
+        _of_backend("mkldnn", "rnn"),
+    )
+    if version_of("torch") >= (2, 9)
+    else (_of(_products, "allow_tf32"), _of(_cudnn, "allow_tf32"))
+)
 # Those that say how exactly float32 and half precision are multiplied. What is set for all backends comes before what is set for one, which it may change.
 _PRECISIONS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (_precision, _put_precision),
-    _of_backend("generic", "all"),
-    _of_backend("cuda", "matmul"),
-    _of_backend("cuda", "conv"),
-    _of_backend("cuda", "rnn"),
-    _of_backend("mkldnn", "matmul"),
-    _of_backend("mkldnn", "conv"),
-    _of_backend("mkldnn", "rnn"),
+    *_OF_BACKENDS,
     _of(_products, "allow_fp16_reduced_precision_reduction"),
     _of(_products, "allow_bf16_reduced_precision_reduction"),
-    _of(_products, "allow_fp16_accumulation"),
+    *((_of(_products, "allow_fp16_accumulation"),) if version_of("torch") >= (2, 7) else ()),
 )
 # Another attention kernel or the lack of cuDNN saves other tensors, and a second run then ends with an error about their number or shapes.
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (

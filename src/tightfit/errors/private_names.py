@@ -163,19 +163,26 @@ def require(names: Iterable[Name]) -> None:
     """Looks for the names that are checked at once, before anything that needs them is imported or replaced.
 
     Raises:
-        UnsupportedTorch: the installed torch lacks some; the message has the first.
+        UnsupportedTorch: the installed torch lacks some (the message has the first), or is older than all that were tried.
         ModuleNotFoundError: torch is not installed.
     """
     importlib.import_module("torch")
+    if version_of("torch") < number(FIRST_TORCH):
+        # They have all names that are needed, but what they do with them was not tried to the end.
+        raise _unsupported("is too old")
     missing = [name for name in names if name.is_checked and name.is_expected() and not name.is_there()]
     if not missing:
         return
     first, *others = missing
     more = f" (and lacks {len(others)} more)" if others else ""
+    raise _unsupported(f"has no {first}, which tightfit needs {first.purpose}{more}")
+
+
+def _unsupported(what: str) -> UnsupportedTorch:
     major, minor = LAST_TORCH.split(".")
-    raise UnsupportedTorch(
-        f"torch {_version('torch')} has no {first}, which tightfit needs {first.purpose}{more}; torch {FIRST_TORCH} to {LAST_TORCH} "
-        f"are known to work: pip install 'torch>={FIRST_TORCH},<{major}.{int(minor) + 1}', or look for a newer tightfit"
+    return UnsupportedTorch(
+        f"torch {_version('torch')} {what}; torch {FIRST_TORCH} to {LAST_TORCH} are known to work: "
+        f"pip install 'torch>={FIRST_TORCH},<{major}.{int(minor) + 1}', or look for a newer tightfit"
     )
 
 

@@ -15,7 +15,6 @@ from tightfit.capture.patches.manifest import (
     RUN_BACKWARD,
     SET_VERSIONS,
     STORAGE_USES,
-    TOP_SAVED_HOOKS,
     Symbol,
 )
 from tightfit.errors.private_names import FIRST_TORCH, Name, known, operators, require
@@ -221,7 +220,6 @@ READ = (
     NOT_TRACED,
     SKIP_CODE,
     NUM_DISPATCH_MODES,
-    TOP_SAVED_HOOKS,
 )
 
 _BY_TIME = "events of the allocator are matched with notes by their times, in microseconds"

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tightfit.torch_hooks.manifest import TOP_SAVED_HOOKS
+from tightfit.effects.values.saved_hooks import top_saved_hooks
 
 Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
@@ -16,7 +16,7 @@ CHECKPOINT = "torch.utils.checkpoint"
 
 def programs_hooks() -> Hooks | None:
     """The innermost hooks, if they are the program's; those of ours that pass on what they are given are looked through."""
-    hooks = TOP_SAVED_HOOKS.call(False)
+    hooks = top_saved_hooks()
     while hooks is not None and (around := _around(hooks[0])) is not None:
         hooks = around
     return None if hooks is None or is_ours(hooks[0]) else hooks

@@ -6,6 +6,8 @@ import torch
 from torch._subclasses.fake_impls import register_op_impl
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tightfit.errors.private_names import version_of
+
 aten = torch.ops.aten
 
 
@@ -111,6 +113,7 @@ def install() -> None:
     for name in ("batch_norm_elemt", "batch_norm_backward_elemt"):
         register_op_impl(getattr(aten, name).default)(_like_values)
     # Looked up by torch/_subclasses/fake_tensor.py before the meta kernels (`op_implementations_checks`).
-    register_op_impl(aten._grouped_mm.default)(_grouped_mm)
+    if version_of("torch") >= (2, 8):
+        register_op_impl(aten._grouped_mm.default)(_grouped_mm)
     register_op_impl(aten._thnn_fused_gru_cell.default)(_gru_cell)
     register_op_impl(aten._thnn_fused_gru_cell_backward.default)(_gru_cell_backward)

@@ -115,5 +115,7 @@ def workspaces(
     if not unified and uses_cublaslt(operator, args, kwargs, environ):
         setting = environ.get("CUBLASLT_WORKSPACE_SIZE", "")
         size = int(setting) if setting.isdigit() else _LT_KIB
-        found.append(Workspace(kind="cublaslt", num_bytes=size * KIB, persistent=True))
+        # Up to 2.6 each call allocates one and frees it (CUDABlas.cpp, `gemm_and_bias`).
+        is_kept = torch_version_of(torch_version) >= (2, 7)
+        found.append(Workspace(kind="cublaslt", num_bytes=size * KIB, persistent=is_kept))
     return tuple(workspace for workspace in found if workspace.num_bytes)

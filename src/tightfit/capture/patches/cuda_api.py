@@ -240,7 +240,7 @@ class CudaApi:
             *_replace((torch.cuda, torch.cuda.memory), memory.answers()),
             *_replace((torch.cuda.memory,), _RECORDER_ANSWERS),
             *_replace((torch.cuda, torch.cuda.random), _random_answers()),
-            *_replace((accelerator,), self._accelerator_answers()),
+            *_replace((accelerator,), _without_newer(self._accelerator_answers())),
             *_replace(_modules_of_memory(), _without_newer(memory.accelerator_answers())),
             *_replace((torch.cuda.nvtx,), nvtx),
             *_replace((torch.cuda.profiler,), {"start": lambda: None, "stop": lambda: None}),
@@ -263,8 +263,8 @@ class CudaApi:
         torch.backends.cuda.is_built = lambda: True
 
 
-# The first version that has a function of `torch.accelerator.memory`, where it is not the first with that module. A program cannot ask an older one.
-_SINCE = {"get_memory_info": (2, 10), "empty_host_cache": (2, 12)}
+# The first version that has a function of `torch.accelerator` or of its `memory`, where it is not the first with that module. A program cannot ask an older one.
+_SINCE = {"device_index": (2, 8), "get_memory_info": (2, 10), "empty_host_cache": (2, 12)}
 
 
 def _modules_of_memory() -> tuple[Any, ...]:

@@ -46,24 +46,33 @@ CUDA_HOOKS = Symbol(
     first=FIRST_TORCH,
     last=LAST_TORCH,
 )
-HOOKS_HEADER = "ATen/detail/AcceleratorHooksInterface.h"
 # The Itanium C++ ABI gives a virtual destructor the slots 0 and 1.
+HOOKS_HEADERS = ("ATen/detail/AcceleratorHooksInterface.h", "ATen/detail/CUDAHooksInterface.h")
 SLOTS = (
-    Slot(
-        index=2, function="isBuilt", purpose="to say that torch was built with CUDA", first=FIRST_TORCH, last=LAST_TORCH
-    ),
-    Slot(index=3, function="isAvailable", purpose="to say that there is a card", first=FIRST_TORCH, last=LAST_TORCH),
+    Slot(index=2, function="isBuilt", purpose="to say that torch was built with CUDA", first="2.7", last=LAST_TORCH),
+    Slot(index=3, function="isAvailable", purpose="to say that there is a card", first="2.7", last=LAST_TORCH),
     Slot(
         index=4,
         function="hasPrimaryContext",
         purpose="to say that the card has a context",
-        first=FIRST_TORCH,
+        first="2.7",
         last=LAST_TORCH,
     ),
+)
+# In 2.6 an accelerator is what has a device (`at::getAccelerator`), and `hasCUDA` the first function after the 13 of all accelerators.
+OLDER_SLOTS = (
+    Slot(index=2, function="hasPrimaryContext", purpose="to say that the card has a context", first="2.6", last="2.6"),
+    Slot(index=14, function="hasCUDA", purpose="to say that there is a card", first="2.6", last="2.6"),
 )
 
 # The operator was MPS's own before, with other arguments.
 _COMPOSED = "layers normalise by smaller operators there, and no rule is needed"
+_GROUPED = operators(
+    "capture/dispatch",
+    "_grouped_mm _scaled_grouped_mm",
+    first="2.8",
+    before="no program can call it, and no rule is needed",
+)
 _RMS_NORM = operators("capture/kernels", "_fused_rms_norm _fused_rms_norm_backward", first="2.9", before=_COMPOSED)
 WRAP_COLLECTIVE = known(
     "torch:ops._c10d_functional._wrap_tensor_autograd",
@@ -89,10 +98,20 @@ NUM_DISPATCH_MODES = known(
     "to leave a dispatch mode only where it is the innermost, and to see those of the program",
     "capture/steps guarding techniques",
 )
+_ASK_FOR_HOOKS = "to leave alone what is saved where the program has hooks of its own"
 TOP_SAVED_HOOKS = known(
     "torch._C._autograd:_top_saved_tensors_default_hooks",
-    "to leave alone what is saved where the program has hooks of its own",
-    "capture/steps techniques torch_hooks",
+    _ASK_FOR_HOOKS,
+    "effects",
+    first="2.8",
+    before="they are read where C++ has them",
+)
+STACK_OF_HOOKS = Symbol(
+    library="torch_cpu",
+    name="_ZN2at23SavedTensorDefaultHooks13get_tls_stateEv",
+    purpose=_ASK_FOR_HOOKS,
+    first=FIRST_TORCH,
+    last="2.7",
 )
 FETCHER, MAP_FETCHER, ITERABLE_FETCHER = (
     known(path, "to tell how long loading a batch takes", "capture/patches")
@@ -215,8 +234,16 @@ IN_BOTH: tuple[Name, ...] = (
         "effects techniques",
     ),
     known("torch._C:DisableTorchFunction", "to run operators of our own that no mode sees", "effects"),
-    known("torch._C:_get_fp32_precision_getter", "to run code again with the precision of its first run", "effects"),
-    known("torch._C:_set_fp32_precision_setter", "to run code again with the precision of its first run", "effects"),
+    *(
+        known(
+            f"torch._C:{name}",
+            "to run code again with the precision of its first run",
+            "effects",
+            first="2.9",
+            before="`allow_tf32` says it",
+        )
+        for name in ("_get_fp32_precision_getter", "_set_fp32_precision_setter")
+    ),
     known(
         "torch.utils._python_dispatch:_get_current_dispatch_mode_stack",
         "to leave modes only where there are some",
@@ -484,9 +511,10 @@ IN_CHILD: tuple[Name, ...] = (
     ),
     # Operators.
     *_RMS_NORM,
+    *_GROUPED,
     *operators(
         "capture/dispatch",
-        "_amp_foreach_non_finite_check_and_unscale_ _ctc_loss _foreach_copy_ _fused_adagrad_ _fused_adam_ _fused_adamw_ _fused_sgd_ _grouped_mm _is_all_true _is_any_true _pack_padded_sequence _scaled_grouped_mm _sparse_compressed_tensor_unsafe _sparse_coo_tensor_with_dims_and_tensors _thnn_fused_gru_cell _thnn_fused_gru_cell_backward",
+        "_amp_foreach_non_finite_check_and_unscale_ _ctc_loss _foreach_copy_ _fused_adagrad_ _fused_adam_ _fused_adamw_ _fused_sgd_ _is_all_true _is_any_true _pack_padded_sequence _sparse_compressed_tensor_unsafe _sparse_coo_tensor_with_dims_and_tensors _thnn_fused_gru_cell _thnn_fused_gru_cell_backward",
     ),
     *operators(
         "capture/dispatch",

@@ -23,9 +23,19 @@ from pathlib import Path
 import torch
 from torch._subclasses import fake_tensor
 
-from tightfit.capture.patches.manifest import CUDA_HOOKS, ENSURE_GUARD, GUARD_REGISTRY, HOOKS_HEADER, SLOTS, Symbol
+from tightfit.capture.patches.manifest import (
+    CUDA_HOOKS,
+    ENSURE_GUARD,
+    GUARD_REGISTRY,
+    HOOKS_HEADERS,
+    OLDER_SLOTS,
+    SLOTS,
+    Slot,
+    Symbol,
+)
 from tightfit.capture.replace import replace
 from tightfit.errors import CaptureError, UnsupportedTorch
+from tightfit.errors.private_names import version_of
 
 _CPU, _CUDA = 0, 1  # c10/core/DeviceType.h
 # The registry has one slot for each device type of c10/core/DeviceType.h; only that of CUDA is touched.
@@ -120,14 +130,23 @@ def _probe() -> None:
     vtable = _vtable_pointer().value
     if vtable is None or ctypes.c_void_p.from_address(vtable - _NUM_WORDS_BEFORE_VTABLE * _WORD).value is not None:
         raise _unsupported("keeps the vtable of its CUDA hooks in another way", CUDA_HOOKS.purpose)
-    # The wheel's own header has the order of its virtual functions; of the functions themselves only the addresses are known.
-    header = Path(torch.__file__).parent / "include" / HOOKS_HEADER
-    if header.exists():
-        declared = re.findall(r"^\s*virtual\s+[^(]*?([~\w]+)\(", header.read_text(), re.MULTILINE)
+    # The wheel's own headers have the order of its virtual functions; of the functions themselves only the addresses are known.
+    headers = [Path(torch.__file__).parent / "include" / name for name in HOOKS_HEADERS]
+    if all(header.exists() for header in headers):
+        # Those that override one of all accelerators are not declared as virtual again.
+        declared = [
+            name
+            for header in headers
+            for name in re.findall(r"^\s*virtual\s+[^(]*?([~\w]+)\(", header.read_text(), re.MULTILINE)
+        ]
         slots = dict(enumerate(declared, 1))  # the destructor has the slots 0 and 1
-        for slot in SLOTS:
+        for slot in _slots():
             if slots.get(slot.index) != slot.function:
                 raise _unsupported(f"has no {slot.function} in slot {slot.index} of its CUDA hooks", slot.purpose)
+
+
+def _slots() -> tuple[Slot, ...]:
+    return SLOTS if version_of("torch") >= (2, 7) else OLDER_SLOTS
 
 
 def _install_guard() -> None:
@@ -201,7 +220,7 @@ def _install_hooks() -> None:
     # else behaves as before; only this one object's pointer is set to the copy.
     vtable = (ctypes.c_void_p * num_words)(*(ctypes.c_void_p * num_words).from_address(start))
     yes = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)(lambda _this: True)
-    for slot in SLOTS:
+    for slot in _slots():
         vtable[_NUM_WORDS_BEFORE_VTABLE + slot.index] = ctypes.cast(yes, ctypes.c_void_p).value
     for each in (vtable, yes):
         # A module's objects are freed when the interpreter ends, and torch destroys its hooks, by a function of the table, only after that.

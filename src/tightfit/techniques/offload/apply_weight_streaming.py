@@ -17,6 +17,7 @@ from tightfit.effects.ambient import (
 )
 from tightfit.effects.bytecode.asked_of_saved import question_of, told
 from tightfit.effects.state import MOVED
+from tightfit.effects.values.saved_hooks import top_saved_hooks
 from tightfit.engine.disk.disk_copies import DiskSpace
 from tightfit.engine.saved.saved_storage import Saved
 from tightfit.engine.slab_notes import notes_on
@@ -32,7 +33,7 @@ from tightfit.techniques.technique import ChosenOption, check_each
 from tightfit.techniques.wrappers.far_tiers import by_tier, disk_space_for
 from tightfit.techniques.wrappers.forwards import OnlyHere
 from tightfit.techniques.wrappers.traced_calls import is_among_values
-from tightfit.torch_hooks.manifest import GRAPH_TASK_ID, TOP_SAVED_HOOKS
+from tightfit.torch_hooks.manifest import GRAPH_TASK_ID
 from tightfit.torch_hooks.node_hooks import put_own_prehook
 from tightfit.torch_hooks.saving_functions import on_saving_functions, saving_function
 
@@ -289,7 +290,7 @@ class _Hooks:
     def __init__(self, streamed: StreamedWeights, block: StreamedBlock) -> None:
         self._streamed = streamed
         self._block = block
-        self.around = TOP_SAVED_HOOKS.call(False)
+        self.around: Any = top_saved_hooks()
         # The program's own hooks may be about weights too (they round, they count).
         self._takes_weights = self.around is None or _room_of(self.around[0]) in (
             "torch.utils.checkpoint",

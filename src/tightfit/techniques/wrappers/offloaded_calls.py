@@ -17,6 +17,7 @@ from tightfit.effects.ambient import (
     takes_saved_tensor_hooks,
 )
 from tightfit.effects.bytecode.asked_of_saved import told
+from tightfit.effects.values.saved_hooks import top_saved_hooks
 from tightfit.engine.disk.disk_copies import DiskSpace
 from tightfit.engine.saved.block_call import Selection
 from tightfit.engine.saved.saved_storage import SavedStorage
@@ -24,7 +25,7 @@ from tightfit.engine.saved.saved_tensors import SavedTensors
 from tightfit.engine.slab_notes import notes_on
 from tightfit.errors import ApplyError
 from tightfit.techniques.wrappers.forwards import Around, OnlyHere, through
-from tightfit.torch_hooks.manifest import GRAPH_TASK_ID, TOP_SAVED_HOOKS
+from tightfit.torch_hooks.manifest import GRAPH_TASK_ID
 
 if TYPE_CHECKING:
     from tightfit.techniques.session import Session, Verdict
@@ -187,7 +188,7 @@ class _Around(OnlyHere):
         ):
             return True
         # A checkpoint around the block, or offload of the program's own.
-        hooks = TOP_SAVED_HOOKS.call(False)
+        hooks = top_saved_hooks()
         return hooks is not None and not self._saved.is_only_border(hooks)
 
 

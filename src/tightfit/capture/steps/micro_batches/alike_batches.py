@@ -28,6 +28,7 @@ from tightfit.capture.steps.micro_batches.micro_batch import BatchPlaces, Kept, 
 from tightfit.capture.steps.micro_batches.object_trees import PLAIN
 from tightfit.capture.steps.micro_batches.repeated_rows import TapePlace, place_on
 from tightfit.effects.state import Snapshot
+from tightfit.effects.values.saved_hooks import top_saved_hooks
 
 NUM_ALIKE = 2
 """So many micro-batches are traced in each step, and so many must have been alike."""
@@ -302,4 +303,4 @@ def _has_hooks(parameter: torch.Tensor) -> bool:
 
 
 def _hooks_saved_tensors() -> bool:
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    return top_saved_hooks() is not None

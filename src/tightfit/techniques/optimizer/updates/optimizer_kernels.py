@@ -5,7 +5,7 @@ the flags and devices of a plain run, and loading a checkpoint does not reset th
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import torch
 
@@ -169,7 +169,7 @@ def is_dense(value: torch.Tensor) -> bool:
     return True
 
 
-def _has_strides(value: Any) -> bool:
+def _has_strides(value: Any) -> TypeGuard[torch.Tensor]:
     # What waits for a second backward pass comes as the parameter lies.
     return isinstance(value, torch.Tensor) and not isinstance(value, LazyTensor) and value.layout == torch.strided
 
