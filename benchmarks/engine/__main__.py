@@ -1,14 +1,15 @@
 """The memory engine, measured.
 
-python -m benchmarks.engine [traffic] [--layers 6] [--tokens 8192]   bytes, host memory and hidden copies, beside `save_on_cpu`; and of optimizer states
+python -m benchmarks.engine [traffic] [--layers 6] [--tokens 8192]   bytes, host memory and hidden copies, beside `save_on_cpu` and torchtune's offload
+python -m benchmarks.engine optimizers    where optimizer states at the host are updated, beside torchao's offload of them
 python -m benchmarks.engine storages      which part of a layer moves, by GPU and length
 python -m benchmarks.engine budgets       plans that mix, beside those that do one thing
 python -m benchmarks.engine reach         how large a model is trained in full with a host of so much memory
 python -m benchmarks.engine exactness     six models, everything that is moved, host and disk: the same to the bit?
-    python -m benchmarks.engine growth        whether a thousand steps take more than a hundred
-    python -m benchmarks.engine faults        what is left after copies that fail, interrupts, forks, full disks
-    python -m benchmarks.engine batches       what copies of batches that nobody waits for save per step
-    python -m benchmarks.engine convergence   whether states in few bits at the host train to the same loss, five seeds
+python -m benchmarks.engine growth        whether a thousand steps take more than a hundred
+python -m benchmarks.engine faults        what is left after copies that fail, interrupts, forks, full disks
+python -m benchmarks.engine batches       what copies of batches that nobody waits for save per step
+python -m benchmarks.engine convergence   whether states in few bits at the host train to the same loss, five seeds
 """
 
 import argparse
@@ -43,12 +44,13 @@ def main() -> int:
     parser.add_argument("--csv", type=Path)
     given = parser.parse_args()
     if given.what == "traffic":
-        traffic(given.layers, given.tokens)
-        print_optimizers()
+        traffic(given.layers, given.tokens, given.csv)
+    elif given.what == "optimizers":
+        print_optimizers(given.csv)
     elif given.what == "storages":
         storages(given.layers)
     elif given.what == "budgets":
-        budgets(given.layers, given.tokens, "H200", "64GiB")
+        budgets(given.layers, given.tokens, given.card, given.host, given.csv)
     elif given.what == "reach":
         reach(given.layers, given.streamed or given.layers, given.width, given.tokens, given.card, given.host)
     elif given.what == "exactness":

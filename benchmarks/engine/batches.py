@@ -5,7 +5,6 @@
 Each loop as it is, and with its loss read in every step; seconds are of the traced step, plain and planned. Loading the batches counts for nothing.
 """
 
-import csv
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 import tightfit
+from benchmarks.engine.traffic import write_rows
 from benchmarks.gpu import images
 from tightfit.units import format_bytes, format_seconds
 
@@ -105,7 +105,4 @@ def batches(path: Path | None) -> None:
             flush=True,
         )
     if path is not None:
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+        write_rows(path, rows)

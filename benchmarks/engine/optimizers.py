@@ -1,16 +1,18 @@
 """Where optimizer states at the host are updated, and what it costs: streamed through the card, ahead of the updates, in the backward pass, on the host.
 
-Part of `python -m benchmarks.engine`. Seconds of a step, idle seconds and hidden copies are those of the timeline of a traced run; the last column is
+`python -m benchmarks.engine optimizers`. Seconds of a step, idle seconds and hidden copies are those of the timeline of a traced run; the last column is
 what the option has predicted. Nothing is run on a card.
 """
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.engine import others
+from benchmarks.engine.traffic import write_rows
 from tightfit.analysis.profile import Profile
 from tightfit.capture.targets.target_kinds import GeneratorFunction
 from tightfit.capture.trace import Preparation, trace
@@ -76,8 +78,9 @@ def _adamw(model: torch.nn.Module, way: str) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-4)
 
 
-def print_optimizers() -> None:
-    """Prints a row for each model, card and way."""
+def print_optimizers(path: Path | None = None) -> None:
+    """Prints a row for each model, card and way, and writes them."""
+    rows: list[dict[str, Any]] = []
     for name, title in MODELS.items():
         print(f"\n{title}: optimizer states at the host")
         tapes: dict[str, Tape] = {}
@@ -91,14 +94,24 @@ def print_optimizers() -> None:
             return tapes[key]
 
         for card in CARDS:
-            _print_card(card, traced)
+            rows += [{"model": name, **row} for row in _card(card, traced)]
+    if path is not None:
+        write_rows(path, rows)
 
 
-def _print_card(card: str, traced: Any) -> None:
+def _row(card: str, way: str, tape: Tape, seconds: float, base: float, **more: float) -> dict[str, Any]:
+    peak = _allocated(Profile(tape, find(card)))
+    found = {"device": card, "way": way, "seconds": seconds, "added_share": seconds / base - 1}
+    found |= {"allocated_peak_bytes": peak, "host_peak_bytes": tape.host_peak_bytes}
+    return found | {name: more.get(name, "") for name in ("predicted_seconds", "copied_seconds", "hidden_seconds")}
+
+
+def _card(card: str, traced: Any) -> Iterator[dict[str, Any]]:
     device = find(card)
     plain = Profile(traced(), device)
     base = step_timeline(priced(traced(), device, None)).seconds
     print(f"{card:10} {'plain':40} {format_seconds(base):>10}           peak {format_bytes(_allocated(plain)):>10}")
+    yield _row(card, "plain", plain.tape, base, base)
     for way, option in _ways(list(technique(NAME).options(plain))).items():
         settings = dict(option.settings)
         if way == "one by one":
@@ -116,6 +129,10 @@ def _print_card(card: str, traced: Any) -> None:
             f"{card:10} {way:40} {format_seconds(step.seconds):>10} {step.seconds / base - 1:+8.1%}  peak {format_bytes(_allocated(Profile(tape, device))):>10}, "
             f"{hidden / copied:6.1%} of {format_seconds(copied)} of copies hidden, idle: {idle}; host {format_bytes(tape.host_peak_bytes)}; {predicted}"
         )
+        of_copies = {"copied_seconds": copied, "hidden_seconds": hidden}
+        if predicted:
+            of_copies["predicted_seconds"] = base + option.seconds
+        yield _row(card, way, tape, step.seconds, base, **of_copies)
 
     if others.is_installed(others.TORCHAO):
         tape = traced(way=others.TORCHAO)
@@ -125,6 +142,7 @@ def _print_card(card: str, traced: Any) -> None:
             f"{card:10} {way:40} {format_seconds(step.seconds):>10} {step.seconds / base - 1:+8.1%}  peak {format_bytes(_allocated(Profile(tape, device))):>10}, "
             f"host {format_bytes(tape.host_peak_bytes)}"
         )
+        yield _row(card, way, tape, step.seconds, base)
 
 
 def _ways(options: list[Option]) -> dict[str, Option]:

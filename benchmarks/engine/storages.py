@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import tightfit
+from benchmarks.engine.traffic import write_rows
 from tightfit.allocator.settings import AllocatorSettings
 from tightfit.analysis.profile import Profile
 from tightfit.capture.targets.target_kinds import GeneratorFunction
@@ -102,8 +103,8 @@ def _print_row(card: str, tokens: int, name: str, tape: Tape, beside: Tape, plai
     )
 
 
-def budgets(num_layers: int, tokens: int, card: str, host: str) -> None:
-    """Prints, for three budgets, the predicted time per step of the joint plan, of recomputation alone and of moving alone."""
+def budgets(num_layers: int, tokens: int, card: str, host: str, path: Path | None = None) -> None:
+    """Prints, for three budgets, the predicted time per step of the joint plan, of recomputation alone and of moving alone, and writes them."""
     place = f"{LAYERS}:layers"
     parameters = [f"num_layers={num_layers}", f"num_tokens={tokens}"]
     plain = tightfit.estimate(place, card, parameters=parameters)
@@ -115,6 +116,7 @@ def budgets(num_layers: int, tokens: int, card: str, host: str) -> None:
     print(
         f"{num_layers} layers of Llama-8B, {tokens:,} tokens, {card}, {host} of host memory: plain {format_bytes(plain.peak.device_bytes)}, {format_seconds(plain.seconds_per_step)}"
     )
+    rows = []
     for share in (0.75, 0.6, 0.5):
         budget = int(plain.peak.device_bytes * share)
         for name, given in ways.items():
@@ -124,6 +126,24 @@ def budgets(num_layers: int, tokens: int, card: str, host: str) -> None:
                 f"budget {format_bytes(budget):>10}  {name:16} {'fits' if plan.fits else 'does not fit':12} {format_bytes(plan.run.peak.device_bytes):>10} "
                 f"{format_seconds(plan.run.seconds_per_step):>9} {plan.run.seconds_per_step / plain.seconds_per_step - 1:+7.1%}  host {format_bytes(plan.host_bytes):>10}  {', '.join(used)}"
             )
+            rows.append(
+                {
+                    "device": card,
+                    "num_layers": num_layers,
+                    "num_tokens": tokens,
+                    "host": host,
+                    "budget_bytes": budget,
+                    "way": name,
+                    "fits": plan.fits,
+                    "device_bytes": plan.run.peak.device_bytes,
+                    "seconds": plan.run.seconds_per_step,
+                    "added_share": plan.run.seconds_per_step / plain.seconds_per_step - 1,
+                    "host_bytes": plan.host_bytes,
+                    "choices": " ".join(used),
+                }
+            )
+    if path is not None:
+        write_rows(path, rows)
 
 
 def traced(num_layers: int, tokens: int, options: Sequence[Option] = ()) -> Tape:

@@ -6,8 +6,10 @@ All figures are read from tapes: bytes from their copies between card and host, 
 """
 
 import contextlib
+import csv
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,8 +65,8 @@ def _hooks(name: str) -> contextlib.AbstractContextManager[Any]:
     return torch.autograd.graph.save_on_cpu(pin_memory=True) if name else contextlib.nullcontext()
 
 
-def traffic(num_layers: int, num_tokens: int) -> None:
-    """Prints a row for each way and card."""
+def traffic(num_layers: int, num_tokens: int, path: Path | None = None) -> None:
+    """Prints a row for each way and card, and writes them."""
     plain = _traced(num_layers, num_tokens, [])
     offered = list(technique(NAME).options(Profile(plain, find(CARDS[0]))))
     layers_of = [o for o in offered if o.where.rpartition(".")[2].isdigit() and o.settings["share"] == 1.0]
@@ -79,7 +81,8 @@ def traffic(num_layers: int, num_tokens: int) -> None:
         name = f"torchtune {others.version_of(others.TORCHTUNE)}"
         ways[name] = _traced(num_layers, num_tokens, [], hooks=others.TORCHTUNE)
     print(f"{num_layers} layers of Llama-8B, {num_tokens:,} tokens, bfloat16; {len(whole)} layers are offloaded")
-    print(f"the plan's host memory: {format_bytes(sum(option.host_bytes for option in whole))}")
+    planned = sum(option.host_bytes for option in whole)
+    print(f"the plan's host memory: {format_bytes(planned)}")
     for name, tape in ways.items():
         moved = _bytes_to_host(tape)
         layers_moved = len(whole) if name in ("activation_offload", "the same, to disk") else num_layers
@@ -87,6 +90,7 @@ def traffic(num_layers: int, num_tokens: int) -> None:
             f"{name:20} to the host {format_bytes(moved):>10} in a step, {moved / num_tokens / layers_moved / 1e3:6.1f} KB per token and layer, "
             f"host peak {format_bytes(tape.host_peak_bytes):>10}, disk {format_bytes(tape.disk_peak_bytes):>10}, allocated peak {format_bytes(_allocated(tape)):>10}"
         )
+    rows = []
     for card in CARDS:
         base = step_timeline(priced(plain, find(card), None)).seconds
         for name, tape in ways.items():
@@ -99,6 +103,33 @@ def traffic(num_layers: int, num_tokens: int) -> None:
                 else ""
             )
             print(f"{card:12} {name:20} {format_seconds(step.seconds):>10} {step.seconds / base - 1:+8.1%}  {share}")
+            rows.append(
+                {
+                    "num_layers": num_layers,
+                    "num_tokens": num_tokens,
+                    "device": card,
+                    "way": name,
+                    "to_host_bytes": _bytes_to_host(tape),
+                    "planned_host_bytes": planned if name == NAME else "",
+                    "host_peak_bytes": tape.host_peak_bytes,
+                    "disk_peak_bytes": tape.disk_peak_bytes,
+                    "allocated_peak_bytes": _allocated(tape),
+                    "seconds": step.seconds,
+                    "added_share": step.seconds / base - 1,
+                    "copied_seconds": copied,
+                    "hidden_seconds": hidden,
+                }
+            )
+    if path is not None:
+        write_rows(path, rows)
+
+
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """As CSV."""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def _traced(num_layers: int, num_tokens: int, options: list[Option], hooks: str = "") -> Tape:

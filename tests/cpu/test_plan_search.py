@@ -1,6 +1,8 @@
 """How a search closes in on its limit, and what it does when the workload does not run with what was chosen."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from tests.cpu.run_arguments import run_arguments
 
 from tightfit.capture.targets.target_kinds import GeneratorFunction
 from tightfit.errors import ApplyError
+from tightfit.fit.searching import search as searches
 from tightfit.fit.searching.allowed import Allowed, Without
 from tightfit.fit.searching.bisection import Bisection
 from tightfit.fit.searching.search import Search
@@ -233,3 +236,35 @@ def test_parts_that_are_alike_are_combined_with_the_rest_once() -> None:
     names = [sorted(option.technique for option in run.options) for run in fresh.all()]
     assert names.count(["micro_batches"]) > 1
     assert names.count(["micro_batches", "optimizer_kernel"]) == 1
+
+
+@pytest.mark.parametrize("is_off", [False, True])
+def test_a_plan_with_host_memory_is_no_slower_than_one_without(
+    is_off: bool, runs: FailingRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or than one that recomputes nothing; only where the prediction holds, and nothing is recomputed, neither is looked for."""
+
+    def candidate(seconds: float, *options: SimpleNamespace) -> Any:
+        return SimpleNamespace(run=SimpleNamespace(options=options, seconds=seconds, needed_bytes=1))
+
+    moved = SimpleNamespace(technique="activation_offload", host_bytes=1, disk_bytes=0)
+    again = SimpleNamespace(technique="checkpointing", host_bytes=0, disk_bytes=0)
+    asked: list[tuple[int, bool]] = []
+
+    def best(search: Any, _base: object) -> Any:
+        recomputes = not any(each.technique == "checkpointing" for each in search._allowed.without)
+        asked.append((search._host_bytes, recomputes))
+        return candidate(2.0 if recomputes else 3.0)
+
+    monkeypatch.setattr(Search, "_best", best)
+    monkeypatch.setattr(searches, "is_doubtful", lambda _: is_off)
+    search = Search(runs, 10, Allowed(), host_bytes=5)
+
+    def chosen(*options: SimpleNamespace) -> tuple[float, list[tuple[int, bool]]]:
+        asked.clear()
+        found = searches._no_slower_with_tiers(search, candidate(4.0, *options), runs.run_with(()))
+        return found.run.seconds, list(asked)
+
+    assert chosen(again) == (4.0, [])
+    assert chosen(moved) == ((2.0, [(0, True), (5, False)]) if is_off else (4.0, []))
+    assert chosen(moved, again) == ((2.0, [(0, True), (5, False)]) if is_off else (3.0, [(5, False)]))

@@ -14,6 +14,7 @@ from tightfit.planner.solve import solve
 
 SHARE_WORTH_A_LOOK = 0.05
 MAX_LOOKS = 2
+_SHARE_TO_COMPARE = 0.02
 # What one trace says of a technique is not believed beyond that.
 _MAX_FACTOR = 4.0
 
@@ -31,8 +32,17 @@ def predicted_seconds(candidate: Candidate) -> float:
 
 def is_off(candidate: Candidate) -> bool:
     """Whether the prediction is off by more than 5 %."""
+    return _is_off_by(candidate, SHARE_WORTH_A_LOOK)
+
+
+def is_doubtful(candidate: Candidate) -> bool:
+    """Whether the prediction is off by more than 2 %, so that what a solver has left for the candidate may be faster."""
+    return _is_off_by(candidate, _SHARE_TO_COMPARE)
+
+
+def _is_off_by(candidate: Candidate, share: float) -> bool:
     simulated = simulated_seconds(candidate)
-    return abs(predicted_seconds(candidate) - simulated) > SHARE_WORTH_A_LOOK * simulated
+    return abs(predicted_seconds(candidate) - simulated) > share * simulated
 
 
 def looked_again(candidate: Candidate, candidates: Candidates) -> Candidate:

@@ -12,9 +12,9 @@ import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 
-from tightfit.fit.searching.allowed import Allowed
+from tightfit.fit.searching.allowed import Allowed, Without
 from tightfit.fit.searching.candidates import Candidate, Candidates
-from tightfit.fit.searching.corrected_seconds import looked_again
+from tightfit.fit.searching.corrected_seconds import is_doubtful, looked_again
 from tightfit.fit.searching.least_peak import LeastPeak, compatible, kind_of, saved_bytes
 from tightfit.fit.searching.not_offered import not_offered
 from tightfit.fit.searching.offers import Offers
@@ -25,6 +25,7 @@ from tightfit.planner import problem as problems
 from tightfit.planner.option import Option
 from tightfit.planner.solution import Solution
 from tightfit.planner.solve import solve
+from tightfit.techniques.recomputation.only_above import TECHNIQUES
 from tightfit.techniques.registry import techniques
 
 # Traces of one search: a limit whose answer was traced before costs no trace.
@@ -39,6 +40,7 @@ _WORTH_A_VARIANT = 0.002
 # What makes a program that fits faster by less than this share of its step is left out.
 _WORTH_HOST_MEMORY = 0.01
 _SECONDS_TO_RELAX = 3.0
+_RECOMPUTING = (*TECHNIQUES, "offloaded_checkpointing")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +75,7 @@ class Search:
         disk_bytes: int = 0,
         is_rough: bool = False,
         offers: Offers | None = None,
+        is_part: bool = False,
     ) -> None:
         self.budget_bytes = budget_bytes
         self.offers = offers or Offers(runs, allowed)
@@ -82,6 +85,8 @@ class Search:
         self._host_bytes, self._disk_bytes = host_bytes, disk_bytes
         self._fits = self.candidates.fits
         self._is_rough = is_rough
+        # Of another search, which compares what both find.
+        self._is_part = is_part
 
     def within(self, budget_bytes: int) -> "Search":
         """The same search within another budget; what one is told of refusals, both know."""
@@ -103,7 +108,7 @@ class Search:
         """
         base = self._runs.run_with(())
         if self._fits(base):
-            return dataclasses.replace(self._found(base, None), best=self._faster(base))
+            return dataclasses.replace(self._found(base, None), best=_faster(self, base))
         self.candidates.begin()
         try:
             best = self._best(base)
@@ -115,23 +120,6 @@ class Search:
         if best is None or (not self._fits(best.run) and base.needed_bytes <= best.run.needed_bytes):
             return self._found(base, None)
         return self._found(base, best)
-
-    def _faster(self, base: TracedRun) -> TracedRun:
-        """The plain run, which fits, or a faster one with an option of those that are for speed alone."""
-        for_speed = (
-            {name for name, technique in techniques().items() if technique.is_for_speed} if self._host_bytes else ()
-        )
-        offered = self.offers.options(base.profile) if for_speed else ()
-        best = base
-        for option in sorted(offered, key=lambda each: each.seconds):
-            # The first that holds what it promises: others promise less.
-            if best is base and option.technique in for_speed and option.host_bytes <= self._host_bytes:
-                run = self.candidates.traced([option])
-                is_better = (
-                    run is not None and self._fits(run) and run.seconds < (1 - _WORTH_HOST_MEMORY) * base.seconds
-                )
-                best = run if run is not None and is_better else base
-        return best
 
     def _best(self, base: TracedRun) -> Candidate | None:
         """The best candidate, where the plain run does not fit. Where none does, it is the one with the lowest peak, which no budget changes."""
@@ -159,7 +147,8 @@ class Search:
         if best is None or self._is_rough:
             return best
         best = looked_again(best, self.candidates)
-        return simplest_of_the_fastest(best, self.candidates.fitting) if self._fits(best.run) else best
+        best = simplest_of_the_fastest(best, self.candidates.fitting) if self._fits(best.run) else best
+        return _no_slower_with_tiers(self, best, base)
 
     def _results(
         self, base: TracedRun, start: TracedRun, free: Sequence[Option], rest: Sequence[Sequence[Option]]
@@ -242,6 +231,58 @@ class Search:
             refused=self.offers.refusals.rows(),
             not_offered=tuple(left_out),
         )
+
+
+def _faster(search: Search, base: TracedRun) -> TracedRun:
+    """The plain run, which fits, or a faster one with an option of those that are for speed alone."""
+    for_speed = (
+        {name for name, technique in techniques().items() if technique.is_for_speed} if search._host_bytes else ()
+    )
+    offered = search.offers.options(base.profile) if for_speed else ()
+    best = base
+    for option in sorted(offered, key=lambda each: each.seconds):
+        # The first that holds what it promises: others promise less.
+        if best is base and option.technique in for_speed and option.host_bytes <= search._host_bytes:
+            run = search.candidates.traced([option])
+            is_better = run is not None and search._fits(run) and run.seconds < (1 - _WORTH_HOST_MEMORY) * base.seconds
+            best = run if run is not None and is_better else base
+    return best
+
+
+def _part(search: Search, allowed: Allowed, offers: Offers | None, *, host_bytes: int, disk_bytes: int) -> Search:
+    return Search(
+        search._runs,
+        search.budget_bytes,
+        allowed,
+        host_bytes=host_bytes,
+        disk_bytes=disk_bytes,
+        offers=offers,
+        is_part=True,
+    )
+
+
+def _no_slower_with_tiers(search: Search, best: Candidate, base: TracedRun) -> Candidate:
+    """`best`, which may use far tiers, or a faster one without them or without recomputation.
+
+    Where a trace takes another time than what the solver has compared, as copies that should have been hidden are not, either may be faster; and a plan
+    that mixes both may have missed one that needs a trace of its own.
+    """
+    options = best.run.options
+    uses_tiers = any(option.host_bytes or option.disk_bytes for option in options)
+    if search._is_part or not uses_tiers or not search._fits(best.run):
+        return best
+    parts = []
+    if is_doubtful(best):
+        parts.append(_part(search, search._allowed, search.offers, host_bytes=0, disk_bytes=0))
+    if is_doubtful(best) or any(option.technique in _RECOMPUTING for option in options):
+        recomputing = tuple(Without(technique=name) for name in _RECOMPUTING)
+        allowed = dataclasses.replace(search._allowed, without=(*search._allowed.without, *recomputing))
+        parts.append(_part(search, allowed, None, host_bytes=search._host_bytes, disk_bytes=search._disk_bytes))
+    for part in parts:
+        part.offers.refusals = search.offers.refusals
+        part.candidates.begin()
+        best = search.candidates.better(best, part._best(base)) or best
+    return best
 
 
 def _seconds(bundle: Iterable[Option]) -> float:

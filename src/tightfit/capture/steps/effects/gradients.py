@@ -16,6 +16,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from tightfit.capture.observe.attribution import is_users_or_other, user_line
 from tightfit.capture.replace import replace
 from tightfit.capture.steps.effects.lines import line_of_function
+from tightfit.capture.steps.effects.looks_at_gradients import is_compared_with_none, is_only_a_look
 from tightfit.effects.bytecode.instructions import instructions_of
 from tightfit.errors.faults import hands_over
 from tightfit.tape import Effect, EffectKind
@@ -141,6 +142,8 @@ class GradientWatch:
         # values.
         if how == "reads" and not self._is_awaited(tensor) and _only_zeroes(frame):
             return
+        if how == "reads" and is_only_a_look(frame):
+            return
         line = user_line()
         when = (
             "between the backward pass and the step"
@@ -157,11 +160,5 @@ def _only_zeroes(frame: FrameType) -> bool:
     """Whether the bytecode after the read only compares the gradient with None, or zeroes it."""
     # The frame stands at the instruction that loads the attribute. Reading the source line instead would miss
     # what follows on the same line.
-    following = [i for i in instructions_of(frame.f_code) if i.offset > frame.f_lasti][:2]
-    if not following:
-        return False
-    if "_NONE" in following[0].opname or following[0].argval in _ZEROING:
-        return True
-    # `is None` and `is not None` compile to a load of None and IS_OP in Python 3.11; newer versions have
-    # POP_JUMP_IF_NONE and its like, which the test for "_NONE" meets.
-    return len(following) == 2 and following[0].argval is None and following[1].opname == "IS_OP"
+    following = next((i for i in instructions_of(frame.f_code) if i.offset > frame.f_lasti), None)
+    return following is not None and (following.argval in _ZEROING or is_compared_with_none(frame))
