@@ -114,7 +114,7 @@ def runs_plainly(attack: Attack, dresses: tuple[str, ...]) -> bool:
 
 def _run(attack: Attack, variant: Variant | None, dtype: torch.dtype, *, dresses: Sequence[str]) -> _Run:
     trial = Trial(variant, dresses=dresses)
-    before = torch.get_default_dtype()
+    before, precision = torch.get_default_dtype(), torch.get_float32_matmul_precision()
     torch.set_default_dtype(dtype)
     torch.default_generator.manual_seed(0)  # torch.manual_seed also notes the stack for each kind of card: 4 ms
     if DEVICE:
@@ -137,9 +137,21 @@ def _run(attack: Attack, variant: Variant | None, dtype: torch.dtype, *, dresses
         return _Run(trial=trial, error=error, place=f"{place.filename.rpartition('/')[2]}:{place.lineno}")
     finally:
         torch.set_default_dtype(before)
+        # What a program sets between its passes stays where a refusal comes between them.
+        torch.set_float32_matmul_precision(precision)
+        _leave_autocast()
         if DEVICE:
             forget_default_device()
     return _Run(trial=trial, error=None)
+
+
+def _leave_autocast() -> None:
+    """A program that enters autocast in one hook and leaves it in another is within it for good where a forward ends with an error between them: casts of
+    weights would stay in the cache, for the programs after it too."""
+    for _ in range(torch.autocast_increment_nesting()):
+        torch.autocast_decrement_nesting()
+    torch.clear_autocast_cache()
+    torch.set_autocast_enabled("cpu", False)
 
 
 def repeats(attack: Attack, variant_name: str) -> bool:
