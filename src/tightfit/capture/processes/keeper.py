@@ -7,11 +7,11 @@ ends them.
 
 import contextlib
 import os
+import select
 import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 
 from tightfit.capture.processes.containment import linux, namespaces
 from tightfit.capture.processes.containment.policy import NAMESPACES, forced_mechanism
@@ -69,30 +69,37 @@ def keep() -> Kept:
 
 def _wait_for(server: int, reads: int) -> None:
     """Until the server ends, or this process is told to; then nothing is left."""
-    folder = b""
-
-    class _Told(Exception):
-        pass
-
-    def told(_number: int, _frame: FrameType | None) -> None:
-        raise _Told
-
-    try:
-        for number in _TO_END:
-            signal.signal(number, told)
-        linux.signal_at_parents_end(signal.SIGTERM)
-        while said := os.read(reads, _MAX_BYTES):
-            # Lines are written whole.
-            folder = said.split(b"\n")[-2]
-    except _Told:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(server, signal.SIGKILL)
+    # A handler that raises would do so wherever it is: past the wait too, or before a folder is read that was told in time.
+    wakes, woken = os.pipe()
+    os.set_blocking(woken, False)
+    os.set_blocking(reads, False)
+    signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
     for number in _TO_END:
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, lambda *_: None)
+    linux.signal_at_parents_end(signal.SIGTERM)
+    folder, is_open = b"", True
+    while is_open and wakes not in select.select([reads, wakes], [], [])[0]:
+        folder, is_open = _latest(reads, folder)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(server, signal.SIGKILL)
     os.waitpid(server, 0)
     end_descendants()
+    folder, _ = _latest(reads, folder)
     if folder:
         _remove(os.fsdecode(folder))
+
+
+def _latest(reads: int, folder: bytes) -> tuple[bytes, bool]:
+    """The last line that can be read now, or `folder`, and whether there may be more."""
+    while True:
+        try:
+            said = os.read(reads, _MAX_BYTES)
+        except BlockingIOError:
+            return folder, True
+        if not said:
+            return folder, False
+        # Lines are written whole.
+        folder = said.split(b"\n")[-2]
 
 
 def _remove(folder: str) -> None:
