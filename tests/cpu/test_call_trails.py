@@ -1,5 +1,7 @@
 """Calls that take rows in other ways have other numbers, also where Python hashes their arguments alike or they differ in the place of a tensor alone."""
 
+import _thread
+import queue
 from collections.abc import Callable
 
 import numpy as np
@@ -74,3 +76,13 @@ def test_what_our_own_code_has_torch_call_is_no_other_way(name: str, folder: str
     code: dict[str, Way] = {}
     exec(compile(_CALLS, f"{folder}/some_code.py", "exec"), code)
     assert (_number(code[name]) == _number(lambda x: x)) == is_ours
+
+
+def test_a_function_in_c_that_a_thread_calls_without_any_code_around_it_is_noted() -> None:
+    # As autograd's threads call `tensor.register_hook(torch.neg)`.
+    trail, results = Trail(), queue.SimpleQueue[torch.Tensor]()
+    trail.calls.made = results.put
+    before = trail.calls.number()
+    _thread.start_new_thread(trail.__torch_function__, (torch.neg, (), (torch.ones(2),)))
+    assert results.get(timeout=60).tolist() == [-1.0, -1.0]
+    assert trail.calls.number() != before

@@ -9,12 +9,14 @@ import accelerate
 import pytest
 import torch
 import transformers
+from tests.cpu.module_training import choice
 from torch.distributed.tensor import DTensor
 from transformers import trainer_optimizer
 
 from tightfit.capture.steps.effects.looks_at_gradients import is_only_a_look
 from tightfit.capture.targets.target_kinds import GeneratorFunction, Script
 from tightfit.capture.trace import trace
+from tightfit.runtime.apply import apply_choices
 from tightfit.tape import EffectKind
 
 _ACCELERATE = str(Path(accelerate.__file__).with_name("accelerator.py"))
@@ -81,6 +83,25 @@ def test_libraries_that_take_something_of_gradients_read_them(source: str, name:
 def test_a_programs_own_look_is_a_read(tmp_path: Path) -> None:
     assert _looks(_CLIPS, "clips", str(tmp_path / "train.py")) == {False}
     assert _looks(_MESHES, "meshes", str(tmp_path / "train.py")) == {False}
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_look_finds_the_same_where_updates_are_made_in_the_backward_pass(*, clips: bool) -> None:
+    found = []
+    for choices in ([], [choice("update_in_backward", "optimizer", kernel="same", clips=clips)]):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+        optimizer = torch.optim.AdamW(model.parameters())
+        apply_choices(choices, model, [optimizer])
+        for _ in range(2):
+            # The last layer gets no gradient.
+            model[:2](torch.ones(3, 4)).sum().backward()
+            found.append([(p.grad is None, isinstance(p.grad, DTensor)) for p in model.parameters()])
+            if clips:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert found == [[(False, False)] * 4 + [(True, False)] * 2] * 4
 
 
 def accelerated() -> Iterator[torch.Tensor]:

@@ -56,8 +56,9 @@ class CallTrail:
 
     def note(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
         """Adds a call that the caller of this, a `__torch_function__`, handles, unless our own code makes it."""
-        frame = sys._getframe(2)
-        if _IS_CODE_OF_OTHERS.get(frame.f_code.co_filename) is not True and _is_ours(frame):
+        # There is none where a thread of autograd's calls a hook that is a function in C.
+        frame = sys._getframe(1).f_back
+        if frame is not None and not _IS_CODE_OF_OTHERS.get(frame.f_code.co_filename) and _is_ours(frame):
             return
         # A function that is made anew for each call has the same code.
         self._calls.append(getattr(func, "__code__", func))

@@ -239,8 +239,7 @@ class SplitForward:
         # A program runs `backward` outside of its autocast context, and has left it before: that drops the copies of
         # weights that no graph holds.
         torch.clear_autocast_cache()
-        # `inputs=` keeps the pass from
-        # accumulating into anything but the trained parameters.
+        # `inputs=` keeps the pass from accumulating into anything but the trained parameters.
         with torch.autocast(batch.device.type, enabled=False), of_a_part():
             backward(loss, (weight * sums.loss_scale).to(loss.dtype), inputs=aside.parameters)
         sums.add(loss.detach(), weight)
