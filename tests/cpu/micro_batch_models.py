@@ -143,7 +143,7 @@ def large(batch: int = 64) -> Iterator[torch.Tensor]:
     yield from _loop(Large(), lambda: torch.randn(2, batch, 512, 256, device="cuda"))
 
 
-def causal(batch: int = 8, autocast: bool = False, keeps_casts: bool = True) -> Iterator[torch.Tensor]:
+def causal(batch: int = 8, autocast: bool = False) -> Iterator[torch.Tensor]:
     """A decoder of Hugging Face, without dropout."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -154,7 +154,7 @@ def causal(batch: int = 8, autocast: bool = False, keeps_casts: bool = True) -> 
     optimizer = torch.optim.AdamW(model.parameters())
     while True:
         tokens = torch.randint(0, 4096, (batch, 512), device="cuda")
-        with torch.autocast("cuda", torch.bfloat16, enabled=autocast, cache_enabled=keeps_casts):
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
             loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         optimizer.step()

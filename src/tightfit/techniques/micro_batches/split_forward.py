@@ -236,10 +236,8 @@ class SplitForward:
         is_walked = batch.device.type == "cpu" or self._checks_left or not has_values(*aside.parameters)
         if is_walked:
             sums.saved.add(loss, self.model, [*aside.parameters, *batch.tensors()])
-        # A program runs `backward` outside of its autocast context, and has left it before: that drops the copies of
-        # weights that no graph holds.
-        torch.clear_autocast_cache()
-        # `inputs=` keeps the pass from accumulating into anything but the trained parameters.
+        # As a program runs `backward` outside of its autocast context. `inputs=` keeps the pass from
+        # accumulating into anything but the trained parameters.
         with torch.autocast(batch.device.type, enabled=False), of_a_part():
             backward(loss, (weight * sums.loss_scale).to(loss.dtype), inputs=aside.parameters)
         sums.add(loss.detach(), weight)
