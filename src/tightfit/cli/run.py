@@ -14,6 +14,7 @@ from tightfit.cli.arguments.sizes import Size, with_unit
 from tightfit.cli.arguments.used import used_now
 from tightfit.cli.shared.local_cards import local_cards
 from tightfit.cli.variants.guarded_run import UNGUARDED, Guarding, run_guarded
+from tightfit.cli.variants.run_on_ranks import ONE_CARD, Ranks, run_on_ranks
 from tightfit.errors import DoesNotFit, UsageError
 from tightfit.planner.plan import Plan
 from tightfit.simulate.estimate import needed_bytes, peak_of_limit, verdict_of
@@ -32,6 +33,7 @@ def run(
     virtual: bool = False,
     check_steps: int = 2,
     disk_folder: Path | None = None,
+    ranks: Ranks = ONE_CARD,
     guarding: Guarding = UNGUARDED,
     permissions: Permissions = CLOSED_IN,
 ) -> int:
@@ -61,6 +63,11 @@ def run(
         The folder for what the plan keeps on disk, in a file without a name. Default: the folder for temporary files (TMPDIR).
     """
     parsed = _checked(script, arguments, check_steps, disk_folder, guarding)
+    if ranks.gpus is not None:
+        others = {"--budget": budget, "--used": used, "--device": device, "--virtual": virtual, "--guard": guarding.guard}
+        return run_on_ranks(parsed, ranks, plan, allow, {**others, "--disk-folder": disk_folder}, check_steps)
+    if ranks.on != "gpu":
+        raise UsageError("--on cpu goes with --gpus, the number of processes")
     if guarding.guard:
         others = {"--used": used, "--device": device, "--allow": allow, "--virtual": virtual}
         return run_guarded(parsed, guarding, plan, budget, others, check_steps, disk_folder)

@@ -138,7 +138,7 @@ class SplitForward:
         with (
             without_outside_calls(self._refuse_outside, is_on=is_watched),
             _GradientsAside(self.model) as aside,
-            _no_steps(self._refuse),
+            no_steps(self._refuse),
         ):
             checks_before = self._checks_left
             sums, outputs = self._run(forward, batch, aside)
@@ -193,7 +193,7 @@ class SplitForward:
             decisions = watch.decisions
             # A plan may be applied to inner modules by their first forward, and change which parameters are
             # trained.
-            _refuse_hooks(self.model, self._refuse, since=self._begins)
+            refuse_hooks(self.model, self._refuse, since=self._begins)
             aside.take()
             loss_key, loss = find_loss(output)
             if is_new:
@@ -208,7 +208,7 @@ class SplitForward:
             if proved is None or is_new:
                 # After the first part has run for real, so that lazy modules and caches are made; what that run
                 # has left behind is part of the proof.
-                with _looking(self._refuse):
+                with looking(self._refuse):
                     proved = self._proofs.prove(forward, batch, parts, decisions, values, shape, may_leave=not begin)
                 self._checks_left = self._check_steps
             outputs.add(output, end - begin, loss_key, proved.joined)
@@ -218,7 +218,7 @@ class SplitForward:
             del loss
             if self._checks_left and _has_pairs(batch, aside) and (not begin or is_other_way):
                 self._checks_left -= 1
-                with _looking(self._refuse), self._unseen(), paused(), nothing_hidden(self.model):
+                with looking(self._refuse), self._unseen(), paused(), nothing_hidden(self.model):
                     self._check(forward, batch, proved.means)
             self._is_checked = True
         if not sums.are_shares_equal():
@@ -316,7 +316,7 @@ class _Numbers(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def _no_steps(refuse: Refuse) -> Iterator[None]:
+def no_steps(refuse: Refuse) -> Iterator[None]:
     """Refuses optimizer steps inside: they would run once for each part, with the gradients of some."""
 
     def refuse_step(*_: Any) -> None:
@@ -330,7 +330,7 @@ def _no_steps(refuse: Refuse) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _looking(refuse: Refuse) -> Iterator[None]:
+def looking(refuse: Refuse) -> Iterator[None]:
     """Around runs that are ours alone. What they raise is not the program's to catch: one that skips a batch for it would skip each next one too."""
     try:
         yield
@@ -367,7 +367,7 @@ class _GradientsAside:
             parameter.grad = gradient
 
 
-def _refuse_hooks(model: torch.nn.Module, refuse: Refuse, *, since: int) -> None:
+def refuse_hooks(model: torch.nn.Module, refuse: Refuse, *, since: int) -> None:
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise refuse(
@@ -389,8 +389,13 @@ def _refuse_own_code(loss: torch.Tensor, refuse: Refuse) -> None:
     """Refuses what the program runs in a backward pass, which parts have several of, and a loss that has none."""
     if not loss.requires_grad:
         raise refuse("the loss has no gradient although weights are trained; leave micro_batches out")
+    refuse_code_in_backward([loss], refuse)
+
+
+def refuse_code_in_backward(results: Sequence[torch.Tensor], refuse: Refuse) -> None:
+    """Refuses what the program runs in the backward pass of `results`, which a part would run for itself."""
     within = CodeInGraph()
-    for node in nodes_behind([loss]):
+    for node in nodes_behind([each for each in results if each.requires_grad]):
         if reason := within.reason_of_hooks(node):
             raise refuse(f"{reason}, and would do so for each part; leave micro_batches out")
     if within.has_own_contexts():
