@@ -22,12 +22,29 @@ from tightfit.torch_hooks.backward import keeps_graph, of_a_part
 _LEAST_SHARE = 1e-3
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Whole:
+    """A plain run of the whole batch: its outputs, its arguments that want a gradient, and whether it computed in half precision."""
+
+    outputs: list[Any]
+    wanting: list[torch.Tensor]
+    are_halves: bool
+
+    def of(self, known: Sequence[int]) -> "Whole":
+        """With these outputs alone."""
+        return dataclasses.replace(self, outputs=[self.outputs[at] for at in known])
+
+    def bound(self, tensor: torch.Tensor) -> float:
+        """By how much a result may differ that was computed in another order."""
+        return bound_for(tensor.bfloat16() if self.are_halves else tensor)
+
+
 @dataclasses.dataclass(slots=True, kw_only=True)
 class DividedCall:
     """`outputs` are this rank's tensors with a known kind, `lengths` the examples of each rank, and `weights` as of `weights_of`.
 
-    `inputs` are the parameters and the leaves of this part, of which the last `num_leaves` are rows of arguments. `whole` are the outputs of a plain run of the
-    whole batch, to compare with, in the first steps; else empty.
+    `inputs` are the parameters and the leaves of this part, of which the last `num_leaves` are rows of arguments. `whole` is a plain run of the
+    whole batch, to compare with, in the first steps.
     """
 
     group: RankGroup
@@ -41,8 +58,7 @@ class DividedCall:
     outputs: list[torch.Tensor]
     inputs: list[torch.Tensor]
     num_leaves: int
-    whole: list[torch.Tensor]
-    whole_inputs: list[torch.Tensor]
+    whole: Whole | None
     is_compared: bool
 
     def joined(self) -> list[torch.Tensor]:
@@ -90,7 +106,7 @@ class DividedCall:
             raise self.refuse("a gradient is sparse, and sums over ranks are of dense ones")
         self.group.agree("a backward pass", {"the set of parameters that have a gradient": number_of([part is None for part in parts])})
         summed = self._summed(list(parts))
-        if self.whole:
+        if self.whole is not None:
             self._compare(grad_outputs, summed)
         return summed
 
@@ -118,17 +134,19 @@ class DividedCall:
 
     def _compare(self, grad_outputs: Sequence[torch.Tensor | None], summed: Sequence[torch.Tensor | None]) -> None:
         """Refuses where the plain backward pass of the whole batch gives other gradients."""
-        whole, self.whole = self.whole, []
-        given = [(o, g) for o, g in zip(whole, grad_outputs, strict=True) if g is not None and o.requires_grad]
+        whole, self.whole = self.whole, None
+        assert whole is not None
+        given = [(o, g) for o, g in zip(whole.outputs, grad_outputs, strict=True) if g is not None and o.requires_grad]
+        trained = self.inputs[: len(self.inputs) - self.num_leaves]
         with of_a_part(), self.group.inside():
             plain = grad(
-                [o for o, _ in given], self.whole_inputs, [g for _, g in given], allow_unused=True, retain_graph=False
+                [o for o, _ in given], [*trained, *whole.wanting], [g for _, g in given], allow_unused=True, retain_graph=False
             )
         norms = [each.detach().float().norm() for each in plain if each is not None]
         least = float(torch.stack(norms).max()) * _LEAST_SHARE if norms else 0.0
         for one, other in zip(summed, plain, strict=True):
             is_same = (one is None) == (other is None)
-            if not is_same or (one is not None and difference(one, other, bound_for(one), least) is not None):
+            if not is_same or (one is not None and difference(one, other, whole.bound(one), least) is not None):
                 raise self.refuse(
                     "the gradients of the parts do not add up to those of the whole batch in a step that was compared: the model mixes the examples of a batch"
                 )

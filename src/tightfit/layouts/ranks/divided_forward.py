@@ -18,10 +18,10 @@ from tightfit.effects.random_states import TorchRandom
 from tightfit.effects.reads import Reads
 from tightfit.effects.state import RegionState, restore
 from tightfit.effects.values.fingerprints import paused
-from tightfit.effects.values.value_checks import bound_for, difference
+from tightfit.effects.values.value_checks import difference
 from tightfit.errors import ApplyError
 from tightfit.layouts.ranks.content_hash import content_hash
-from tightfit.layouts.ranks.divided_call import DividedCall, Joined
+from tightfit.layouts.ranks.divided_call import DividedCall, Joined, Whole
 from tightfit.layouts.ranks.divided_outputs import (
     Kind,
     ProvedCall,
@@ -35,7 +35,7 @@ from tightfit.layouts.ranks.rank_batch import RankBatch, leaves_of, mapped, shar
 from tightfit.layouts.ranks.rank_group import RankGroup, number_of
 from tightfit.techniques.micro_batches.example_wise_check import BatchProofs
 from tightfit.techniques.micro_batches.loss_means import LossWatch
-from tightfit.techniques.micro_batches.split_forward import looking, no_steps, refuse_code_in_backward, refuse_hooks
+from tightfit.techniques.micro_batches.split_forward import Numbers, looking, no_steps, refuse_code_in_backward, refuse_hooks
 from tightfit.techniques.wrappers.first_order import Refuse, are_transforms_active
 from tightfit.techniques.wrappers.forwards import OnlyHere
 from tightfit.techniques.wrappers.traced_calls import is_looked_at
@@ -101,17 +101,17 @@ class DividedForward(OnlyHere):
                 )
             return forward(*args, **kwargs)
         parts = shares(batch.num_examples, self._group.size)
-        begin, end = parts[self._group.rank]
-        whole, whole_inputs = self._whole(forward, args, kwargs) if self._checks_left else ([], [])
+        whole = self._whole(forward, args, kwargs) if self._checks_left else None
         with no_steps(self._refuse), self._drawing_apart(), self._group.inside():
             output, watch, proved = self._run(forward, batch, parts)
         if not torch.is_grad_enabled():
             raise self._refuse("the model leaves gradients switched off, and its parts are joined after it")
-        call = self._call_of(batch, output, watch, proved, parts, whole, whole_inputs, is_compared=is_compared)
+        call = self._call_of(batch, output, watch, proved, parts, whole, is_compared=is_compared)
         refuse_hooks(self.model, self._refuse, since=self._begins)
         refuse_code_in_backward(call.outputs, self._refuse)
         joined = Joined.apply(call, *call.inputs[: len(call.inputs) - call.num_leaves], *batch.wanting)
-        self._compare(call.whole, joined, call.kinds)
+        if call.whole is not None:
+            self._compare(call.whole, joined, call.kinds)
         self._has_divided, self._checks_left = True, max(0, self._checks_left - 1)
         return self._as_returned(output, proved.kinds, joined)
 
@@ -191,8 +191,7 @@ class DividedForward(OnlyHere):
         watch: LossWatch,
         proved: ProvedCall,
         parts: Sequence[tuple[int, int]],
-        whole: list[Any],
-        whole_inputs: list[torch.Tensor],
+        whole: Whole | None,
         *,
         is_compared: bool,
     ) -> DividedCall:
@@ -222,15 +221,14 @@ class DividedForward(OnlyHere):
             outputs=[leaves[at] for at in known],
             inputs=[*trained, *batch.leaves],
             num_leaves=len(batch.leaves),
-            whole=[whole[at] for at in known] if whole else [],
-            whole_inputs=[*trained, *whole_inputs],
+            whole=None if whole is None else whole.of(known),
             is_compared=is_compared,
         )
 
-    def _whole(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], list[torch.Tensor]]:
+    def _whole(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Whole | None:
         """The outputs of a plain run of the whole batch, at the host, and its arguments that want a gradient; nothing where it cannot be compared."""
         if self._allows_randomness or self._group.on_cards:
-            return [], []
+            return None
         wanting: list[torch.Tensor] = []
 
         def leaf(value: Any) -> Any:
@@ -239,15 +237,15 @@ class DividedForward(OnlyHere):
             wanting.append(value.detach().requires_grad_())
             return wanting[-1]
 
-        before, drawn = self._state.snapshot(self.model), TorchRandom.now()
+        before, drawn, numbers = self._state.snapshot(self.model), TorchRandom.now(), Numbers()
         try:
             # With the watch, which refuses what would change by the run: statistics of a batch norm, drawn numbers.
-            with paused(), self._group.inside(), LossWatch(1, allows_randomness=False) as watch:
+            with paused(), self._group.inside(), LossWatch(1, allows_randomness=False) as watch, numbers:
                 output = forward(*[mapped(a, leaf) for a in args], **{n: mapped(v, leaf) for n, v in kwargs.items()})
         except ApplyError:
             raise
         except Exception:  # noqa: BLE001 - the program's own, which its part will raise, or the comparison is left out
-            return [], []
+            return None
         finally:
             restore(before)
             drawn.put()
@@ -255,13 +253,12 @@ class DividedForward(OnlyHere):
             torch.clear_autocast_cache()
         if watch.failure is not None:
             raise watch.failure
-        return list(leaves_of(output)), wanting
+        return Whole(outputs=list(leaves_of(output)), wanting=wanting, are_halves=numbers.are_halves)
 
-    def _compare(self, whole: Sequence[torch.Tensor], joined: Sequence[torch.Tensor], kinds: Sequence[Kind]) -> None:
-        for one, other, kind in zip(joined, whole, kinds, strict=False):
-            if one.shape != other.shape or (
-                one.is_floating_point() and difference(one, other, bound_for(one)) is not None
-            ):
+    def _compare(self, whole: Whole, joined: Sequence[torch.Tensor], kinds: Sequence[Kind]) -> None:
+        for one, other, kind in zip(joined, whole.outputs, kinds, strict=True):
+            is_number = one.is_floating_point() and one.shape == other.shape
+            if one.shape != other.shape or (is_number and difference(one, other, whole.bound(one)) is not None):
                 raise self._refuse(
                     f"the {'loss' if kind.name == 'total' else 'outputs'} of the parts and of the whole batch differ in a step that was compared: the model mixes the examples of a batch"
                 )

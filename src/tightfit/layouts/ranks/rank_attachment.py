@@ -54,6 +54,8 @@ class RankAttachment:
         """The error to raise, on all ranks: it is raised again by whatever the script calls next."""
         if self._failure is None:
             said = why.removesuffix(_OF_MICRO_BATCHES).removesuffix("; leave it out")
+            if "draws random numbers" in said and "--allow" not in said:
+                said += "; --allow micro_batches lets each rank draw for its own part"
             self._failure = ApplyError(f"this script cannot be divided over {self._group.size} ranks: {said}")
         return ApplyError(str(self._failure))
 

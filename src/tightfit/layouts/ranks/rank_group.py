@@ -70,13 +70,13 @@ class RankGroup:
             if row[0] != rows[0][0]:
                 self._fail(RanksDiffer(
                     f"the ranks went different ways: rank 0 is at {_ALL_MEETINGS[rows[0][0]]}, rank {rank} at {_ALL_MEETINGS[row[0]]}; "
-                    "what a script decides by time, by its process or by numbers that are not seeded is not the same on all ranks"
+                    "each must run the same steps, and not by the time, its process or numbers that are not seeded"
                 ))  # fmt: skip
             for name, number, first in zip(names, row[1:], rows[0][1:], strict=False):
                 if number != first:
                     self._fail(RanksDiffer(
-                        f"{name} differs between rank 0 and rank {rank}, and each rank must have the same: seed what draws it "
-                        "(a seed from the time or from the process is another one on each rank)"
+                        f"{name} must be the same on all ranks, and rank {rank} has not what rank 0 has: seed what draws random numbers, "
+                        "with what is no time and no number of a process"
                     ))  # fmt: skip
 
     def rows_of_all(self, part: torch.Tensor, lengths: Sequence[int], dim: int) -> torch.Tensor:

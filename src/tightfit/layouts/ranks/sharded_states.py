@@ -89,6 +89,9 @@ class ShardedStates:
                     name: value.to(theirs[at].device) if isinstance(value, torch.Tensor) and value.dim() else value
                     for name, value in state.items()
                 }
+        # In the order of the parameters, in which a run on one card enters them.
+        in_order = [(p, optimizer.state.pop(p)) for p, _ in owners if p in optimizer.state]
+        optimizer.state.update(in_order)
 
     def _after_state_dict(self, *_: Any) -> None:
         self._drop_others()

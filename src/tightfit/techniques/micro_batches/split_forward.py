@@ -273,7 +273,7 @@ class SplitForward:
         # Two runs with dropout differ by their masks: they are compared in evaluation mode.
         if self._allows_randomness:
             self.model.eval()
-        results, comparable, numbers = [], True, _Numbers()
+        results, comparable, numbers = [], True, Numbers()
         for ranges in (((0, 2),), ((0, 1), (1, 2))):
             sums = Sums()
             for begin, end in ranges:
@@ -301,7 +301,7 @@ def _reads_if(is_new: bool) -> contextlib.AbstractContextManager[Reads | None]:
     return Reads() if is_new else contextlib.nullcontext()
 
 
-class _Numbers(TorchFunctionMode):
+class Numbers(TorchFunctionMode):
     """Notes whether a forward computes in half precision, whatever the type of its loss: under autocast, or cast at its ends."""
 
     def __init__(self) -> None:
