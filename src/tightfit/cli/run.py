@@ -64,7 +64,13 @@ def run(
     """
     parsed = _checked(script, arguments, check_steps, disk_folder, guarding)
     if ranks.gpus is not None:
-        others = {"--budget": budget, "--used": used, "--device": device, "--virtual": virtual, "--guard": guarding.guard}
+        others = {
+            "--budget": budget,
+            "--used": used,
+            "--device": device,
+            "--virtual": virtual,
+            "--guard": guarding.guard,
+        }
         return run_on_ranks(parsed, ranks, plan, allow, {**others, "--disk-folder": disk_folder}, check_steps)
     if ranks.on != "gpu":
         raise UsageError("--on cpu goes with --gpus, the number of processes")

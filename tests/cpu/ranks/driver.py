@@ -105,10 +105,7 @@ def _run_rank(program: Callable[[], Any], rank: int, num_ranks: int, folder: str
     _seeded()
     try:
         result = program()
-        if attachment.failure is not None:
-            raise attachment.failure
-        group.agree("the end of the script", {"the number of models that were trained": attachment.num_models})
-        assert attachment.num_models, "nothing was divided"
+        attachment.end()
         torch.save({"result": result}, f"{folder}/{rank}")
     except Exception as error:  # noqa: BLE001 - it is the verdict
         if os.environ.get("TEST_TRACES"):

@@ -374,7 +374,7 @@ def outputs_of_all_kinds() -> Any:
         found.append(int(out["n"]) + int((out["right"] == y).sum()))
         return out["loss"] + 0.02 * out["penalty"]
 
-    return trained(model, data(6), None, loss_of) | {"found": torch.tensor(found)}
+    return trained(model, data(6, 7), None, loss_of) | {"found": torch.tensor(found)}
 
 
 class Summed(nn.Module):
@@ -399,6 +399,44 @@ def batch_norm_in_evaluation() -> Any:
     return trained(model, data(6))
 
 
+class Weighs(nn.Module):
+    """A loss with weights of its own, beside one that is in no module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centres = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (out - self.centres[y]).pow(2).sum(1).mean()
+
+
+@program()
+def trained_loss() -> Any:
+    model, criterion, scale = mlp(), Weighs(), nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.Adam([*model.parameters(), *criterion.parameters(), scale], lr=1e-2)
+    found = trained(model, data(6, 5), optimizer, lambda x, y: criterion(model(x), y) * scale.exp() - scale)
+    return found | {"centres": criterion.centres.detach(), "scale": scale.detach()}
+
+
+@program()
+def compiled() -> Any:
+    """Compiled as a whole, by a compiler that runs it as it is."""
+    model = torch.compile(mlp(), backend="eager")
+    return trained(model._orig_mod, data(4), None, lambda x, y: functional.cross_entropy(model(x), y))
+
+
+@program()
+def gradients_by_hand() -> Any:
+    """No `backward`, and weights that are updated without an optimizer."""
+    model, losses = mlp(), []
+    for x, y in data(6):
+        loss = functional.cross_entropy(model(x), y)
+        for p, g in zip(model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True):
+            p.data -= 0.1 * g
+        losses.append(loss.item())
+    return result_of(model, losses=losses)
+
+
 @program()
 def called_in_parts() -> Any:
     """Parts of a model are called by themselves, before the whole is."""
@@ -412,7 +450,8 @@ def sharded_states() -> Any:
     """The states of an optimizer on four ranks; saved in the middle, and loaded into another optimizer."""
     model = mlp()
     optimizer = torch.optim.AdamW(
-        [{"params": [model[0].weight, model[2].bias], "lr": 1e-2}, {"params": [model[0].bias, model[2].weight]}], lr=3e-3
+        [{"params": [model[0].weight, model[2].bias], "lr": 1e-2}, {"params": [model[0].bias, model[2].weight]}],
+        lr=3e-3,
     )
     found = trained(model, data(4, 8), optimizer)
     saved = optimizer.state_dict()
@@ -519,9 +558,46 @@ def refusal_that_is_swallowed() -> Any:
         try:
             functional.cross_entropy(model(x), y).backward()
             optimizer.step()
-        except Exception:  # noqa: BLE001, S112 - as programs do
+        except Exception:  # noqa: BLE001 - as programs do
             continue
     return result_of(model, losses=losses)
+
+
+class Stateful(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.GRU(8, 12), nn.Linear(12, 4)
+
+    def forward(self, x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        out, _ = self.rnn(x, state)
+        return self.head(out[-1])
+
+
+@program()
+def examples_in_the_second_dimension() -> Any:
+    model = Stateful()
+    return trained(
+        model,
+        [(torch.randn(4, 3, 8), torch.randint(0, 4, (3,)))],
+        None,
+        lambda x, y: functional.cross_entropy(model(x, torch.zeros(1, 3, 12)), y),
+    )
+
+
+class Overwrites(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.mul_(0.5)
+        return self.inner(x)
+
+
+@program()
+def overwritten_batch() -> Any:
+    model = Overwrites()
+    return trained(model, data(3), None, lambda x, y: functional.mse_loss(model(x), x))
 
 
 @program()

@@ -10,8 +10,8 @@ import torch
 def content_hash(tensors: Iterable[torch.Tensor]) -> int:
     """All bits at the host; on a card sums over rows that tell rows of another order apart, which is waited for."""
     found = 0
-    for tensor in tensors:
-        tensor = tensor.detach()
+    for each in tensors:
+        tensor = each.detach()
         if tensor.is_meta or tensor.layout is not torch.strided:
             continue
         found = zlib.crc32(repr((tuple(tensor.shape), tensor.dtype)).encode(), found)

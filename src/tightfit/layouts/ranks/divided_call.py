@@ -104,7 +104,10 @@ class DividedCall:
             )
         if any(part is not None and part.layout is not torch.strided for part in parts):
             raise self.refuse("a gradient is sparse, and sums over ranks are of dense ones")
-        self.group.agree("a backward pass", {"the set of parameters that have a gradient": number_of([part is None for part in parts])})
+        self.group.agree(
+            "a backward pass",
+            {"the set of parameters that have a gradient": number_of([part is None for part in parts])},
+        )
         summed = self._summed(list(parts))
         if self.whole is not None:
             self._compare(grad_outputs, summed)
@@ -140,7 +143,11 @@ class DividedCall:
         trained = self.inputs[: len(self.inputs) - self.num_leaves]
         with of_a_part(), self.group.inside():
             plain = grad(
-                [o for o, _ in given], [*trained, *whole.wanting], [g for _, g in given], allow_unused=True, retain_graph=False
+                [o for o, _ in given],
+                [*trained, *whole.wanting],
+                [g for _, g in given],
+                allow_unused=True,
+                retain_graph=False,
             )
         norms = [each.detach().float().norm() for each in plain if each is not None]
         least = float(torch.stack(norms).max()) * _LEAST_SHARE if norms else 0.0

@@ -19,7 +19,7 @@ from tightfit.effects.reads import Reads
 from tightfit.effects.state import RegionState, restore
 from tightfit.effects.values.fingerprints import paused
 from tightfit.effects.values.value_checks import difference
-from tightfit.errors import ApplyError
+from tightfit.errors import ApplyError, TightfitError
 from tightfit.layouts.ranks.content_hash import content_hash
 from tightfit.layouts.ranks.divided_call import DividedCall, Joined, Whole
 from tightfit.layouts.ranks.divided_outputs import (
@@ -35,7 +35,13 @@ from tightfit.layouts.ranks.rank_batch import RankBatch, leaves_of, mapped, shar
 from tightfit.layouts.ranks.rank_group import RankGroup, number_of
 from tightfit.techniques.micro_batches.example_wise_check import BatchProofs
 from tightfit.techniques.micro_batches.loss_means import LossWatch
-from tightfit.techniques.micro_batches.split_forward import Numbers, looking, no_steps, refuse_code_in_backward, refuse_hooks
+from tightfit.techniques.micro_batches.split_forward import (
+    Numbers,
+    looking,
+    no_steps,
+    refuse_code_in_backward,
+    refuse_hooks,
+)
 from tightfit.techniques.wrappers.first_order import Refuse, are_transforms_active
 from tightfit.techniques.wrappers.forwards import OnlyHere
 from tightfit.techniques.wrappers.traced_calls import is_looked_at
@@ -81,7 +87,11 @@ class DividedForward(OnlyHere):
         # All of these run whole, on every rank alike, which is right and no faster.
         if not torch.is_grad_enabled() or are_transforms_active() or packs_by_itself() or modes_of_program():
             return forward(*args, **kwargs)
-        if self._group.is_inside or is_looked_at(args, kwargs) or not any(p.requires_grad for p in self.model.parameters()):
+        if (
+            self._group.is_inside
+            or is_looked_at(args, kwargs)
+            or not any(p.requires_grad for p in self.model.parameters())
+        ):
             return forward(*args, **kwargs)
         try:
             return self._divided(forward, args, kwargs)
@@ -103,7 +113,7 @@ class DividedForward(OnlyHere):
         parts = shares(batch.num_examples, self._group.size)
         whole = self._whole(forward, args, kwargs) if self._checks_left else None
         with no_steps(self._refuse), self._drawing_apart(), self._group.inside():
-            output, watch, proved = self._run(forward, batch, parts)
+            output, watch, proved = self._run(forward, batch, parts, is_whole_known=whole is not None)
         if not torch.is_grad_enabled():
             raise self._refuse("the model leaves gradients switched off, and its parts are joined after it")
         call = self._call_of(batch, output, watch, proved, parts, whole, is_compared=is_compared)
@@ -146,7 +156,7 @@ class DividedForward(OnlyHere):
             after.put()
 
     def _run(
-        self, forward: Forward, batch: RankBatch, parts: Sequence[tuple[int, int]]
+        self, forward: Forward, batch: RankBatch, parts: Sequence[tuple[int, int]], *, is_whole_known: bool
     ) -> tuple[Any, LossWatch, ProvedCall]:
         begin, end = parts[self._group.rank]
         proved: Any = self._proofs.of(batch, parts)
@@ -154,12 +164,23 @@ class DividedForward(OnlyHere):
         watch = LossWatch(end - begin, allows_randomness=self._allows_randomness)
         is_new = proved is None or proved.is_of_first
         reading = Reads() if is_new else contextlib.nullcontext()
-        with watch, operators_at(batch.device, watch.calls), reading as reads:
-            output = forward(*args, **kwargs)
+        try:
+            with watch, operators_at(batch.device, watch.calls), reading as reads:
+                output = forward(*args, **kwargs)
+        except Exception as error:
+            if is_whole_known and not isinstance(error, TightfitError):
+                told = " ".join(str(error).split())
+                raise self._refuse(
+                    f"the model raises {type(error).__name__} for a part of the batch, and not for the whole ({told})"
+                ) from error
+            raise
         if watch.failure is not None:
             raise watch.failure
         decisions = watch.decisions
-        self._group.agree("the end of a forward pass", {"a decision that the model makes by values of the batch": number_of(decisions)})
+        self._group.agree(
+            "the end of a forward pass",
+            {"a decision that the model makes by values of the batch": number_of(decisions)},
+        )
         values = None if reads is None else reads.values
         graphs = [graph_shape(leaf.grad_fn) for leaf in leaves_of(output) if isinstance(leaf, torch.Tensor)]
         way = (end - begin, hash(tuple(graphs)), watch.calls.number())
@@ -242,10 +263,7 @@ class DividedForward(OnlyHere):
             # With the watch, which refuses what would change by the run: statistics of a batch norm, drawn numbers.
             with paused(), self._group.inside(), LossWatch(1, allows_randomness=False) as watch, numbers:
                 output = forward(*[mapped(a, leaf) for a in args], **{n: mapped(v, leaf) for n, v in kwargs.items()})
-        except ApplyError:
-            raise
-        except Exception:  # noqa: BLE001 - the program's own, which its part will raise, or the comparison is left out
-            return None
+        # What the program's code raises for the whole batch it raises on one card too.
         finally:
             restore(before)
             drawn.put()

@@ -12,7 +12,6 @@ import torch
 
 from tightfit.effects.independence.row_flow import Flow
 from tightfit.effects.independence.row_proof import FollowedRun, check_graph
-from tightfit.effects.independence.row_states import Mixed, Uniform
 from tightfit.effects.independence.rows import Mixes
 from tightfit.effects.independence.totals import ROWS, Total
 from tightfit.layouts.ranks.rank_batch import leaves_of
@@ -56,7 +55,9 @@ def judged(proof: FollowedRun, model: torch.nn.Module) -> ProvedCall:
     leaves = list(leaves_of(output))
     kinds = tuple(_kind_of(proof.flow, leaf) for leaf in leaves)
     known = [
-        leaf for leaf, kind in zip(leaves, kinds, strict=True) if isinstance(leaf, torch.Tensor) and kind.name != "unknown"
+        leaf
+        for leaf, kind in zip(leaves, kinds, strict=True)
+        if isinstance(leaf, torch.Tensor) and kind.name != "unknown"
     ]
     check_graph(known, [*proof.inputs, *model.parameters()])
     if not any(leaf.requires_grad for leaf in known):
@@ -67,23 +68,28 @@ def judged(proof: FollowedRun, model: torch.nn.Module) -> ProvedCall:
 
 def _kind_of(flow: Flow, leaf: Any) -> Kind:
     if not isinstance(leaf, torch.Tensor):
-        if isinstance(leaf, _PLAIN):
-            return Kind(name="same", value=leaf)
-        return Kind(name="unknown", reason=f"it returns a {type(leaf).__name__}")
+        is_plain = isinstance(leaf, _PLAIN)
+        return Kind(name="same", value=leaf) if is_plain else _unknown(f"it returns a {type(leaf).__name__}")
     state = flow.rows.state(leaf)
     if isinstance(state, Total):
         return Kind(name="total", means=state.means)
-    if isinstance(state, Mixed):
-        return Kind(name="unknown", reason=f"what it returns is not each example's own ({state.reason})")
-    if not flow.rows.depends(leaf):
-        return Kind(name="same")
+    if state is not None or flow.rows.depends(leaf):
+        return _rows_of(flow, leaf)
+    return Kind(name="same")
+
+
+def _rows_of(flow: Flow, leaf: torch.Tensor) -> Kind:
     try:
-        layout = None if isinstance(state, Uniform) else flow.rows.layout(leaf)
+        layout = None if flow.rows.is_uniform(leaf) else flow.rows.layout(leaf)
     except Mixes as error:
-        return Kind(name="unknown", reason=f"what it returns is not each example's own ({error})")
+        return _unknown(f"what it returns is not each example's own ({error})")
     if layout is None or layout.outer != 1:
-        return Kind(name="unknown", reason="what it returns has the examples of the batch in an order that is not followed")
+        return _unknown("what it returns has the examples of the batch in an order that is not followed")
     return Kind(name="rows", dim=layout.dim, num_of_each=layout.inner)
+
+
+def _unknown(reason: str) -> Kind:
+    return Kind(name="unknown", reason=reason)
 
 
 class Unused(LeftOut):

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.nn.utils.parametrize import ParametrizationList
 
 from tightfit.errors import ApplyError, TightfitError
+from tightfit.layouts.ranks.content_hash import content_hash
 from tightfit.layouts.ranks.divided_forward import DividedForward
 from tightfit.layouts.ranks.rank_group import RankGroup
 from tightfit.layouts.ranks.sharded_states import ShardedStates
@@ -20,14 +21,22 @@ from tightfit.torch_hooks.replaced import Leave
 from tightfit.torch_hooks.weak_references import WeakTable
 
 _OF_MICRO_BATCHES = "; leave micro_batches out"
-_IS_DISTRIBUTED = "the script is distributed itself (it has a process group): start it with torchrun, without tightfit run"
+_IS_DISTRIBUTED = (
+    "the script is distributed itself (it has a process group): start it with torchrun, without tightfit run"
+)
 
 
 class RankAttachment:
     """What makes a script of one card run on the ranks of `group`; with `shards_states` each keeps the optimizer states of its share of the parameters."""
 
     def __init__(
-        self, group: RankGroup, *, allows_randomness: bool, check_steps: int, shards_states: bool, tell: Callable[[str], None]
+        self,
+        group: RankGroup,
+        *,
+        allows_randomness: bool,
+        check_steps: int,
+        shards_states: bool,
+        tell: Callable[[str], None],
     ) -> None:
         self._group = group
         self._allows_randomness = allows_randomness
@@ -39,6 +48,7 @@ class RankAttachment:
         self._lock = threading.RLock()
         self._leaves: list[Leave] = []
         self._failure: ApplyError | None = None
+        self._models: WeakTable[torch.nn.Module, None] = WeakTable()
         self.num_models = 0
 
     def begin(self) -> None:
@@ -49,6 +59,22 @@ class RankAttachment:
     def failure(self) -> TightfitError | None:
         """The first refusal or disagreement, which the script may have swallowed."""
         return self._group.failure or self._failure
+
+    def end(self) -> None:
+        """At the end of the script, which all ranks are to reach with the same weights.
+
+        Raises:
+            TightfitError: they do not, or something was refused that the script has swallowed, or nothing was divided.
+        """
+        if self.failure is not None:
+            raise self.failure
+        weights = [tensor for model, _ in self._models.items() for tensor in (*model.parameters(), *model.buffers())]
+        self._group.agree("the end of the script", {
+            "the number of models that were trained": self.num_models,
+            "what has become of the weights": content_hash(weights),
+        })  # fmt: skip
+        if not self.num_models:
+            raise ApplyError("the script called no model with gradients that could be divided over ranks")
 
     def refuse(self, why: str) -> ApplyError:
         """The error to raise, on all ranks: it is raised again by whatever the script calls next."""
@@ -86,12 +112,16 @@ class RankAttachment:
                 return
             for part in module.modules():
                 if type(part).__name__ in WRAPPERS:
-                    raise self.refuse(f"it calls its model through {type(part).__name__}, which divides the batch itself")
+                    raise self.refuse(
+                        f"it calls its model through {type(part).__name__}, which divides the batch itself"
+                    )
             self._divide(module)
 
     def _divide(self, module: torch.nn.Module) -> None:
         if isinstance(module, torch.jit.ScriptModule):
-            raise self.refuse(f"{type(module).__name__} is scripted (torch.jit), and nothing can be put around its forward")
+            raise self.refuse(
+                f"{type(module).__name__} is scripted (torch.jit), and nothing can be put around its forward"
+            )
         divided = DividedForward(
             module,
             self._group,
@@ -102,5 +132,6 @@ class RankAttachment:
         wrap_forward(module, divided).put_on()
         for part in module.modules():
             self._met[part] = None
+        self._models[module] = None
         self.num_models += 1
         self._tell(f"on {type(module).__name__}: each batch divided over {self._group.size} ranks, gradients summed")

@@ -89,7 +89,9 @@ class RankBatch(AbstractBatch):
             return any(map(self._has_row_of_plain, value.values()))
         if not isinstance(value, list | tuple):
             return False
-        is_row = len(value) == self.num_examples and not any(isinstance(each, torch.Tensor) for each in leaves_of(value))
+        is_row = len(value) == self.num_examples and not any(
+            isinstance(each, torch.Tensor) for each in leaves_of(value)
+        )
         return (is_row and bool(value)) or any(map(self._has_row_of_plain, value))
 
 

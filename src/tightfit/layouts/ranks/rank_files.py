@@ -31,7 +31,9 @@ def note_made(folder: Path) -> None:
     def look(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open":
             path, mode, flags = arguments
-            is_written = (isinstance(flags, int) and flags & WRITES) or (isinstance(mode, str) and set(mode) & set("wax+"))
+            is_written = (isinstance(flags, int) and flags & WRITES) or (
+                isinstance(mode, str) and set(mode) & set("wax+")
+            )
             if not is_written:
                 return
         elif event in _OF_PATHS:
@@ -136,5 +138,3 @@ def _lead_safetensors() -> None:
             return {name: tensor.to(device) for name, tensor in from_bytes(file.read()).items()}
 
     replace(library, save_file=save_file, load_file=load_file)
-
-

@@ -167,7 +167,11 @@ def _buckets(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     num_bytes = 0
     for tensor in tensors:
         size = tensor.numel() * tensor.element_size()
-        if not found or (found[-1][0].dtype, found[-1][0].device) != (tensor.dtype, tensor.device) or num_bytes + size > BUCKET_BYTES:
+        if (
+            not found
+            or (found[-1][0].dtype, found[-1][0].device) != (tensor.dtype, tensor.device)
+            or num_bytes + size > BUCKET_BYTES
+        ):
             found.append([])
             num_bytes = 0
         found[-1].append(tensor)

@@ -40,6 +40,8 @@ def run_ranks(command: Sequence[str], num_ranks: int, say: Callable[[str], None]
             except KeyboardInterrupt:
                 for each in ranks:
                     _signal(each, signal.SIGINT)
+                # The first one says where it was.
+                _wait_for(ranks, _KILL_SECONDS)
                 _end(ranks)
                 code = ranks[0].returncode
                 return code if code > 0 else 130
@@ -94,9 +96,7 @@ def _watch(ranks: Sequence["subprocess.Popen[bytes]"], folder: Path, say: Callab
     failed = [rank for rank, each in enumerate(ranks) if each.returncode]
     if not failed:
         return 0
-    until = time.monotonic() + _GRACE_SECONDS
-    while any(each.poll() is None for each in ranks) and time.monotonic() < until:
-        time.sleep(_POLL_SECONDS)
+    _wait_for(ranks, _GRACE_SECONDS)
     codes = [each.returncode for each in ranks]
     _end(ranks)
     if codes[0] is not None and codes[0] > 0 and codes[0] != LOST:
@@ -145,13 +145,18 @@ def _end(ranks: Sequence["subprocess.Popen[bytes]"]) -> None:
     for each in ranks:
         if each.poll() is None:
             _signal(each, signal.SIGTERM)
-    until = time.monotonic() + _KILL_SECONDS
-    while any(each.poll() is None for each in ranks) and time.monotonic() < until:
-        time.sleep(_POLL_SECONDS)
+    _wait_for(ranks, _KILL_SECONDS)
     for each in ranks:
         if each.poll() is None:
             _signal(each, signal.SIGKILL)
         each.wait()
+
+
+def _wait_for(ranks: Sequence["subprocess.Popen[bytes]"], seconds: float) -> None:
+    """Until all have ended, and no longer than that."""
+    until = time.monotonic() + seconds
+    while any(each.poll() is None for each in ranks) and time.monotonic() < until:
+        time.sleep(_POLL_SECONDS)
 
 
 def _signal(process: "subprocess.Popen[bytes]", number: int) -> None:

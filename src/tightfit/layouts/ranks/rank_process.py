@@ -7,17 +7,12 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tightfit.capture.processes.containment import linux
 from tightfit.capture.targets.target_kinds import Script, run_script
 from tightfit.errors import ApplyError, TightfitError, UsageError
 from tightfit.layouts.ranks.rank_launch import FOLDER, SEED
 from tightfit.torch_hooks import manifest
-
-if TYPE_CHECKING:
-    from tightfit.layouts.ranks.rank_attachment import RankAttachment
-    from tightfit.layouts.ranks.rank_group import RankGroup
 
 # What torchrun sets: with it libraries would take this for a distributed run of theirs.
 _OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # fmt: skip
@@ -74,7 +69,7 @@ def run_rank(
     if rank:
         # The first one's run is the one that is tracked.
         os.environ["WANDB_MODE"] = "disabled"
-        sys.stdout = open(os.devnull, "w")
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
     if FOLDER in os.environ:
         _of_files(folder, rank)
     attachment.begin()
@@ -84,7 +79,7 @@ def run_rank(
     except SystemExit as error:
         if error.code not in (None, 0) or attachment.failure is not None:
             raise attachment.failure or error from None
-        _finish(attachment, group)
+        attachment.end()
         raise
     except TightfitError:
         raise
@@ -92,16 +87,19 @@ def run_rank(
         if attachment.failure is not None:
             raise attachment.failure from None
         raise
-    _finish(attachment, group)
+    attachment.end()
 
 
 def _seed(seed: bytes) -> None:
-    """Generators that Python and numpy seed by the process have the same seed on all ranks; torch's has one of its own."""
+    """Generators that each process seeds for itself (Python's, numpy's, torch's at the host) have one seed on all ranks."""
+    import numpy as np
+    import torch
+
     number = int(seed)
     random.seed(number)
-    import numpy as np
-
     np.random.seed(number % 2**32)
+    # Not by torch.manual_seed: those of cards have a seed of their own, the same in each process.
+    torch.default_generator.manual_seed(number)
 
 
 def _of_files(folder: Path, rank: int) -> None:
@@ -125,12 +123,3 @@ def _names_distribution() -> Iterator[None]:
                 "the script is distributed itself (it reads what torchrun sets): start it with torchrun, without tightfit run"
             ) from error
         raise
-
-
-def _finish(attachment: "RankAttachment", group: "RankGroup") -> None:
-    """The end of the script, which all ranks are to reach."""
-    if attachment.failure is not None:
-        raise attachment.failure
-    group.agree("the end of the script", {"the number of models that were trained": attachment.num_models})
-    if not attachment.num_models:
-        raise ApplyError("the script called no model with gradients that could be divided over ranks")

@@ -78,7 +78,10 @@ class ShardedStates:
             buffer = io.BytesIO()
             if rank == self._group.rank:
                 # Keyed by position, since a parameter is another object on each rank; at the host, since each rank's card is its own.
-                torch.save({at: _moved(optimizer.state[p], "cpu") for at, p in enumerate(theirs) if p in optimizer.state}, buffer)
+                torch.save(
+                    {at: _moved(optimizer.state[p], "cpu") for at, p in enumerate(theirs) if p in optimizer.state},
+                    buffer,
+                )
             content = self._group.bytes_from(rank, buffer.getvalue())
             if rank == self._group.rank:
                 continue

@@ -62,9 +62,7 @@ def begin(
     os.environ["TMPDIR"] = str(temporary)
     tempfile.tempdir = None
     sys.dont_write_bytecode = True
-    copied = copies(
-        place / UPPER, (os.path.realpath(containment.shared), containment.shared, "/dev", "/proc", "/sys")
-    )
+    copied = copies(place / UPPER, (os.path.realpath(containment.shared), containment.shared, "/dev", "/proc", "/sys"))
     replace_functions(copied)
     mechanism = forced_mechanism()
     is_by_kernel = mechanism != PYTHON and landlock.restrict(os.path.realpath(containment.shared))
@@ -118,7 +116,9 @@ def _refuse_writing(copies: FileCopies, path: Any) -> None:
 
 def _error(path: str, what: str) -> OSError:
     if _whys:
-        return for_torch(PermissionError(errno.EPERM, f"{path} {what.replace('while the program is traced', f'here: {_whys[0]}')}"))
+        return for_torch(
+            PermissionError(errno.EPERM, f"{path} {what.replace('while the program is traced', f'here: {_whys[0]}')}")
+        )
     return for_torch(PermissionError(errno.EPERM, f"{path} {what} (--allow-writes lets it)"))
 
 
