@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from tests.cpu.ranks.programs import PROGRAMS
 
-from tightfit.layouts.ranks.rank_attachment import RankAttachment
-from tightfit.layouts.ranks.rank_group import RankGroup
+from tightfit.ranks.rank_attachment import RankAttachment
+from tightfit.ranks.rank_group import RankGroup
 
 _BOUND = 2e-6
 
@@ -26,6 +26,7 @@ def main(out: str, names: list[str]) -> None:
     # What each child would import by itself, and what of a proof's tables is the same for all.
     _run_plain(PROGRAMS["perceptron"][0], os.devnull)
     verdicts = {}
+    os.environ["TEST_FOLDER"] = os.path.dirname(os.path.abspath(out))
     for name, (program, options) in PROGRAMS.items():
         if names and name not in names:
             continue

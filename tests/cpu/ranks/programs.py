@@ -465,6 +465,32 @@ def sharded_states() -> Any:
     return found | {"sums": torch.tensor(sums), "steps": torch.stack([s["step"] for s in again.values()])}
 
 
+def checkpoint_file() -> str:
+    """A run on ranks saves what its first rank has; the plain run has a file of its own."""
+    return f"{os.environ['TEST_FOLDER']}/{'plain' if 'TEST_RANK' not in os.environ else 'ranks'}.pt"
+
+
+@program(shards_states=True, ranks=4)
+def saved_on_four() -> Any:
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found = trained(model, data(4, 8), optimizer)
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    if os.environ.get("TEST_RANK", "0") == "0":
+        torch.save(saved, checkpoint_file())
+    return found
+
+
+@program(shards_states=True)
+def loaded_on_two() -> Any:
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    saved = torch.load(checkpoint_file(), weights_only=True)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    return trained(model, data(4, 8), optimizer)
+
+
 @program(allows_randomness=True, compares=False)
 def dropout_that_is_allowed() -> Any:
     return trained(mlp(nn.Dropout(0.3)), data(8))

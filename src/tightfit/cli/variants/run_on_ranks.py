@@ -13,8 +13,8 @@ from tightfit.capture.targets.target_kinds import Script
 from tightfit.cli.arguments.programs import exit_code_of
 from tightfit.cli.shared.local_cards import local_cards
 from tightfit.errors import UsageError
-from tightfit.layouts.ranks.rank_errors import RankLost
-from tightfit.layouts.ranks.rank_launch import LOST, is_rank, run_ranks
+from tightfit.ranks.rank_errors import RankLost
+from tightfit.ranks.rank_launch import LOST, is_rank, run_ranks
 
 _DRAWS = "micro_batches"
 
@@ -132,7 +132,7 @@ def _layout_of(plan: Path, ranks: Ranks, *, is_said: bool) -> bool:
 def _run_rank(
     script: Script, num_ranks: int, allow: tuple[str, ...], check_steps: int, *, on_cards: bool, shards_states: bool
 ) -> int:
-    from tightfit.layouts.ranks.rank_process import run_rank
+    from tightfit.ranks.rank_process import run_rank
 
     try:
         return exit_code_of(

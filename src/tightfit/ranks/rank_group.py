@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tightfit.errors import TightfitError
-from tightfit.layouts.ranks.rank_errors import RankLost, RanksDiffer
+from tightfit.ranks.rank_errors import RankLost, RanksDiffer
 
 BUCKET_BYTES = 25 << 20
 """So many bytes of gradients are summed by one collective, as in DistributedDataParallel."""
@@ -28,10 +28,12 @@ class RankGroup:
 
     def __init__(self, store: Any, rank: int, size: int, *, on_cards: bool) -> None:
         self.rank, self.size, self.on_cards = rank, size, on_cards
-        self._control = dist.ProcessGroupGloo(dist.PrefixStore("control", store), rank, size, _TIMEOUT)
+        self._control: Any = dist.ProcessGroupGloo(dist.PrefixStore("control", store), rank, size, _TIMEOUT)
         self._data: Any = self._control
         if on_cards:
-            self._data = dist.ProcessGroupNCCL(dist.PrefixStore("data", store), rank, size, _TIMEOUT)
+            self._data = dist.ProcessGroupNCCL(
+                dist.PrefixStore("data", store), rank, size, dist.ProcessGroupNCCL.Options()
+            )
         self._failure: TightfitError | None = None
         self._num_inside = 0
 

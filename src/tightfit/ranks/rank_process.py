@@ -11,7 +11,7 @@ from pathlib import Path
 from tightfit.capture.processes.containment import linux
 from tightfit.capture.targets.target_kinds import Script, run_script
 from tightfit.errors import ApplyError, TightfitError, UsageError
-from tightfit.layouts.ranks.rank_launch import FOLDER, SEED
+from tightfit.ranks.rank_launch import FOLDER, SEED
 from tightfit.torch_hooks import manifest
 
 # What torchrun sets: with it libraries would take this for a distributed run of theirs.
@@ -50,8 +50,8 @@ def run_rank(
     manifest.check()
     import torch.distributed as dist
 
-    from tightfit.layouts.ranks.rank_attachment import RankAttachment
-    from tightfit.layouts.ranks.rank_group import RankGroup
+    from tightfit.ranks.rank_attachment import RankAttachment
+    from tightfit.ranks.rank_group import RankGroup
 
     store, rank, size = next(iter(dist.rendezvous("env://", timeout=_WAIT)))
     group = RankGroup(store, rank, size, on_cards=on_cards)
@@ -103,7 +103,7 @@ def _seed(seed: bytes) -> None:
 
 
 def _of_files(folder: Path, rank: int) -> None:
-    from tightfit.layouts.ranks.rank_files import drop_writes, note_made
+    from tightfit.ranks.rank_files import drop_writes, note_made
 
     sys.dont_write_bytecode = True
     if rank == 0:

@@ -18,7 +18,7 @@ def content_hash(tensors: Iterable[torch.Tensor]) -> int:
         if not tensor.numel():
             continue
         if tensor.device.type == "cpu":
-            found = zlib.crc32(memoryview(_bytes_of(tensor).numpy()), found)
+            found = zlib.crc32(_bytes_of(tensor).numpy().data, found)
         else:
             found = zlib.crc32(repr(_sums(tensor)).encode(), found)
     return found

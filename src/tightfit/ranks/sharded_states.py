@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tightfit.layouts.ranks.rank_group import RankGroup, number_of
+from tightfit.ranks.rank_group import RankGroup, number_of
 from tightfit.techniques.wrappers.first_order import Refuse
 
 _ELEMENTWISE = frozenset(

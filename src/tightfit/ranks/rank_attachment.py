@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch.nn.utils.parametrize import ParametrizationList
 
 from tightfit.errors import ApplyError, TightfitError
-from tightfit.layouts.ranks.content_hash import content_hash
-from tightfit.layouts.ranks.divided_forward import DividedForward
-from tightfit.layouts.ranks.rank_group import RankGroup
-from tightfit.layouts.ranks.sharded_states import ShardedStates
+from tightfit.ranks.content_hash import content_hash
+from tightfit.ranks.divided_forward import DividedForward
+from tightfit.ranks.rank_group import RankGroup
+from tightfit.ranks.sharded_states import ShardedStates
 from tightfit.runtime.apply import innermost
 from tightfit.techniques.micro_batches.split_forward import WRAPPERS
 from tightfit.techniques.wrappers.forwards import wrap_forward

@@ -12,9 +12,9 @@ import torch
 from torch.autograd import grad  # torch's own, whatever the program puts in its place later
 
 from tightfit.effects.values.value_checks import bound_for, difference
-from tightfit.layouts.ranks.content_hash import content_hash
-from tightfit.layouts.ranks.divided_outputs import Kind
-from tightfit.layouts.ranks.rank_group import RankGroup, number_of
+from tightfit.ranks.content_hash import content_hash
+from tightfit.ranks.divided_outputs import Kind
+from tightfit.ranks.rank_group import RankGroup, number_of
 from tightfit.techniques.wrappers.first_order import Refuse, first_order
 from tightfit.torch_hooks.backward import keeps_graph, of_a_part
 

@@ -20,9 +20,9 @@ from tightfit.effects.state import RegionState, restore
 from tightfit.effects.values.fingerprints import paused
 from tightfit.effects.values.value_checks import difference
 from tightfit.errors import ApplyError, TightfitError
-from tightfit.layouts.ranks.content_hash import content_hash
-from tightfit.layouts.ranks.divided_call import DividedCall, Joined, Whole
-from tightfit.layouts.ranks.divided_outputs import (
+from tightfit.ranks.content_hash import content_hash
+from tightfit.ranks.divided_call import DividedCall, Joined, Whole
+from tightfit.ranks.divided_outputs import (
     Kind,
     ProvedCall,
     Unused,
@@ -31,8 +31,8 @@ from tightfit.layouts.ranks.divided_outputs import (
     numbers_of_terms,
     weights_of,
 )
-from tightfit.layouts.ranks.rank_batch import RankBatch, leaves_of, mapped, shares
-from tightfit.layouts.ranks.rank_group import RankGroup, number_of
+from tightfit.ranks.rank_batch import RankBatch, leaves_of, mapped, shares
+from tightfit.ranks.rank_group import RankGroup, number_of
 from tightfit.techniques.micro_batches.example_wise_check import BatchProofs
 from tightfit.techniques.micro_batches.loss_means import LossWatch
 from tightfit.techniques.micro_batches.split_forward import (
@@ -192,6 +192,7 @@ class DividedForward(OnlyHere):
             # What a forward leaves behind that is not made of the examples is left once on each rank, as it is in the run on one card.
             with looking(self._refuse):
                 proved = self._proofs.prove(forward, batch, parts, decisions, values, way, may_leave=True)
+        assert isinstance(proved, ProvedCall)
         return output, watch, proved
 
     @torch.no_grad()
