@@ -15,10 +15,10 @@ from tightfit.capture.after_steps.other_loops import OtherLoops
 from tightfit.capture.after_steps.rewritten_program import RewrittenProgram
 from tightfit.capture.after_steps.running_lines import lines_of
 from tightfit.capture.after_steps.training_loops import AFTER, TrainingLoops, is_in_last_step
-from tightfit.capture.after_steps.unreached import RunningLine, not_reached
+from tightfit.capture.after_steps.unreached import RunningLine, not_reached, run_early_alone
 from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.capture.observe.attribution import short
-from tightfit.tape import Coverage, SpanKind
+from tightfit.tape import Coverage, NotReached, SpanKind
 
 MIN_OPERATORS = 6_000
 TIMES_OPERATORS = 1
@@ -53,7 +53,7 @@ class FastForward:
         self._others = OtherLoops(gpu, self.program, follows)
         self._gpu = gpu
         self._settle = settle
-        self._follows = follows
+        self.follows = follows
         self._max_operators = self._max_later = sys.maxsize
         self._num_turns = 0
         self._last_turn = 0
@@ -119,7 +119,7 @@ class FastForward:
     def _check(self, *, times: int) -> None:
         """Ends the trace, with `EndOfCapture`, where so many times the bound is exceeded."""
         # Techniques add operators to the same program, whose turns are counted instead.
-        times *= 1 if self._follows is None else 10
+        times *= 1 if self.follows is None else 10
         if self.must_stop or self._gpu.recorder.num_operators > times * self._max_operators:
             self.stop(self.must_stop or _many(self._max_operators))
 
@@ -162,6 +162,10 @@ class FastForward:
             ),
         )
 
+    def run_early_alone(self) -> tuple[NotReached, ...]:
+        """The calls of the loops that were left that ran in the first turn and in no later one."""
+        return run_early_alone(self.program, tuple(self.training.left))
+
     def _leaves(self, number: int) -> bool:
         """Whether the loop is left now, asked at the beginning of each of its turns."""
         if self._stopped or self.program.steps[number] < 0:
@@ -170,8 +174,8 @@ class FastForward:
         if not self.is_on:
             return False
         self._num_turns += 1
-        if self._follows is not None and self._num_turns == self._follows.last_turn:
-            self.stop(self._follows.stopped)
+        if self.follows is not None and self._num_turns == self.follows.last_turn:
+            self.stop(self.follows.stopped)
         self._last_turn = self._num_turns
         self._check(times=1)
         self._last_turn = 0

@@ -35,6 +35,8 @@ class RewrittenProgram:
         self.trees: dict[str, ast.Module] = {}
         self.leave = bytearray()
         self.seen = bytearray()
+        self.early = b""
+        """The branches that ran until the first step was over; `seen` begins anew there."""
         self.steps: list[int] = []
         self.leaving = -1
         """The loop that a `LoopLeft` is on its way to."""
@@ -89,6 +91,19 @@ class RewrittenProgram:
         """From now on each turn of each loop asks whether to leave it."""
         self._asks = 1
         self.leave[:] = bytes([1]) * len(self.leave)
+
+    def first_step_ended(self) -> None:
+        """From now on `seen` is what runs again."""
+        self.early = bytes(self.seen)
+        self.seen[:] = bytes(len(self.seen))
+
+    def has_run_early(self, number: int) -> bool:
+        """Whether a branch ran before the first step was over."""
+        return number < len(self.early) and bool(self.early[number])
+
+    def has_run(self, number: int) -> bool:
+        """Whether a branch ever ran."""
+        return bool(self.seen[number]) or self.has_run_early(number)
 
     def is_rewritten(self, path: str) -> bool:
         """Whether the file at `path` was compiled here."""

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 
 from tightfit.capture.after_steps.fast_forward import EndOfCapture, FastForward
+from tightfit.capture.after_steps.running_again import larger_when_run_again
 from tightfit.capture.after_steps.running_lines import places_of
 from tightfit.capture.child_process.exit_handlers import SECONDS_FOR_THREADS, ExitHandlers, wait_for_threads
 from tightfit.capture.child_process.weights_on_card import WeightsOnCard
@@ -132,7 +133,11 @@ class CaptureSession:
 
     def _take(self) -> None:
         tape = tape_of(self.recorder, target="", versions={}, traced_for=self.device.name)
-        coverage = Coverage() if self.watch.after is None else self.watch.after.coverage()
+        coverage = Coverage()
+        if self.watch.after is not None:
+            coverage = self.watch.after.coverage()
+            again = larger_when_run_again(self.watch.after.run_early_alone(), tape)
+            coverage = dataclasses.replace(coverage, not_reached=(*coverage.not_reached, *again))
         if self._until is not None and coverage.stopped != _REACHED:
             file, line = self._until
             missed = NotReached(what="the line of --until", where=f"{short(file)}:{line}")
