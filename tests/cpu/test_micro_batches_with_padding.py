@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 
-
 import pytest
 import torch
 from tests.cpu.module_training import Trained, assert_same, choice, train
@@ -124,5 +123,3 @@ def test_a_proof_of_parts_that_were_led_is_none_for_others(first: list[int]) -> 
     except ApplyError:
         return
     assert_same(plain, found, rtol=1e-9, atol=1e-12)
-
-

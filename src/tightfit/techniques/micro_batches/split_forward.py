@@ -184,8 +184,7 @@ class SplitForward:
     def _run(
         self, forward: Forward, batch: AbstractBatch, aside: "_GradientsAside", led: Sequence[Decision]
     ) -> tuple[Sums, Outputs]:
-        one = torch.ones((), device=batch.device)
-        num_modules = sum(1 for _ in self.model.modules())
+        one, num_modules = torch.ones((), device=batch.device), sum(1 for _ in self.model.modules())
         spends(HostWork.MICRO_BATCHED_MODULE, num_modules)
         sums, outputs = Sums(1.0 if self._scaled is None else self._scaled(one)), Outputs(refuse=self._refuse)
         parts = list(batch.parts(self._num_parts))
@@ -215,10 +214,10 @@ class SplitForward:
             loss_key, loss = find_loss(output)
             if is_new:
                 _refuse_own_code(loss, self._refuse)
-            values = None if reads is None else reads.values
             # What was proved of parts that are led holds for no others: they may read what depends on the rows.
-            decided = [len(led), *decisions]
-            shape, is_other_way = (end - begin, graph_shape(loss.grad_fn), watch.calls.number()), False
+            decided, is_other_way = [len(led), *decisions], False
+            values = None if reads is None else reads.values
+            shape = (end - begin, graph_shape(loss.grad_fn), watch.calls.number())
             # Another way through the code, for which nothing may be proved: a switch in a file, say.
             if proved is not None and not is_new and not proved.holds_for(decided, shape):
                 proved = self._proofs.with_decisions(batch, parts, decided, shape)
@@ -292,9 +291,7 @@ class SplitForward:
         ) from error
 
     @torch.no_grad()
-    def _check(
-        self, forward: Forward, batch: AbstractBatch, means: frozenset[int], led: Sequence[Decision]
-    ) -> None:
+    def _check(self, forward: Forward, batch: AbstractBatch, means: frozenset[int], led: Sequence[Decision]) -> None:
         """Checks that two examples together and one by one give the same loss; a loss that compares or mixes examples does not."""
         was_training = [module for module in self.model.modules() if module.training]
         # Two runs with dropout differ by their masks: they are compared in evaluation mode.
