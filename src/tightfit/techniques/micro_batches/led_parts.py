@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tightfit.effects.reads import Reads
 from tightfit.effects.values.fingerprints import paused
 from tightfit.techniques.micro_batches.batches import AbstractBatch
 from tightfit.techniques.micro_batches.loss_means import DecidedEnough, Decision, LossWatch
@@ -47,3 +48,20 @@ def decisions_of_whole(
         return None
     found = watch.known_decisions()
     return found if len(found) == number + 1 else None
+
+
+@torch.no_grad()
+def values_read(
+    forward: Callable[..., Any],
+    batch: AbstractBatch,
+    part: tuple[int, int],
+    led: Sequence[Decision],
+    *,
+    unseen: Callable[[], contextlib.AbstractContextManager[Any]],
+) -> list[Any]:
+    """The values that the model reads from its tensors for a part, but the decisions that it is led by."""
+    args, kwargs = batch.part(*part)
+    watch = LossWatch(part[1] - part[0], allows_randomness=True, led=led)
+    with unseen(), paused(), watch, Reads() as reads:
+        forward(*args, **kwargs)
+    return reads.values

@@ -28,7 +28,7 @@ from tightfit.errors import ApplyError, TightfitError
 from tightfit.techniques.lazy_tensors.code_in_graphs import CodeInGraph
 from tightfit.techniques.micro_batches.batches import AbstractBatch, Batch
 from tightfit.techniques.micro_batches.example_wise_check import BatchProofs
-from tightfit.techniques.micro_batches.led_parts import DecidesOtherwise
+from tightfit.techniques.micro_batches.led_parts import DecidesOtherwise, values_read
 from tightfit.techniques.micro_batches.loss_means import Decision, LossWatch
 from tightfit.techniques.micro_batches.saved_by_parts import Unchanged
 from tightfit.techniques.micro_batches.split_outputs import Outputs, Sums, find_loss
@@ -222,7 +222,7 @@ class SplitForward:
             if proved is not None and not is_new and not proved.holds_for(decided, shape):
                 proved = self._proofs.with_decisions(batch, parts, decided, shape)
                 is_new = is_other_way = proved is None
-                values = self._read(forward, batch, (begin, end), led) if is_new else None
+                values = values_read(forward, batch, (begin, end), led, unseen=self._unseen) if is_new else None
             if proved is None or is_new:
                 # After the first part has run for real, so that lazy modules and caches are made; what that run
                 # has left behind is part of the proof.
@@ -262,17 +262,6 @@ class SplitForward:
             backward(loss, (weight * sums.loss_scale).to(loss.dtype), inputs=aside.parameters)
         sums.add(loss.detach(), weight)
         self._counted()
-
-    @torch.no_grad()
-    def _read(
-        self, forward: Forward, batch: AbstractBatch, part: tuple[int, int], led: Sequence[Decision]
-    ) -> list[Any]:
-        """The values that the model reads from its tensors for a part."""
-        args, kwargs = batch.part(*part)
-        watch = LossWatch(part[1] - part[0], allows_randomness=self._allows_randomness, led=led)
-        with self._unseen(), paused(), watch, Reads() as reads:
-            forward(*args, **kwargs)
-        return reads.values
 
     @torch.no_grad()
     def _refuse_parts_that_raise(self, forward: Forward, batch: AbstractBatch, error: Exception) -> None:
