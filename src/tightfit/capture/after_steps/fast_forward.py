@@ -15,10 +15,10 @@ from tightfit.capture.after_steps.other_loops import OtherLoops
 from tightfit.capture.after_steps.rewritten_program import RewrittenProgram
 from tightfit.capture.after_steps.running_lines import lines_of
 from tightfit.capture.after_steps.training_loops import AFTER, TrainingLoops, is_in_last_step
-from tightfit.capture.after_steps.unreached import RunningLine, not_reached, run_early_alone
+from tightfit.capture.after_steps.unreached import RunningLine, not_reached
 from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.capture.observe.attribution import short
-from tightfit.tape import Coverage, NotReached, SpanKind
+from tightfit.tape import Coverage, SpanKind
 
 MIN_OPERATORS = 6_000
 TIMES_OPERATORS = 1
@@ -161,10 +161,6 @@ class FastForward:
                 )
             ),
         )
-
-    def run_early_alone(self) -> tuple[NotReached, ...]:
-        """The calls of the loops that were left that ran in the first turn and in no later one."""
-        return run_early_alone(self.program, tuple(self.training.left))
 
     def _leaves(self, number: int) -> bool:
         """Whether the loop is left now, asked at the beginning of each of its turns."""

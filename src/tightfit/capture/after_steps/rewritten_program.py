@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from importlib.machinery import SourceFileLoader
 from types import CodeType, FrameType
 
+from tightfit.capture.after_steps.branches_seen import BranchesSeen
 from tightfit.capture.after_steps.rewriting import LEAVE, LEAVING, LEFT, SEEN, STEPS, UNTIL, Branch, Rewriter, UserLoop
 from tightfit.capture.observe.attribution import is_of_another_library, is_user_file
 from tightfit.capture.replace import replace
@@ -25,7 +26,7 @@ class LoopLeft(BaseException):
 
 class RewrittenProgram:
     """What the code of the program refers to: loop `n` asks `leave[n]` in each turn, counts in `steps[n]` the training steps since it began
-    (-1: it was left), and branch `n` sets `seen[n]`. `until` is a file and a line where the trace is to end.
+    (-1: it was left), and branch `n` sets its mark in `seen`. `until` is a file and a line where the trace is to end.
     """
 
     def __init__(self, until: tuple[str, int] | None = None) -> None:
@@ -34,9 +35,7 @@ class RewrittenProgram:
         self.branches: list[Branch] = []
         self.trees: dict[str, ast.Module] = {}
         self.leave = bytearray()
-        self.seen = bytearray()
-        self.early = b""
-        """The branches that ran until the first step was over; `seen` begins anew there."""
+        self.seen = BranchesSeen()
         self.steps: list[int] = []
         self.leaving = -1
         """The loop that a `LoopLeft` is on its way to."""
@@ -51,7 +50,7 @@ class RewrittenProgram:
             (LEAVE, self.leave),
             (LEFT, left),
             (STEPS, self.steps),
-            (SEEN, self.seen),
+            (SEEN, self.seen.marks),
             (UNTIL, reached),
             (LEAVING, self._caught_by),
         ):
@@ -84,26 +83,13 @@ class RewrittenProgram:
         self._of_file[path] = [(n, self.loops[n]) for n in range(loops, len(self.loops))]
         self.leave.extend([self._asks] * (len(self.loops) - loops))
         self.steps.extend([0] * (len(self.loops) - loops))
-        self.seen.extend(bytes(len(self.branches) - branches))
+        self.seen.marks.extend(bytes(len(self.branches) - branches))
         return code
 
     def ask_in_each_turn(self) -> None:
         """From now on each turn of each loop asks whether to leave it."""
         self._asks = 1
         self.leave[:] = bytes([1]) * len(self.leave)
-
-    def first_step_ended(self) -> None:
-        """From now on `seen` is what runs again."""
-        self.early = bytes(self.seen)
-        self.seen[:] = bytes(len(self.seen))
-
-    def has_run_early(self, number: int) -> bool:
-        """Whether a branch ran before the first step was over."""
-        return number < len(self.early) and bool(self.early[number])
-
-    def has_run(self, number: int) -> bool:
-        """Whether a branch ever ran."""
-        return bool(self.seen[number]) or self.has_run_early(number)
 
     def is_rewritten(self, path: str) -> bool:
         """Whether the file at `path` was compiled here."""

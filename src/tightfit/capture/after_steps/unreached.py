@@ -63,7 +63,7 @@ def not_reached(
     source = _Source(program)
     found: dict[NotReached, None] = {}
     # The same call elsewhere, such as an evaluation at the end as well, has shown what it needs.
-    reached = set() if is_stopped else _reached(program, program.has_run)
+    reached = set() if is_stopped else _reached(program, program.seen.ever)
     sizes = Sizes(tuple(program.trees.values()))
     for number in _unseen(program, source, left):
         branch = program.branches[number]
@@ -85,10 +85,10 @@ def run_early_alone(program: RewrittenProgram, left: Sequence[int]) -> tuple[Not
     """The calls in the training loops `left` that ran in the first turn, before an optimizer had its state, and could in a later one:
     an evaluation `if step % 500 == 0`, which begins with one at step 0."""
     source = _Source(program)
-    reached = _reached(program, lambda number: bool(program.seen[number]))
+    reached = _reached(program, program.seen.later)
     found: dict[NotReached, None] = {}
     for number, branch in enumerate(program.branches):
-        if not program.has_run_early(number) or program.seen[number] or not set(left) & set(branch.loops):
+        if not program.seen.early_alone(number) or not set(left) & set(branch.loops):
             continue
         if branch.test is None or _is_once(branch.test):
             continue
@@ -236,7 +236,7 @@ def _unseen(program: RewrittenProgram, source: _Source, left: Sequence[int]) -> 
         else:
             can_run = is_on_the_way and source.can_change(branch.test, in_loop=in_loop)
         # Branches inside of one that is named are part of it.
-        if can_run and not program.has_run(number) and id(branch.statements[0]) not in inner:
+        if can_run and not program.seen.ever(number) and id(branch.statements[0]) not in inner:
             inner |= {id(node) for statement in branch.statements for node in ast.walk(statement)}
             yield number
 
