@@ -16,6 +16,7 @@ from tightfit.effects.independence.rows import Mixes
 
 aten = torch.ops.aten
 Found = TypeVar("Found")
+COMPARISONS = frozenset(["eq", "ne", "lt", "le", "gt", "ge"])
 # Names of one thing: which of them a reshape ends in depends on strides.
 _VIEWS = {aten._unsafe_view.default: aten.view.default, aten._reshape_alias.default: aten.view.default}
 
@@ -108,8 +109,8 @@ def operation_of(func: Any, arguments: Mapping[str, Any], outputs: Sequence[torc
     sizes: list[Any] = []
     for name, is_size, _ in schema_of(func):
         leaves = [leaf for leaf in leaves_of((arguments.get(name),)) if is_plain(leaf)]
-        if is_size or (name == "other" and func.overloadpacket is aten.div and all(map(_is_count, leaves))):
-            # The divisor of a sum may be the number of rows: `totals` decides.
+        if is_size or (name == "other" and _may_count(func) and all(map(_is_count, leaves))):
+            # The divisor of a sum may be the number of rows, and so may what a count is compared with: `totals` decides.
             sizes += [-1 if leaf is None else leaf for leaf in leaves]
         else:
             values += leaves
@@ -121,6 +122,11 @@ def operation_of(func: Any, arguments: Mapping[str, Any], outputs: Sequence[torc
         shapes=tuple(tuple(o.shape) for o in outputs),
         given=tuple(first.shape) if isinstance(first, torch.Tensor) else (),
     )
+
+
+@ByOperator
+def _may_count(func: OpOverload) -> bool:
+    return func.overloadpacket is aten.div or func.overloadpacket.__name__ in COMPARISONS
 
 
 def _is_count(value: Any) -> bool:

@@ -31,7 +31,14 @@ from tightfit.effects.independence.operations import (
 )
 from tightfit.effects.independence.row_states import UNIFORM, Mixed, RowStates, State, Uniform, at_line, key_of
 from tightfit.effects.independence.rows import Mixes, Pattern, RowLayout, pattern_of
-from tightfit.effects.independence.totals import Total, divides_by_rows, is_sum, total_of
+from tightfit.effects.independence.totals import (
+    Total,
+    compares_with_rows,
+    divides_by_rows,
+    is_sum,
+    is_vote,
+    total_of,
+)
 from tightfit.effects.reads import READS, is_called_by_library
 
 aten = torch.ops.aten
@@ -321,8 +328,14 @@ class Flow(FakeRun):
             return
         # Dividing a sum by the number of rows makes a mean; dividing anything else by it makes another result
         # for each part.
-        if divides_by_rows(self, call) and not is_sum(self.rows.state(call["self"])):
+        votes = is_vote(self, call)
+        is_of_rows = divides_by_rows(self, call) and not is_sum(self.rows.state(call["self"]))
+        if is_of_rows or (compares_with_rows(self, call) and not votes):
             raise self.fail(f"hands other numbers to {call.func} for {self.num_rows} rows{at_line()}")
+        if votes:
+            for target in targets:
+                self.rows.set(target, Mixed(reason=f"{call.func} counts along the rows{at_line()}", is_vote=True))
+            return
         inputs = call.tensors
         try:
             total = total_of(self, call)

@@ -9,7 +9,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from tightfit.effects.independence.operations import operation_of
+import torch
+
+from tightfit.effects.independence.operations import COMPARISONS, operation_of
 from tightfit.effects.independence.rows import Mixes, Pattern
 from tightfit.effects.reads import line_of_code
 
@@ -23,6 +25,8 @@ ROWS = -1
 _OF_ONE = frozenset(["neg", "positive", "clone", "_to_copy", "sum", "mean"])
 _TOGETHER = frozenset(["stack", "cat"])
 _ADDS = frozenset(["add", "sub", "rsub", "copy"])
+# With the number of all, and with zero.
+_WITH_ALL, _WITH_NONE = frozenset(["eq", "ne", "lt", "ge"]), frozenset(["eq", "ne", "gt", "le"])
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,11 +34,12 @@ class Total:
     """State of a storage whose elements are linear in means over rows, or in sums.
 
     `means` are the weights for averaging the results of parts: the numbers of losses, each a mean over its own number of terms, or `ROWS`. If there
-    is more than one, they must agree. Without any it is a sum. `reason` says where rows were combined.
+    is more than one, they must agree. Without any it is a sum. `reason` says where rows were combined. `num_truths`: of how many truth values it is the count.
     """
 
     means: frozenset[int]
     reason: str = dataclasses.field(default="", compare=False)
+    num_truths: int = dataclasses.field(default=0, compare=False)
 
 
 def is_sum(state: Any) -> bool:
@@ -44,9 +49,30 @@ def is_sum(state: Any) -> bool:
 
 def divides_by_rows(flow: "Flow", call: "OperatorCall") -> bool:
     """Whether the current operator divides by a number that depends on the number of rows."""
-    if call.name != "div":
-        return False
+    return call.name == "div" and _has_other_sizes(flow, call)
+
+
+def compares_with_rows(flow: "Flow", call: "OperatorCall") -> bool:
+    """The same for a comparison."""
+    return call.name in COMPARISONS and _has_other_sizes(flow, call)
+
+
+def _has_other_sizes(flow: "Flow", call: "OperatorCall") -> bool:
     return list(operation_of(call.func, call.arguments, call.outputs).sizes) != list(flow.its_sizes())
+
+
+def is_vote(flow: "Flow", call: "OperatorCall") -> bool:
+    """Whether an operator asks of truth values whether all or none of them hold, by their count: `mask.sum() == mask.numel()`."""
+    if call.name not in COMPARISONS:
+        return False
+    state, other = flow.rows.state(call["self"]), call.get("other")
+    if not isinstance(state, Total) or not state.num_truths or isinstance(other, bool | torch.Tensor):
+        return False
+    if not other:
+        return call.name in _WITH_NONE
+    # As many as there are, for any number of rows.
+    of_part = [size * flow.num_rows for size in flow.its_sizes()]
+    return call.name in _WITH_ALL and other == state.num_truths and of_part == [other * flow.other.num_rows]
 
 
 def total_of(flow: "Flow", call: "OperatorCall") -> Total | None:
@@ -85,7 +111,9 @@ def _of_rows(flow: "Flow", call: "OperatorCall") -> Total | None:
         raise Mixes("works along the rows")
     line = line_of_code()
     means = frozenset({ROWS}) if call.name == "mean" else frozenset[int]()
-    return Total(means=means, reason=f"{call.func} works along the rows{f' at {line}' if line else ''}")
+    is_count = tensor.dtype == torch.bool and not call.outputs[0].dim()
+    reason = f"{call.func} works along the rows{f' at {line}' if line else ''}"
+    return Total(means=means, reason=reason, num_truths=tensor.numel() if is_count else 0)
 
 
 def _is_linear(flow: "Flow", call: "OperatorCall", num_totals: int) -> bool:
@@ -102,11 +130,11 @@ def _is_linear(flow: "Flow", call: "OperatorCall", num_totals: int) -> bool:
 def _together(flow: "Flow", call: "OperatorCall", totals: Sequence[Total], constants: Sequence[Any]) -> Total:
     first = totals[0]
     if call.name == "div" and divides_by_rows(flow, call):
-        return dataclasses.replace(first, means=frozenset({ROWS}))
+        return dataclasses.replace(first, means=frozenset({ROWS}), num_truths=0)
     # An in-place operator may keep part of the former contents.
     stays = call.func._schema.is_mutable and not isinstance(flow.rows.state(call["self"]), Total)
     has_constants = stays or (bool(constants) and call.name in _ADDS | _TOGETHER)
     # A constant added to a sum would be added once for each part.
     if any(not each.means for each in totals) and (has_constants or any(each.means for each in totals)):
         raise Mixes(first.reason)
-    return dataclasses.replace(first, means=frozenset().union(*(each.means for each in totals)))
+    return dataclasses.replace(first, means=frozenset().union(*(each.means for each in totals)), num_truths=0)

@@ -21,7 +21,8 @@ from tightfit.effects.independence.totals import ROWS, Total
 from tightfit.effects.optimizer_marks import OptimizerMarks
 from tightfit.effects.state import RegionState, Snapshot, differences, restore, structural_differences
 from tightfit.techniques.micro_batches.batches import AbstractBatch
-from tightfit.techniques.micro_batches.loss_means import LossWatch, Term
+from tightfit.techniques.micro_batches.led_parts import decisions_of_whole
+from tightfit.techniques.micro_batches.loss_means import Decision, LossWatch, Term
 from tightfit.techniques.micro_batches.split_outputs import find_loss, items_of
 from tightfit.techniques.wrappers.first_order import Refuse
 from tightfit.techniques.wrappers.forwards import plain_forwards
@@ -128,6 +129,17 @@ class BatchProofs:
         metrics = tuple(f"{type(model).__name__}.{name}" for name, part in model.named_modules() if _is_metric(part))
         return any(not str(each).startswith(metrics) for each in found) if metrics else True
 
+    def decisions_of_whole(
+        self, forward: Callable[..., Any], batch: AbstractBatch, number: int
+    ) -> tuple[Decision, ...] | None:
+        """What the whole batch decides, up to decision `number`; None where that cannot be had, or not without leaving something behind."""
+        # What is drawn at random is drawn anew, and a metric counts what each forward gives it.
+        if self._allows_randomness or any(map(_is_metric, self._owner().modules())):
+            return None
+        first_change = self.changes_from_now()
+        found = decisions_of_whole(forward, batch, number, unseen=self._unseen)
+        return None if first_change() else found
+
     def changed(self) -> str:
         """The first change of the model's state since `of` was called, in words, or nothing."""
         found = [] if self._before is None else differences(self._before, self._state.snapshot(self._owner()))
@@ -156,8 +168,9 @@ class BatchProofs:
         shape: Way,
         *,
         may_leave: bool,
+        led: Sequence[Decision] = (),
     ) -> Proved:
-        """Proves that `forward` gives the same for the parts of a batch as for the whole, for these decisions and values read.
+        """Proves that `forward` gives the same for the parts of a batch as for the whole, for these decisions, of which `led` are those of the whole, and values read.
 
         It was run on one part since `of` was called, or since the last proof. Side effects of that run must not depend on the part: so the proof
         starts from the state before it, and if it had side effects, another one starts from the state that the next part finds.
@@ -186,6 +199,7 @@ class BatchProofs:
                         self._judge,
                         allows_randomness=self._allows_randomness,
                         may_leave=before is not None,
+                        led=led,
                     )
             except (Mixes, NeedsValues) as error:
                 raise self._refuse(
@@ -239,6 +253,7 @@ def _proved(
     *,
     allows_randomness: bool,
     may_leave: bool,
+    led: Sequence[Decision],
 ) -> Proved:
     check_hooks(model, is_inside=False)
     split: list[torch.Tensor] = []
@@ -256,7 +271,7 @@ def _proved(
 
     @contextlib.contextmanager
     def watched(run: FakeRun) -> "Iterator[_ProofWatch]":
-        with without_node_hooks(run), _ProofWatch(run, allows_randomness=allows_randomness) as watch:
+        with without_node_hooks(run), _ProofWatch(run, allows_randomness=allows_randomness, led=led) as watch:
             yield watch
 
     subject = Computation(
@@ -318,8 +333,8 @@ def _as_in(before: Snapshot | None, now: Snapshot) -> Iterator[None]:
 class _ProofWatch(LossWatch):
     """Marks losses over rows in the run of a proof."""
 
-    def __init__(self, run: FakeRun, *, allows_randomness: bool) -> None:
-        super().__init__(run.num_rows, allows_randomness=allows_randomness)
+    def __init__(self, run: FakeRun, *, allows_randomness: bool, led: Sequence[Decision]) -> None:
+        super().__init__(run.num_rows, allows_randomness=allows_randomness, led=led)
         self._run = run
 
     def run(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

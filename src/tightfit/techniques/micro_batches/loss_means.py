@@ -7,6 +7,7 @@ so that nothing is assumed about labels: ignored targets, class weights and `red
 import dataclasses
 import functools
 import inspect
+import itertools
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -37,6 +38,14 @@ _DROPOUTS = frozenset(
 )
 
 
+Decision = tuple[str, Any]
+"""What code read off a tensor to go on by: the name of the function, and the value."""
+
+
+class DecidedEnough(BaseException):
+    """Ends a forward that is run for its decisions alone; not the program's to catch."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Term:
     """One call of a loss function: its result, the number of terms of its mean (None: it is a sum), and the largest possible number."""
@@ -48,17 +57,27 @@ class Term:
 
 
 class LossWatch(TorchFunctionMode):
-    """Collects the losses that are computed while it is active.
+    """Collects the losses that are computed while it is active. Code that decides is given the decisions `led`, in place of its own, as far as they go;
+    after `num_wanted` of them the forward is ended.
 
     Raises:
         ApplyError: a batch norm in training, or (unless `allows_randomness`) something that draws random numbers.
     """
 
-    def __init__(self, num_examples: int, *, allows_randomness: bool) -> None:
+    def __init__(
+        self,
+        num_examples: int,
+        *,
+        allows_randomness: bool,
+        led: Sequence[Decision] = (),
+        num_wanted: int | None = None,
+    ) -> None:
         super().__init__()
         self.terms: list[Term] = []
-        # What the code read off tensors, to go on by.
+        # What the code read off tensors, to go on by, and by which functions.
         self.decisions: list[Any] = []
+        self.asked: list[str] = []
+        self._led, self._num_wanted = led, num_wanted
         # The first error that it raised, for code that swallows it.
         self.failure: ApplyError | None = None
         self.num_examples = num_examples
@@ -85,12 +104,34 @@ class LossWatch(TorchFunctionMode):
             raise self._refusal(
                 f"{name} draws random numbers, which would be others in parts of the batch; --allow micro_batches takes that"
             )
+        if name in _DECIDES and len(self.decisions) < len(self._led) and not is_called_by_us():
+            return self._lead(name)
         result = self.calls.made(func(*args, **kwargs))
         if func in _OF_CLASSES or func in _OF_ELEMENTS:
             self._note(func, args, kwargs, result)
         elif name in _DECIDES and isinstance(result, bool | int | float) and not is_called_by_us():
-            self.decisions.append(None if result != result else result)  # noqa: PLR0124 - not a number
+            self._decided(name, None if result != result else result)  # noqa: PLR0124 - not a number
         return result
+
+    def known_decisions(self) -> tuple[Decision, ...]:
+        """All that was decided, up to what is not a number."""
+        pairs = zip(self.asked, self.decisions, strict=True)
+        return tuple(itertools.takewhile(lambda pair: pair[1] is not None, pairs))
+
+    def _lead(self, name: str) -> Any:
+        asked, value = self._led[len(self.decisions)]
+        if asked != name:
+            raise self._refusal(
+                "the model decides by other values for a part of the batch than for the whole; leave micro_batches out"
+            )
+        self._decided(name, value)
+        return value
+
+    def _decided(self, name: str, value: Any) -> None:
+        self.decisions.append(value)
+        self.asked.append(name)
+        if len(self.decisions) == self._num_wanted:
+            raise DecidedEnough
 
     def _refusal(self, message: str) -> ApplyError:
         self.failure = self.failure or ApplyError(message)

@@ -28,7 +28,8 @@ from tightfit.errors import ApplyError, TightfitError
 from tightfit.techniques.lazy_tensors.code_in_graphs import CodeInGraph
 from tightfit.techniques.micro_batches.batches import AbstractBatch, Batch
 from tightfit.techniques.micro_batches.example_wise_check import BatchProofs
-from tightfit.techniques.micro_batches.loss_means import LossWatch
+from tightfit.techniques.micro_batches.led_parts import DecidesOtherwise, values_read
+from tightfit.techniques.micro_batches.loss_means import Decision, LossWatch
 from tightfit.techniques.micro_batches.saved_by_parts import Unchanged
 from tightfit.techniques.micro_batches.split_outputs import Outputs, Sums, find_loss
 from tightfit.techniques.wrappers.first_order import Refuse, are_transforms_active
@@ -141,7 +142,7 @@ class SplitForward:
             no_steps(self._refuse),
         ):
             checks_before = self._checks_left
-            sums, outputs = self._run(forward, batch, aside)
+            sums, outputs = self._run_led(forward, batch, aside)
             if not torch.is_grad_enabled():
                 raise self._refuse(
                     "the model leaves gradients switched off, and its parts are joined after it; leave micro_batches out"
@@ -164,9 +165,26 @@ class SplitForward:
     def _refuse_outside(self, why: str) -> ApplyError:
         return self._refuse(f"the model {why}; leave micro_batches out")
 
-    def _run(self, forward: Forward, batch: AbstractBatch, aside: "_GradientsAside") -> tuple[Sums, Outputs]:
-        one = torch.ones((), device=batch.device)
-        num_modules = sum(1 for _ in self.model.modules())
+    def _run_led(self, forward: Forward, batch: AbstractBatch, aside: "_GradientsAside") -> tuple[Sums, Outputs]:
+        """All parts; where they decide otherwise than each other, once more, led by what the whole decides."""
+        led: tuple[Decision, ...] = ()
+        while True:
+            try:
+                return self._run(forward, batch, aside, led)
+            except DecidesOtherwise as error:
+                number = error.number
+            aside.forget()
+            found = self._proofs.decisions_of_whole(forward, batch, number)
+            if found is None or len(found) <= len(led):
+                raise self._refuse(
+                    "the model decides by values of the batch, and does so otherwise for one part of it than for another; leave micro_batches out"
+                )
+            led = found
+
+    def _run(
+        self, forward: Forward, batch: AbstractBatch, aside: "_GradientsAside", led: Sequence[Decision]
+    ) -> tuple[Sums, Outputs]:
+        one, num_modules = torch.ones((), device=batch.device), sum(1 for _ in self.model.modules())
         spends(HostWork.MICRO_BATCHED_MODULE, num_modules)
         sums, outputs = Sums(1.0 if self._scaled is None else self._scaled(one)), Outputs(refuse=self._refuse)
         parts = list(batch.parts(self._num_parts))
@@ -175,7 +193,7 @@ class SplitForward:
         for begin, end in parts:
             args, kwargs = batch.part(begin, end)
             spends(HostWork.MODULE_IN_PART, num_modules)
-            watch = LossWatch(end - begin, allows_randomness=self._allows_randomness)
+            watch = LossWatch(end - begin, allows_randomness=self._allows_randomness, led=led)
             is_new = proved is None or proved.is_of_first
             try:
                 with watch, operators_at(batch.device, watch.calls), _reads_if(is_new) as reads:
@@ -187,9 +205,7 @@ class SplitForward:
             if watch.failure is not None:
                 raise watch.failure
             if decisions is not None and watch.decisions != decisions:
-                raise self._refuse(
-                    "the model decides by values of the batch, and does so otherwise for one part of it than for another; leave micro_batches out"
-                )
+                raise DecidesOtherwise(decisions, watch.decisions)
             decisions = watch.decisions
             # A plan may be applied to inner modules by their first forward, and change which parameters are
             # trained.
@@ -198,18 +214,22 @@ class SplitForward:
             loss_key, loss = find_loss(output)
             if is_new:
                 _refuse_own_code(loss, self._refuse)
+            # What was proved of parts that are led holds for no others: they may read what depends on the rows.
+            decided, is_other_way = [len(led), *decisions], False
             values = None if reads is None else reads.values
-            shape, is_other_way = (end - begin, graph_shape(loss.grad_fn), watch.calls.number()), False
+            shape = (end - begin, graph_shape(loss.grad_fn), watch.calls.number())
             # Another way through the code, for which nothing may be proved: a switch in a file, say.
-            if proved is not None and not is_new and not proved.holds_for(decisions, shape):
-                proved = self._proofs.with_decisions(batch, parts, decisions, shape)
+            if proved is not None and not is_new and not proved.holds_for(decided, shape):
+                proved = self._proofs.with_decisions(batch, parts, decided, shape)
                 is_new = is_other_way = proved is None
-                values = self._read(forward, args, kwargs) if is_new else None
+                values = values_read(forward, batch, (begin, end), led, unseen=self._unseen) if is_new else None
             if proved is None or is_new:
                 # After the first part has run for real, so that lazy modules and caches are made; what that run
                 # has left behind is part of the proof.
                 with looking(self._refuse):
-                    proved = self._proofs.prove(forward, batch, parts, decisions, values, shape, may_leave=not begin)
+                    proved = self._proofs.prove(
+                        forward, batch, parts, decided, values, shape, may_leave=not begin, led=led
+                    )
                 self._checks_left = self._check_steps
             outputs.add(output, end - begin, loss_key, proved.joined)
             weight = sums.weight_of(proved.means, watch.terms, end - begin, loss)
@@ -219,7 +239,7 @@ class SplitForward:
             if self._checks_left and _has_pairs(batch, aside) and (not begin or is_other_way):
                 self._checks_left -= 1
                 with looking(self._refuse), self._unseen(), paused(), nothing_hidden(self.model):
-                    self._check(forward, batch, proved.means)
+                    self._check(forward, batch, proved.means, led)
             self._is_checked = True
         if not sums.are_shares_equal():
             raise self._refuse(
@@ -244,13 +264,6 @@ class SplitForward:
         self._counted()
 
     @torch.no_grad()
-    def _read(self, forward: Forward, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The values that the model reads from its tensors for a part."""
-        with self._unseen(), paused(), Reads() as reads:
-            forward(*args, **kwargs)
-        return reads.values
-
-    @torch.no_grad()
     def _refuse_parts_that_raise(self, forward: Forward, batch: AbstractBatch, error: Exception) -> None:
         """Refuses if a part of the batch raises an error that the whole does not; an error of the whole is the program's own."""
         changed = self._proofs.changed()
@@ -267,7 +280,7 @@ class SplitForward:
         ) from error
 
     @torch.no_grad()
-    def _check(self, forward: Forward, batch: AbstractBatch, means: frozenset[int]) -> None:
+    def _check(self, forward: Forward, batch: AbstractBatch, means: frozenset[int], led: Sequence[Decision]) -> None:
         """Checks that two examples together and one by one give the same loss; a loss that compares or mixes examples does not."""
         was_training = [module for module in self.model.modules() if module.training]
         # Two runs with dropout differ by their masks: they are compared in evaluation mode.
@@ -276,10 +289,15 @@ class SplitForward:
         results, comparable, numbers = [], True, Numbers()
         for ranges in (((0, 2),), ((0, 1), (1, 2))):
             sums = Sums()
+            decided = led
             for begin, end in ranges:
                 args, kwargs = batch.part(begin, end)
-                with LossWatch(end - begin, allows_randomness=self._allows_randomness) as watch, numbers:
+                watch = LossWatch(end - begin, allows_randomness=self._allows_randomness, led=decided)
+                with watch, numbers:
                     output = forward(*args, **kwargs)
+                if end - begin == 2:
+                    # One by one they may decide otherwise, as parts may that are led by the whole.
+                    led = watch.known_decisions()
                 _, loss = find_loss(output)
                 sums.add(loss, sums.weight_of(means, watch.terms, end - begin, loss))
             comparable = comparable and sums.are_shares_equal()
@@ -356,6 +374,11 @@ class _GradientsAside:
             return
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self._gradients = [p.grad for p in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def forget(self) -> None:
+        """Drops what parts have left."""
         for parameter in self.parameters:
             parameter.grad = None
 
