@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.cpu.ranks import refused  # noqa: F401 - enters its programs
 from tests.cpu.ranks.programs import PROGRAMS
 from tests.forked_python import forked_python
 

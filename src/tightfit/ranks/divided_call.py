@@ -68,13 +68,15 @@ class DividedCall:
     def _joined(self, at: int) -> torch.Tensor:
         kind, output = self.kinds[at], self.outputs[at].detach()
         if kind.name == "rows":
-            return self.group.rows_of_all(output, [length * kind.num_of_each for length in self.lengths], kind.dim)
+            return self.group.links.rows_of_all(
+                output, [length * kind.num_of_each for length in self.lengths], kind.dim
+            )
         if kind.name == "same":
             return output.clone()
         weights = self.weights[at] or [1] * self.group.size
         total: Any = 0
         # In the order of the ranks, on each of them. The mean of no terms is NaN, and counts nothing.
-        for weight, part in zip(weights, self.group.of_each(output), strict=True):
+        for weight, part in zip(weights, self.group.links.of_each(output), strict=True):
             wide = part.to(torch.promote_types(part.dtype, torch.float32)) if part.is_floating_point() else part
             total = total + (wide * weight if weight != 0 else torch.zeros_like(wide))
         return total.to(output.dtype)
@@ -128,10 +130,11 @@ class DividedCall:
     def _summed(self, parts: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         num_parameters = len(parts) - self.num_leaves
         there = [part for part in parts[:num_parameters] if part is not None]
-        sums = iter(self.group.sums(there))
+        sums = iter(self.group.links.sums(there))
         of_parameters = [None if part is None else next(sums) for part in parts[:num_parameters]]
         of_arguments = [
-            None if part is None else self.group.rows_of_all(part, self.lengths, 0) for part in parts[num_parameters:]
+            None if part is None else self.group.links.rows_of_all(part, self.lengths, 0)
+            for part in parts[num_parameters:]
         ]
         return [*of_parameters, *of_arguments]
 

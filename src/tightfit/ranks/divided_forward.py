@@ -4,41 +4,33 @@ The split is proved as that of micro-batches is: each example has its own rows i
 gradients are compared with a plain run of the whole batch. Calls without gradients, and batches with fewer examples than there are ranks, run whole on every rank.
 """
 
-import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from tightfit.effects.ambient import modes_of_program
-from tightfit.effects.call_trails import operators_at
-from tightfit.effects.graph_shapes import graph_shape
 from tightfit.effects.random_states import TorchRandom
-from tightfit.effects.reads import Reads
-from tightfit.effects.state import RegionState, restore
 from tightfit.effects.values.fingerprints import paused
 from tightfit.effects.values.value_checks import difference
-from tightfit.errors import ApplyError, TightfitError
+from tightfit.errors import ApplyError
 from tightfit.ranks.content_hash import content_hash
 from tightfit.ranks.divided_call import DividedCall, Joined, Whole
 from tightfit.ranks.divided_outputs import (
     Kind,
     ProvedCall,
     Unused,
-    judged,
     means_of,
     numbers_of_terms,
     weights_of,
 )
+from tightfit.ranks.own_part import OwnPart
 from tightfit.ranks.rank_batch import RankBatch, leaves_of, mapped, shares
 from tightfit.ranks.rank_group import RankGroup, number_of
-from tightfit.techniques.micro_batches.example_wise_check import BatchProofs
 from tightfit.techniques.micro_batches.loss_means import LossWatch
 from tightfit.techniques.micro_batches.split_forward import (
     Numbers,
-    looking,
-    no_steps,
     refuse_code_in_backward,
     refuse_hooks,
 )
@@ -63,10 +55,7 @@ class DividedForward(OnlyHere):
         self._group = group
         self._allows_randomness = allows_randomness
         self._refuse = refuse
-        self._proofs = BatchProofs(
-            model, allows_randomness=allows_randomness, refuse=refuse, unseen=contextlib.nullcontext, judge=judged
-        )
-        self._state = RegionState()
+        self._part = OwnPart(model, group, allows_randomness=allows_randomness, refuse=refuse)
         self._checks_left = check_steps
         self._has_divided = False
         self._num_calls = 0
@@ -112,8 +101,7 @@ class DividedForward(OnlyHere):
             return forward(*args, **kwargs)
         parts = shares(batch.num_examples, self._group.size)
         whole = self._whole(forward, args, kwargs) if self._checks_left else None
-        with no_steps(self._refuse), self._drawing_apart(), self._group.inside():
-            output, watch, proved = self._run(forward, batch, parts, is_whole_known=whole is not None)
+        output, watch, proved = self._part.run(forward, batch, parts, is_whole_known=whole is not None)
         if not torch.is_grad_enabled():
             raise self._refuse("the model leaves gradients switched off, and its parts are joined after it")
         call = self._call_of(batch, output, watch, proved, parts, whole, is_compared=is_compared)
@@ -141,71 +129,6 @@ class DividedForward(OnlyHere):
         })  # fmt: skip
         return is_compared
 
-    @contextlib.contextmanager
-    def _drawing_apart(self) -> Iterator[None]:
-        """Where random numbers may be drawn anew, each rank draws its own, and all go on with the same afterwards."""
-        if not self._allows_randomness:
-            yield
-            return
-        seed = int(torch.randint(0, 2**62, ()))
-        after = TorchRandom.now()
-        torch.manual_seed(seed + self._group.rank)
-        try:
-            yield
-        finally:
-            after.put()
-
-    def _run(
-        self, forward: Forward, batch: RankBatch, parts: Sequence[tuple[int, int]], *, is_whole_known: bool
-    ) -> tuple[Any, LossWatch, ProvedCall]:
-        begin, end = parts[self._group.rank]
-        proved: Any = self._proofs.of(batch, parts)
-        args, kwargs = batch.own_part(begin, end)
-        watch = LossWatch(end - begin, allows_randomness=self._allows_randomness)
-        is_new = proved is None or proved.is_of_first
-        reading = Reads() if is_new else contextlib.nullcontext()
-        try:
-            with watch, operators_at(batch.device, watch.calls), reading as reads:
-                output = forward(*args, **kwargs)
-        except Exception as error:
-            if is_whole_known and not isinstance(error, TightfitError):
-                told = " ".join(str(error).split())
-                raise self._refuse(
-                    f"the model raises {type(error).__name__} for a part of the batch, and not for the whole ({told})"
-                ) from error
-            raise
-        if watch.failure is not None:
-            raise watch.failure
-        decisions = watch.decisions
-        self._group.agree(
-            "the end of a forward pass",
-            {"a decision that the model makes by values of the batch": number_of(decisions)},
-        )
-        values = None if reads is None else reads.values
-        graphs = [graph_shape(leaf.grad_fn) for leaf in leaves_of(output) if isinstance(leaf, torch.Tensor)]
-        way = (end - begin, hash(tuple(graphs)), watch.calls.number())
-        if proved is not None and not is_new and not proved.holds_for(decisions, way):
-            proved = self._proofs.with_decisions(batch, parts, decisions, way)
-            is_new = proved is None
-            values = self._read(forward, args, kwargs) if is_new else None
-        if proved is None or is_new:
-            # What a forward leaves behind that is not made of the examples is left once on each rank, as it is in the run on one card.
-            with looking(self._refuse):
-                proved = self._proofs.prove(forward, batch, parts, decisions, values, way, may_leave=True)
-        assert isinstance(proved, ProvedCall)
-        return output, watch, proved
-
-    @torch.no_grad()
-    def _read(self, forward: Forward, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-        """The values that the model reads from its tensors."""
-        before = self._state.snapshot(self.model)
-        try:
-            with paused(), Reads() as reads:
-                forward(*args, **kwargs)
-        finally:
-            restore(before)
-        return reads.values
-
     def _call_of(
         self,
         batch: RankBatch,
@@ -222,7 +145,7 @@ class DividedForward(OnlyHere):
             raise self._refuse("the model returns another number of outputs than in the proof")
         begin, end = parts[self._group.rank]
         counts = numbers_of_terms(proved.kinds, watch.terms, end - begin, batch.device)
-        of_all = [] if counts is None else self._group.of_each(counts)
+        of_all = [] if counts is None else self._group.links.of_each(counts)
         assert bool(of_all) == bool(means_of(proved.kinds))
         weights = weights_of(proved.kinds, of_all, watch.terms, self._refuse)
         known = [
@@ -259,14 +182,19 @@ class DividedForward(OnlyHere):
             wanting.append(value.detach().requires_grad_())
             return wanting[-1]
 
-        before, drawn, numbers = self._state.snapshot(self.model), TorchRandom.now(), Numbers()
+        drawn, numbers = TorchRandom.now(), Numbers()
         try:
             # With the watch, which refuses what would change by the run: statistics of a batch norm, drawn numbers.
-            with paused(), self._group.inside(), LossWatch(1, allows_randomness=False) as watch, numbers:
+            with (
+                self._part.unseen(),
+                paused(),
+                self._group.inside(),
+                LossWatch(1, allows_randomness=False) as watch,
+                numbers,
+            ):
                 output = forward(*[mapped(a, leaf) for a in args], **{n: mapped(v, leaf) for n, v in kwargs.items()})
         # What the program's code raises for the whole batch it raises on one card too.
         finally:
-            restore(before)
             drawn.put()
             # What this has cast stays in autocast's cache.
             torch.clear_autocast_cache()

@@ -62,7 +62,7 @@ def run_rank(
         shards_states=shards_states,
         tell=say if rank == 0 else lambda _: None,
     )
-    _seed(group.bytes_from(0, os.environ.get(SEED, str(random.getrandbits(32))).encode()))
+    _seed(group.links.bytes_from(0, os.environ.get(SEED, str(random.getrandbits(32))).encode()))
     for name in _OF_LAUNCHERS:
         os.environ.pop(name, None)
     folder = Path(os.environ.get(FOLDER, ""))

@@ -68,7 +68,7 @@ class ShardedStates:
         with torch.no_grad():
             for rank in range(self._group.size):
                 updated = [p for p, owner in self.owners() if owner == rank and p.grad is not None]
-                self._group.send_from(rank, updated)
+                self._group.links.send_from(rank, updated)
 
     def _before_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
         owners = self.owners()
@@ -82,7 +82,7 @@ class ShardedStates:
                     {at: _moved(optimizer.state[p], "cpu") for at, p in enumerate(theirs) if p in optimizer.state},
                     buffer,
                 )
-            content = self._group.bytes_from(rank, buffer.getvalue())
+            content = self._group.links.bytes_from(rank, buffer.getvalue())
             if rank == self._group.rank:
                 continue
             states = torch.load(io.BytesIO(content), weights_only=True)

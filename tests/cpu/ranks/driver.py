@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests.cpu.ranks import refused  # noqa: F401 - enters its programs
 from tests.cpu.ranks.programs import PROGRAMS
 
 from tightfit.ranks.rank_attachment import RankAttachment
