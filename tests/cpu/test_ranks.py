@@ -23,7 +23,7 @@ from tightfit.cli.main import run
 REFUSED = {
     "dropout": "draws random numbers at programs.py",
     "batch_norm": "a batch norm in training takes its statistics from the whole batch",
-    "batch_statistics_by_hand": "aten.mean.dim works along the rows at programs.py",
+    "batch_statistics_by_hand": "aten.mean.dim works along the rows at refused.py",
     "contrastive_inside": "it compares them with each other",
     "running_mean": "writes to a tensor from outside",
     "gradient_penalty": "create_graph=True",

@@ -102,11 +102,19 @@ def _watch(ranks: Sequence["subprocess.Popen[bytes]"], folder: Path, say: Callab
     if codes[0] is not None and codes[0] > 0 and codes[0] != LOST:
         # It has said why, as a run on one card does.
         return codes[0]
-    by_itself = [rank for rank, code in enumerate(codes) if code is not None and code != LOST]
-    rank = next((each for each in by_itself if codes[each]), (by_itself or failed)[0])
+    rank = _first_of(failed, codes)
     code = ranks[rank].returncode
     say(f"rank {rank} {_how(code)}{_why(folder / f'{rank}.err', code)}; the other ranks were ended with it")
     return 128 - code if code < 0 else code or 1
+
+
+def _first_of(failed: Sequence[int], codes: Sequence[int | None]) -> int:
+    """The rank that the others have ended for: one that was seen to end first, and by itself."""
+    by_itself = [rank for rank, code in enumerate(codes) if code is not None and code != LOST]
+    # Gloo may abort a process whose connections break.
+    of_itself = [rank for rank in by_itself if codes[rank] != -signal.SIGABRT]
+    in_order = [*(rank for rank in of_itself if rank in failed), *(rank for rank in of_itself if codes[rank])]
+    return next(iter([*in_order, *of_itself, *by_itself, *failed]))
 
 
 def _how(code: int) -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -148,8 +149,10 @@ def _run_rank(
             script.path,
         )
     except RankLost:
-        # Whoever started the ranks says which one, and why.
-        return LOST
+        # Whoever started the ranks says which one, and why. At once: what is left of the connections aborts a process that tidies up.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(LOST)
 
 
 def say(line: str) -> None:
