@@ -40,6 +40,7 @@ from tightfit.effects.independence.totals import (
     total_of,
 )
 from tightfit.effects.reads import READS, is_called_by_library
+from tightfit.effects.state import moved_weights
 
 aten = torch.ops.aten
 
@@ -116,6 +117,7 @@ class FakeRun(TorchDispatchMode):
         num_rows: int,
         *,
         fake: FakeTensorMode,
+        device: torch.device | None = None,
         reads: Sequence[Any] | None = None,
         allows_randomness: bool = False,
         allows_votes: bool = False,
@@ -123,6 +125,9 @@ class FakeRun(TorchDispatchMode):
         super().__init__()
         self.num_rows = num_rows
         self.fake = fake
+        # Weights that are brought there for the blocks that use them, which a proof runs without what brings them.
+        self._device = device
+        self._away = {key_of(p) for p in moved_weights() if device is not None and p.device.type != device.type}
         self.operations: list[Operation] = []
         self.failure: Mixes | None = None
         self._allows_randomness = allows_randomness
@@ -149,7 +154,7 @@ class FakeRun(TorchDispatchMode):
         self._check(func, arguments, tensors)
         if func in READS:
             return self._read(func, tensors)
-        is_on_host = _is_on_host(func, arguments, tensors)
+        is_on_host = _is_on_host(func, arguments, tensors) and (func.is_view or not self._has_away(tensors))
         if is_on_host:
             out = func(*args, **kwargs)
         else:
@@ -174,13 +179,24 @@ class FakeRun(TorchDispatchMode):
 
     def _as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """What FakeTensorMode makes of a tensor with data anyway; but it finds what it knows of an operator only where all arguments are fake."""
-        if isinstance(tensor, FakeTensor):
+        is_away = self._has_away([tensor])
+        if isinstance(tensor, FakeTensor) and not is_away:
             return tensor
         # Detached: what is converted is asked for its gradient as well, which is the program's own matter, or one of ours that nobody may read.
         known = self._fakes.get(id(tensor))
         if known is None:
-            known = self._fakes[id(tensor)] = (tensor, self._made_fake(tensor.detach()))
+            made = self._on_device(tensor) if is_away else self._made_fake(tensor.detach())
+            known = self._fakes[id(tensor)] = (tensor, made)
         return known[1]
+
+    def _has_away(self, tensors: Sequence[torch.Tensor]) -> bool:
+        return bool(self._away) and any(t.layout == torch.strided and key_of(t) in self._away for t in tensors)
+
+    def _on_device(self, tensor: torch.Tensor) -> FakeTensor:
+        with self.fake:
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device)
+        assert isinstance(made, FakeTensor)
+        return made
 
     def _made_fake(self, tensor: torch.Tensor) -> FakeTensor:
         is_plain_layout = not (tensor.storage_offset() or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
