@@ -141,3 +141,18 @@ def classifier() -> Iterator[torch.Tensor]:
         loss = functional.cross_entropy(out, torch.zeros(256, dtype=torch.int64, device="cuda"))
         loss.backward()
         yield loss
+
+
+def ends_before_the_head() -> Iterator[torch.Tensor]:
+    """The last that runs forward is an embedding, while the logits of the last step are still there."""
+    model = Plain(vocabulary=30011, width=64).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    while True:
+        tokens, targets = (part.cuda() for part in batch(0, vocabulary=30011, shape=(4, 256)))
+        with torch.autocast("cuda", torch.bfloat16):
+            _logits, value = model(tokens, targets)
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.table(tokens)
+        yield value

@@ -277,6 +277,10 @@ def test_a_small_head_is_not_offered():
     assert list(ChunkedLoss().options(Profile(_traced("classifier"), find(DEVICE)))) == []
 
 
+def test_a_trace_may_end_within_a_forward_pass_before_the_head():
+    assert list(ChunkedLoss().options(Profile(_traced("ends_before_the_head"), find(DEVICE))))
+
+
 def test_the_class_of_the_logits_is_that_of_any_tensor():
     _, other, _ = _pair(Plain(), "Plain.head")
     logits: Any = other(*batch(0))[0]

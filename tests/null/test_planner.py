@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tightfit.planner.option import Change, Option
 from tightfit.planner.problem import Problem, build, parts_of, together, with_taken
+from tightfit.planner.reachable_peak import reachable_peak
 from tightfit.planner.sides import Sides
 from tightfit.planner.solution import Solution, validate
 from tightfit.planner.solve import Tricks, _Program, least, solve
@@ -194,6 +195,20 @@ def test_no_choice_is_faster_and_none_of_the_same_speed_holds_less(problem: Prob
     else:
         assert not found.fits
         assert found.peak_bytes == min(peak for _, peak in ranked)
+
+
+@settings(max_examples=60, deadline=None)
+@given(problem=problems())
+def test_a_peak_that_is_called_reachable_is_that_of_a_choice(problem: Problem) -> None:
+    peaks = {problem.peak_bytes(choice) for choice in _choices(problem)}
+    assert min(peaks) <= reachable_peak(problem) <= problem.peak_bytes(())
+    assert reachable_peak(problem) in peaks
+
+
+def test_most_of_what_can_be_saved_is_found_at_once() -> None:
+    options = [option(str(block), (0, 2, -4), slots=(f"block{block}",)) for block in range(6)]
+    options += [option(str(block), (0, 2, -3), slots=(f"block{block}",)) for block in range(6)]
+    assert reachable_peak(build(timeline(40, 38), options)) == (40 - 6 * 4) * MIB
 
 
 @settings(max_examples=40, deadline=None)

@@ -41,6 +41,19 @@ class StorageLifetimes:
         at[self.tape.events.storage[allocations]] = allocations
         return at
 
+    @cached_property
+    def cached_until(self) -> Column:
+        """The event until which autocast's cache holds each storage, 0 for those that it does not."""
+        until = np.zeros(len(self.tape.storages), dtype=np.int64)
+        until[self.casts[:, 0]] = self.tape.casts.end[self.casts[:, 1]]
+        return until
+
+    @cached_property
+    def casts(self) -> Column:
+        """The storages that autocast's cache holds, each with its row of `Tape.casts`, shape (casts, 2)."""
+        found = [(self.first_result(n), row) for row, n in enumerate(self.tape.casts.operator.tolist())]
+        return np.array([each for each in found if each[0] >= 0], dtype=np.int64).reshape(-1, 2)
+
     def event_of(self, operator: Column | int) -> Column:
         """The index of the first event of an operator; for the number of operators, the number of events before the end of the tape."""
         return self._first_event[operator + 1]

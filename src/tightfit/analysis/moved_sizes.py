@@ -36,15 +36,22 @@ class MovedSizes:
         to_disk: bool = False,
     ) -> None:
         self._profile = profile
+        self._block, self._following = block, following
         self._num_calls = len(block.calls)
-        self._following = following
         self._sizes = sizes
         self._to_disk = to_disk
 
     def changes(self) -> Iterator[Change]:
-        """Their memory is free once the block that follows is over, and taken again when the backward pass comes to that one."""
-        for sizes, after in zip(self._sizes, self._following.calls, strict=True):
-            yield Change(begin=after.end_event, end=after.back_event, num_bytes=-_aligned(sizes, _ALIGNMENT))
+        """Their memory is free once the block that follows is over, and taken again when the backward pass comes to that one; that of copies of weights once
+        autocast's cache lets go of them."""
+        num_bytes, until = self._profile.tape.storages.num_bytes, self._profile.lifetimes.cached_until
+        for sizes, call, after in zip(self._sizes, self._block.calls, self._following.calls, strict=True):
+            held = call.saved[until[call.saved] > after.end_event]
+            cached = sizes & Counter(num_bytes[held].tolist())
+            yield Change(begin=after.end_event, end=after.back_event, num_bytes=-_aligned(sizes - cached, _ALIGNMENT))
+            begin = int(until[held].max(initial=0))
+            if begin < after.back_event and cached:
+                yield Change(begin=begin, end=after.back_event, num_bytes=-_aligned(cached, _ALIGNMENT))
 
     def bytes_away(self) -> int:
         """The bytes that they take of the host's memory, or of the file."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tightfit.analysis.lifetimes import StorageLifetimes
 from tightfit.analysis.modules import ModuleCall, ModuleCalls
 from tightfit.cost.host_python import HostWork
 from tightfit.planner.option import Change, Option
@@ -83,17 +84,15 @@ def recompute_option(
 
     Its sides are the card's second run, and the host's that issues it, with the Python of the wrapper.
 
-    The storages that a call saves for backward are freed from the end of its forward to the beginning of its backward pass, where all of them are
-    allocated again. The input is retained until then if the plain run frees it earlier.
+    The storages that a call saves for backward are freed from the end of its forward (those in autocast's cache: from where that is emptied) to the beginning
+    of its backward pass, where all of them are allocated again. The input is retained until then if the plain run frees it earlier.
     """
     module_calls, seconds = profile.modules, profile.costs.seconds
     changes, added, num_issued = [], 0.0, 0
     for call in block.calls:
         stays = np.zeros(len(call.saved), dtype=bool) if kept is None else kept(call)
         gone = call.saved[~stays]
-        changes.append(
-            Change(begin=call.end_event, end=call.back_event, num_bytes=-module_calls.lifetimes.bytes_of(gone))
-        )
+        changes += freed_between(module_calls.lifetimes, gone, call.end_event, call.back_event)
         changes += input_kept(module_calls, call)
         again = np.ones(call.end - call.begin, dtype=bool)
         if len(gone):
@@ -130,6 +129,15 @@ def seconds_in_python(block: RecomputableBlock, *, keeps_some: bool = False) -> 
     of_tensor = HostWork.RECOMPUTED_TENSOR.value + keeps_some * HostWork.SELECTED_TENSOR.value
     num_tensors = _TENSORS_PER_STORAGE * sum(len(call.saved) + block.num_saved_weights for call in block.calls)
     return len(block.calls) * HostWork.RECOMPUTED_CALL.value + num_tensors * of_tensor
+
+
+def freed_between(lifetimes: StorageLifetimes, storages: Column, begin: int, end: int) -> list[Change]:
+    """Storages that nothing but the graph and autocast's cache holds are free between two events; copies of weights from where the cache lets go of them."""
+    begins = np.maximum(begin, lifetimes.cached_until[storages])
+    return [
+        Change(begin=at, end=end, num_bytes=-lifetimes.bytes_of(storages[begins == at]))
+        for at in np.unique(begins[begins < end]).tolist()
+    ]
 
 
 def input_kept(module_calls: ModuleCalls, call: ModuleCall) -> list[Change]:

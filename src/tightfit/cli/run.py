@@ -10,7 +10,7 @@ from cyclopts import Parameter
 from tightfit.capture.targets.target_kinds import Script, parse_script
 from tightfit.cli.arguments.options import CLOSED_IN, SEVERAL, Permissions
 from tightfit.cli.arguments.programs import exit_code_of
-from tightfit.cli.arguments.sizes import Size, with_unit
+from tightfit.cli.arguments.sizes import Size, budget_on
 from tightfit.cli.arguments.used import used_now
 from tightfit.cli.shared.local_cards import local_cards
 from tightfit.cli.variants.guarded_run import UNGUARDED, Guarding, run_guarded
@@ -67,19 +67,17 @@ def run(
     # These are in the plan, and taking others silently would run something that was never verified.
     if plan is not None and (budget or device or allow or used):
         raise UsageError("--plan names a finished plan: it takes no --budget, --used, --device or --allow")
-    budget = None if budget is None else with_unit("--budget", budget)
     card = device or next((local.name for local in local_cards()), None)
     if plan is None and card is None:
         raise UsageError(
             'there is no GPU on this machine to plan for: name one with --device "RTX 4090" (and --virtual to try it here), or give --plan FILE'
         )
-    chosen = (
-        Plan.load(plan)
-        if plan is not None
-        else _made(
-            script, arguments, card or "", budget, allow, used_now(used, card or "", is_own=device is None), permissions
-        )
-    )
+    if plan is not None:
+        chosen = Plan.load(plan)
+    else:
+        others = used_now(used, card or "", is_own=device is None)
+        limit = None if budget is None else budget_on(budget, card or "", others)
+        chosen = _made(script, arguments, card or "", limit, allow, others, permissions)
     if not chosen.fits:
         raise _does_not_fit(chosen, script, plan)
     # In a child process; a real run happens in this one, as python would run the script.
@@ -101,10 +99,15 @@ def run(
 
 def _does_not_fit(chosen: Plan, script: str, file: Path | None) -> DoesNotFit:
     """The refusal of a plan before the script starts. One that comes from a `file` may have been made for another script."""
-    subject = f"{script} does" if file is None else f"{file} is a plan with which {chosen.target} does"
-    return DoesNotFit(
-        f"{subject} not fit {format_bytes(chosen.budget_bytes)} on {chosen.device}: it needs {format_bytes(needed_bytes(chosen.run.peak, chosen.margin))}; tightfit plan lists what would help"
-    )
+    subject = script if file is None else f"{file} is a plan with which {chosen.target}"
+    limit, peak = f"{format_bytes(chosen.budget_bytes)} on {chosen.device}", chosen.run.peak
+    needed = format_bytes(needed_bytes(peak, chosen.margin))
+    if chosen.margin == "safe" and peak.device_bytes <= chosen.budget_bytes:
+        return DoesNotFit(
+            f"{subject} fits {limit} only without the safety margin: its likely peak is {format_bytes(peak.device_bytes)}, the upper bound {needed}; "
+            "tightfit plan --margin likely -o plan.json makes a plan that runs so"
+        )
+    return DoesNotFit(f"{subject} does not fit {limit}: it needs {needed}; tightfit plan lists what would help")
 
 
 def _checked(

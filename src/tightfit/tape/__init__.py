@@ -3,6 +3,7 @@
 from tightfit.tape.columns import (
     SCHEMA,
     Assumption,
+    Casts,
     Category,
     CollectiveKind,
     Collectives,
@@ -31,6 +32,7 @@ from tightfit.tape.coverage import Coverage, NotReached
 __all__ = [
     "SCHEMA",
     "Assumption",
+    "Casts",
     "Category",
     "CollectiveKind",
     "Collectives",

@@ -276,6 +276,16 @@ class Geometry(Table):
     images: Column = _column("int32")
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Casts(Table):
+    """The operators, in order, whose results are copies of weights that autocast's cache holds until the event `end`, before which its outermost context ends.
+    `is_of_module`: that context is within the call of a module, as that of a model with autocast in its forward is."""
+
+    operator: Column = _column("int32")
+    end: Column = _column("int32")
+    is_of_module: Column = _column("bool")
+
+
 def _empty(table: type[_AnyTable]) -> _AnyTable:
     return table.from_columns({f.name: () for f in dataclasses.fields(table)})
 
@@ -341,7 +351,7 @@ class Tape:
     are the names of the operators of this run that draw random numbers (torch's tag `nondeterministic_seeded`), those of the program's own among them.
     Of a distributed program the tape has one process, `rank` of `num_ranks` on `num_nodes` machines; `communicators` are the ranks of each group that communicates on cards.
     `operators_of_steps` are the operators `[begin, end)` of each span of kind `STEP`; `loaders` are those that batches were taken from.
-    `tf32_matmul` and `tf32_convolution`: products and convolutions of float32 are computed in TF32 where a card can, as the program has set it; by torch's defaults convolutions alone. Tapes from before these, `copies`, `waits`, `weights` and `geometry` were recorded have none.
+    `tf32_matmul` and `tf32_convolution`: products and convolutions of float32 are computed in TF32 where a card can, as the program has set it; by torch's defaults convolutions alone. Tapes from before these, `copies`, `waits`, `weights`, `geometry` and `casts` were recorded have none.
     """
 
     target: str
@@ -372,6 +382,7 @@ class Tape:
     num_nodes: int = 1
     communicators: tuple[tuple[int, ...], ...] = ()
     geometry: Geometry = dataclasses.field(default_factory=lambda: _empty(Geometry))
+    casts: Casts = dataclasses.field(default_factory=lambda: _empty(Casts))
     loaders: tuple[LoaderUse, ...] = ()
     tf32_matmul: bool = False
     tf32_convolution: bool = True
@@ -396,6 +407,7 @@ class Tape:
             waits=self.waits.rows(self.waits.operator <= num_operators),
             weights=self.weights.rows(self.weights.storage < num_storages),
             geometry=self.geometry.rows(self.geometry.operator < num_operators),
+            casts=self.casts.rows(self.casts.operator < num_operators),
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -476,6 +488,7 @@ _TABLES: dict[str, type[Table]] = {
     "weights": Weights,
     "collectives": Collectives,
     "geometry": Geometry,
+    "casts": Casts,
 }
 
 
@@ -485,7 +498,7 @@ def _array(arrays: Mapping[str, Column], table: str, column: str) -> Column:
     return np.zeros(len(arrays[f"{table}.operator"])) if key == "geometry.images" and key not in arrays else arrays[key]
 
 
-_LATER = ("copies", "waits", "weights", "collectives", "geometry")
+_LATER = ("copies", "waits", "weights", "collectives", "geometry", "casts")
 
 
 def _check_archive(path: str | os.PathLike[str]) -> None:

@@ -53,7 +53,7 @@ class FastForward:
         self._others = OtherLoops(gpu, self.program, follows)
         self._gpu = gpu
         self._settle = settle
-        self._follows = follows
+        self.follows = follows
         self._max_operators = self._max_later = sys.maxsize
         self._num_turns = 0
         self._last_turn = 0
@@ -119,7 +119,7 @@ class FastForward:
     def _check(self, *, times: int) -> None:
         """Ends the trace, with `EndOfCapture`, where so many times the bound is exceeded."""
         # Techniques add operators to the same program, whose turns are counted instead.
-        times *= 1 if self._follows is None else 10
+        times *= 1 if self.follows is None else 10
         if self.must_stop or self._gpu.recorder.num_operators > times * self._max_operators:
             self.stop(self.must_stop or _many(self._max_operators))
 
@@ -170,8 +170,8 @@ class FastForward:
         if not self.is_on:
             return False
         self._num_turns += 1
-        if self._follows is not None and self._num_turns == self._follows.last_turn:
-            self.stop(self._follows.stopped)
+        if self.follows is not None and self._num_turns == self.follows.last_turn:
+            self.stop(self.follows.stopped)
         self._last_turn = self._num_turns
         self._check(times=1)
         self._last_turn = 0

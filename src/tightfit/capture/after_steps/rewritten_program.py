@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from importlib.machinery import SourceFileLoader
 from types import CodeType, FrameType
 
+from tightfit.capture.after_steps.branches_seen import BranchesSeen
 from tightfit.capture.after_steps.rewriting import LEAVE, LEAVING, LEFT, SEEN, STEPS, UNTIL, Branch, Rewriter, UserLoop
 from tightfit.capture.observe.attribution import is_of_another_library, is_user_file
 from tightfit.capture.replace import replace
@@ -25,7 +26,7 @@ class LoopLeft(BaseException):
 
 class RewrittenProgram:
     """What the code of the program refers to: loop `n` asks `leave[n]` in each turn, counts in `steps[n]` the training steps since it began
-    (-1: it was left), and branch `n` sets `seen[n]`. `until` is a file and a line where the trace is to end.
+    (-1: it was left), and branch `n` sets its mark in `seen`. `until` is a file and a line where the trace is to end.
     """
 
     def __init__(self, until: tuple[str, int] | None = None) -> None:
@@ -34,7 +35,7 @@ class RewrittenProgram:
         self.branches: list[Branch] = []
         self.trees: dict[str, ast.Module] = {}
         self.leave = bytearray()
-        self.seen = bytearray()
+        self.seen = BranchesSeen()
         self.steps: list[int] = []
         self.leaving = -1
         """The loop that a `LoopLeft` is on its way to."""
@@ -49,7 +50,7 @@ class RewrittenProgram:
             (LEAVE, self.leave),
             (LEFT, left),
             (STEPS, self.steps),
-            (SEEN, self.seen),
+            (SEEN, self.seen.marks),
             (UNTIL, reached),
             (LEAVING, self._caught_by),
         ):
@@ -82,7 +83,7 @@ class RewrittenProgram:
         self._of_file[path] = [(n, self.loops[n]) for n in range(loops, len(self.loops))]
         self.leave.extend([self._asks] * (len(self.loops) - loops))
         self.steps.extend([0] * (len(self.loops) - loops))
-        self.seen.extend(bytes(len(self.branches) - branches))
+        self.seen.marks.extend(bytes(len(self.branches) - branches))
         return code
 
     def ask_in_each_turn(self) -> None:

@@ -73,6 +73,8 @@ class TrainingLoops:
         """A training step has ended."""
         self.num_ended += 1
         self.patience.num_ended += 1
+        if self.num_ended == 1:
+            self._program.seen.first_step_ended()
         for number in self._program.around(sys._getframe(1)):
             self._program.steps[number] += 1
 

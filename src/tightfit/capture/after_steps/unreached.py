@@ -8,7 +8,7 @@ generates, samples or saves, or leads to one.
 import ast
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from tightfit.capture.after_steps.changing_sizes import Sizes
 from tightfit.capture.after_steps.rewriting import called
@@ -63,7 +63,7 @@ def not_reached(
     source = _Source(program)
     found: dict[NotReached, None] = {}
     # The same call elsewhere, such as an evaluation at the end as well, has shown what it needs.
-    reached = set() if is_stopped else _reached(program)
+    reached = set() if is_stopped else _reached(program, program.seen.ever)
     sizes = Sizes(tuple(program.trees.values()))
     for number in _unseen(program, source, left):
         branch = program.branches[number]
@@ -79,6 +79,33 @@ def not_reached(
         if not found:
             found.setdefault(NotReached(what="the rest of the program", where=""))
     return tuple(found)
+
+
+def run_early_alone(program: RewrittenProgram, left: Sequence[int]) -> tuple[NotReached, ...]:
+    """The calls in the training loops `left` that ran in the first turn, before an optimizer had its state, and could in a later one:
+    an evaluation `if step % 500 == 0`, which begins with one at step 0."""
+    source = _Source(program)
+    reached = _reached(program, program.seen.later)
+    found: dict[NotReached, None] = {}
+    for number, branch in enumerate(program.branches):
+        if not program.seen.early_alone(number) or not set(left) & set(branch.loops):
+            continue
+        if branch.test is None or _is_once(branch.test):
+            continue
+        if source.can_change(branch.test, in_loop=True):
+            for call in source.works(branch.statements):
+                if ast.unparse(call) not in reached:
+                    found.setdefault(_named(call, branch.file, branch.condition))
+    return tuple(found)
+
+
+def _is_once(test: ast.expr) -> bool:
+    """Whether a condition is that of one turn: `step == 0`, `not started`."""
+    if isinstance(test, ast.UnaryOp):
+        return isinstance(test.op, ast.Not) and isinstance(test.operand, ast.Name | ast.Attribute)
+    if not isinstance(test, ast.Compare) or len(test.ops) > 1:
+        return False
+    return isinstance(test.ops[0], ast.Eq | ast.Is) and isinstance(test.left, ast.Name | ast.Attribute)
 
 
 def _named(call: ast.Call, file: str, condition: str) -> NotReached:
@@ -209,13 +236,13 @@ def _unseen(program: RewrittenProgram, source: _Source, left: Sequence[int]) -> 
         else:
             can_run = is_on_the_way and source.can_change(branch.test, in_loop=in_loop)
         # Branches inside of one that is named are part of it.
-        if can_run and not program.seen[number] and id(branch.statements[0]) not in inner:
+        if can_run and not program.seen.ever(number) and id(branch.statements[0]) not in inner:
             inner |= {id(node) for statement in branch.statements for node in ast.walk(statement)}
             yield number
 
 
-def _reached(program: RewrittenProgram) -> set[str]:
-    """The calls, as text, in the code that ran, as far as branches and functions tell."""
+def _reached(program: RewrittenProgram, has_run: Callable[[int], bool]) -> set[str]:
+    """The calls, as text, in the code that ran, as far as branches (by their numbers) and functions tell."""
     inside: dict[int, int] = {}
     # An inner branch comes after the one around it.
     for number, branch in enumerate(program.branches):
@@ -225,7 +252,7 @@ def _reached(program: RewrittenProgram) -> set[str]:
         ast.unparse(node)
         for tree in program.trees.values()
         for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and (id(node) not in inside or program.seen[inside[id(node)]])
+        if isinstance(node, ast.Call) and (id(node) not in inside or has_run(inside[id(node)]))
     }
 
 

@@ -9,7 +9,9 @@ from typing import Any, NoReturn
 import torch
 
 from tightfit.capture.after_steps.fast_forward import EndOfCapture, FastForward
+from tightfit.capture.after_steps.running_again import larger_when_run_again
 from tightfit.capture.after_steps.running_lines import places_of
+from tightfit.capture.after_steps.unreached import run_early_alone
 from tightfit.capture.child_process.exit_handlers import SECONDS_FOR_THREADS, ExitHandlers, wait_for_threads
 from tightfit.capture.child_process.weights_on_card import WeightsOnCard
 from tightfit.capture.collectives.world import World
@@ -36,6 +38,7 @@ from tightfit.devices.catalogue import find
 from tightfit.effects.random_operators import draws
 from tightfit.errors import ApplyError, CaptureError, InternalError, faults
 from tightfit.errors.program_errors import one_line
+from tightfit.errors.program_folder import begin_in_this_folder
 from tightfit.tape import Coverage, NotReached, Tape
 
 _OF_INFERENCE = "for inference, give a generator function that yields once per step"
@@ -79,6 +82,7 @@ class CaptureSession:
         differs: Callable[[], NoReturn] | None = None,
     ) -> None:
         self.device, self._until = find(device), until
+        begin_in_this_folder()
         self.recorder = Recorder()
         eager.keep_compiler_out()
         # Host computations are small, and a thread pool costs more than it saves.
@@ -132,7 +136,12 @@ class CaptureSession:
 
     def _take(self) -> None:
         tape = tape_of(self.recorder, target="", versions={}, traced_for=self.device.name)
-        coverage = Coverage() if self.watch.after is None else self.watch.after.coverage()
+        coverage = Coverage()
+        if self.watch.after is not None:
+            coverage = self.watch.after.coverage()
+            left = tuple(self.watch.after.training.left)
+            again = larger_when_run_again(run_early_alone(self.watch.after.program, left), tape)
+            coverage = dataclasses.replace(coverage, not_reached=(*coverage.not_reached, *again))
         if self._until is not None and coverage.stopped != _REACHED:
             file, line = self._until
             missed = NotReached(what="the line of --until", where=f"{short(file)}:{line}")

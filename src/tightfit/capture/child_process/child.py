@@ -14,15 +14,17 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from tightfit.capture.child_process import empty_stdin
+from tightfit.capture.child_process.time_after_steps import TimeAfterSteps
 from tightfit.capture.collectives.world import World
 from tightfit.capture.patches import manifest, nvidia_smi
 from tightfit.capture.processes import process_role, visible_devices
@@ -41,7 +43,6 @@ if TYPE_CHECKING:
     from tightfit.capture.child_process.capture_session import CaptureSession
     from tightfit.capture.steps.detector import StepWatch
 
-_SECONDS_TO_TRY_AGAIN = 0.2
 _end_process = os._exit
 _MOST_BYTES_SAID = 4096
 BATCHES_DIFFER = "micro-batches that looked alike turned out to differ"
@@ -153,9 +154,10 @@ def _failure(label: str, error: BaseException, said: str) -> dict[str, Any]:
     own: TightfitError | None = faults.noted() or apply_error() or faults.our_error(error, "the capture")
     if own is None:
         if isinstance(error, SystemExit):
-            own = CaptureError(_ended_itself(label, error.code, said) + programs.assumed(error))
+            own = CaptureError(_ended_itself(label, error.code, said) + programs.assumed(error) + empty_stdin.hint())
         else:
-            own = ProgramError(programs.one_line(label, error))
+            line = programs.one_line(label, error)
+            own = ProgramError(line if programs.NO_STDIN in line else line + empty_stdin.hint())
             own.trace = programs.program_trace(error)
     details = {name: value for name, value in vars(own).items() if name != "trace" and not name.startswith("__")}
     trace = own.trace or "".join(traceback.format_exception(error))
@@ -202,6 +204,10 @@ def _trace(request: Request, path: str, closed_in: ClosedIn) -> Any:
     if request.follows_threads:
         session.follow_threads()
     report = prepare(request.preparation)
+    where = session.gpu.attribution.where
+    empty_stdin.install(
+        lambda: session.recorder.assume(where(), "standard input, which the program reads, is empty in a trace")
+    )
     _answer_as_nvidia_smi(session, f"{path}.bin")
     visible_devices.show(session.num_cards)
     closed_in.begin()
@@ -258,6 +264,7 @@ def _refuse_in_forks(session: "CaptureSession", label: str, path: str) -> None:
 @contextmanager
 def _steps_in_time(watch: "StepWatch", timeout_seconds: float, path: str, status: StatusFile) -> Iterator[None]:
     """Ends the process if no step ends within `timeout_seconds`, and writes the stacks of all threads to the file at `path`."""
+    time_after = TimeAfterSteps(watch=watch, timeout_seconds=timeout_seconds, began=time.monotonic())
     with open(path, "w") as file:
 
         def expect_a_step() -> None:
@@ -272,12 +279,12 @@ def _steps_in_time(watch: "StepWatch", timeout_seconds: float, path: str, status
             watch.on_step = lambda: None
             faulthandler.dump_traceback_later(2 * timeout_seconds, file=file, exit=True)
             take_alarms()
-            signal.setitimer(signal.ITIMER_REAL, timeout_seconds)
+            time_after.begin()
 
         def take_alarms() -> None:
             # Where optimizers step in hooks of a backward pass, the last step may end in a thread of torch's, in which no handler can be set.
             if sys.platform != "win32" and threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGALRM, lambda _, frame: _stop(watch, frame, timeout_seconds))
+                signal.signal(signal.SIGALRM, lambda _, frame: time_after.alarm(frame))
 
         watch.on_step = expect_a_step
         if watch.after is not None:
@@ -313,20 +320,6 @@ def _exits_seen() -> Iterator[None]:
         yield
     finally:
         os._exit = _end_process
-
-
-def _stop(watch: "StepWatch", frame: FrameType | None, timeout_seconds: float) -> None:
-    """Ends the trace, called from a signal's handler: at once where the program's own code runs or waits, else at the next check."""
-    from tightfit.capture.after_steps.running_lines import is_between_our_lines
-
-    after = watch.after
-    if after is None or watch.has_ended:
-        return
-    why = f"stopped after {timeout_seconds:g} s"
-    if not is_between_our_lines(frame):
-        after.stop(why)
-    after.must_stop = why
-    signal.setitimer(signal.ITIMER_REAL, _SECONDS_TO_TRY_AGAIN)
 
 
 def raise_what_was_swallowed() -> None:

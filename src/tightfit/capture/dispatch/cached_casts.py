@@ -10,13 +10,15 @@ from collections.abc import Callable
 
 import torch
 
+from tightfit.capture.observe.attribution import Attribution
 from tightfit.capture.replace import replace
 
 
 class CachedCasts:
-    """What autocast's cache holds: by the weight, the copy that was made of it."""
+    """What autocast's cache holds: by the weight, the copy that was made of it. The tape is told."""
 
-    def __init__(self) -> None:
+    def __init__(self, attribution: Attribution) -> None:
+        self._attribution = attribution
         self.when_cleared: list[Callable[[], None]] = []
         """Called when the cache is emptied by the program, or by the end of its outermost autocast context."""
         self._made: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -32,11 +34,13 @@ class CachedCasts:
             self._kept.clear()
             for each in self.when_cleared:
                 each()
+            recorder = self._attribution.recorder
+            recorder.casts.end(len(recorder.events["kind"]), is_of_module=bool(self._attribution.modules))
 
         replace(torch, clear_autocast_cache=clear_autocast_cache)
 
     def note(self, source: torch.Tensor, copy: torch.Tensor) -> None:
-        """A copy was made of a tensor on the card in another dtype; the conditions are those under which torch caches it."""
+        """A copy was made, by the last operator, of a tensor on the card in another dtype; the conditions are those under which torch caches it."""
         if (
             source.is_leaf
             and source.requires_grad
@@ -48,6 +52,8 @@ class CachedCasts:
             # One that was kept for it is not made anew on a card.
             self._kept.pop(id(source), None)
             self._made[id(source)] = weakref.ref(copy)
+            recorder = self._attribution.recorder
+            recorder.casts.add(recorder.num_operators - 1)
 
     def release(self, tensor: torch.Tensor) -> None:
         """Has the cache refer to a tensor no more."""

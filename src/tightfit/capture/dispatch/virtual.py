@@ -125,7 +125,7 @@ class VirtualGpu(TorchDispatchMode):
         self.attribution = Attribution(recorder)
         self.reads = ReadPolicy(self.attribution.where, recorder.assume, self.attribution.modules)
         self.known_values = KnownValues()
-        self.casts = CachedCasts()
+        self.casts = CachedCasts(self.attribution)
         self.host = HostMemory(recorder)
         self.fake = _SharedFakeMode()
         self.calls = CallCache(self.fake)

@@ -12,6 +12,7 @@ from tightfit.allocator.settings import AllocatorSettings
 from tightfit.capture.observe.host_storages import HostBytes
 from tightfit.tape import (
     Assumption,
+    Casts,
     Category,
     CollectiveKind,
     Collectives,
@@ -30,6 +31,33 @@ from tightfit.tape import (
     WaitKind,
     Waits,
 )
+
+
+class CastLog:
+    """The copies of weights that autocast's cache holds, and where it is emptied, in order: the operator of a copy with None, the event before which the cache is
+    emptied with whether that is in the call of a module."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[int, bool | None]] = []
+
+    def add(self, operator: int) -> None:
+        """The result of `operator` is such a copy."""
+        self.entries.append((operator, None))
+
+    def end(self, event: int, *, is_of_module: bool) -> None:
+        """The cache is emptied before `event`."""
+        if self.entries and self.entries[-1][1] is None:
+            self.entries.append((event, is_of_module))
+
+    def rows(self, num_events: int) -> list[tuple[int, int, bool]]:
+        """The rows of `Casts`; what is held to the end of the tape, which has so many events, ends there."""
+        found, end, is_of_module = [], num_events, False
+        for number, inside in reversed(self.entries):
+            if inside is None:
+                found.append((number, end, is_of_module))
+            else:
+                end, is_of_module = number, inside
+        return found[::-1]
 
 
 class DiskBytes:
@@ -130,6 +158,7 @@ class Recorder:
         }
         self.communication = CommunicationLog()
         self.geometry: list[tuple[int, ...]] = []  # rows of `Geometry`
+        self.casts = CastLog()
         self.waits = WaitLog(self)
         self.spans: list[tuple[str, SpanKind, int, int]] = []  # name, kind, first event, first operator
         self.assumptions: dict[tuple[str, str], None] = {}
@@ -231,6 +260,7 @@ def tape_of(recorder: Recorder, *, target: str, versions: Mapping[str, str], tra
         operators_of_steps=tuple(operators for _, kind, _, _, operators in kept if kind == SpanKind.STEP),
         copies=Copies.from_columns(recorder.copies),
         geometry=Geometry.from_rows(recorder.geometry),
+        casts=Casts.from_rows(recorder.casts.rows(len(recorder.events["kind"]))),
         waits=Waits.from_columns(recorder.waits.columns),
         collectives=Collectives.from_columns(recorder.communication.collectives),
         rank=recorder.communication.world[0],

@@ -9,7 +9,7 @@ from typing import Any
 
 from cyclopts import Group, Parameter
 
-from tightfit.cli.arguments.sizes import Size, with_unit
+from tightfit.cli.arguments.sizes import Size, budget_on
 from tightfit.cli.shared.progress import ProgressLine
 from tightfit.errors import UsageError
 from tightfit.output_files import write_text
@@ -72,7 +72,7 @@ def plan_cards(
         found = plan_layout(
             target,
             device,
-            budget=None if budget is None else with_unit("--budget", budget),
+            budget=None if budget is None else budget_on(budget, device),
             on_progress=line.report,
             gpus=cards.gpus,
             nodes=cards.nodes,

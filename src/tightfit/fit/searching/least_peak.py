@@ -16,6 +16,7 @@ from tightfit.fit.searching.variants import context_bytes
 from tightfit.fit.traced_runs import TracedRun, TracedRuns
 from tightfit.planner import problem as problems
 from tightfit.planner.option import Option
+from tightfit.planner.reachable_peak import reachable_peak
 from tightfit.planner.solve import least_peak
 from tightfit.tape import Tape
 
@@ -57,9 +58,9 @@ class LeastPeak:
 
     def could_reach(self, budget_bytes: int, start: TracedRun) -> bool:
         """Whether `budget_bytes` is well above what a variant is predicted to reach; `start` is the run with the free options."""
-        # The first prediction costs one solution, and is enough for most budgets.
-        first = self._prediction((), start)
-        if _is_well_below(first.needed_bytes, budget_bytes, start):
+        # What can be reached is known at once, and enough for most budgets; a lowest peak takes a solver.
+        reached = reachable_peak(self._candidates.variant(start).problem)
+        if _is_well_below(self._needed_bytes(reached, start), budget_bytes, start):
             return True
         return _is_well_below(self.predictions(start)[0].needed_bytes, budget_bytes, start)
 
@@ -83,11 +84,13 @@ class LeastPeak:
         variant = self._candidates.variant(start, [option for option in options if option.retains])
         left = problems.with_taken(variant.problem, own)
         peak = least_peak(left, time_limit_seconds=_SECONDS_TO_PREDICT)
+        return Prediction(needed_bytes=self._needed_bytes(peak, start), options=(*self._free, *options))
+
+    def _needed_bytes(self, peak_bytes: int, start: TracedRun) -> int:
         # What a card needs beyond the bytes that are allocated comes and goes with them, but for the context.
         plain, context = self._candidates.variant(start), context_bytes(start)
-        share = peak / max(1, plain.problem.peak_bytes(()))
-        gap = context + round(share * max(0, plain.gap_bytes - context))
-        return Prediction(needed_bytes=peak + gap, options=(*self._free, *options))
+        share = peak_bytes / max(1, plain.problem.peak_bytes(()))
+        return peak_bytes + context + round(share * max(0, plain.gap_bytes - context))
 
     def search(self, base: TracedRun, start: TracedRun) -> Candidate | None:
         """The candidate with the lowest peak; None where nothing can be put on the workload."""

@@ -132,7 +132,9 @@ class _Way:
         if head.weight_gradient >= 0 and len(steps):
             step = int(module_calls.lifetimes.event_of(head.back_end + int(steps[0])))
             again = int(calls[0]) + head.product - head.begin if len(calls) else 0
-            end = min(freed_at, int(module_calls.lifetimes.event_of(head.back_end + again))) if again else freed_at
+            # What runs forward last may end before it comes to the head, such as an embedding alone.
+            at = min(head.back_end + again, len(module_calls.tape.operators))
+            end = min(freed_at, int(module_calls.lifetimes.event_of(at))) if again else freed_at
             logits = int(module_calls.lifetimes.block_bytes[head.logits])
             yield step, end, min(logits, int(module_calls.lifetimes.block_bytes[head.weight_gradient]))
 

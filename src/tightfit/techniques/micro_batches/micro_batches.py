@@ -140,7 +140,7 @@ def _roots(tape: Tape, operators: Column) -> list[str]:
 
 
 def _changes(run: OptimizerProfile, num_parts: int) -> tuple[Change, ...]:
-    """All but one part of the storages made in the passes are gone; the gradients are allocated from the first part on.
+    """All but one part of the storages made in the passes are gone, but for autocast's copies of weights; the gradients are allocated from the first part on.
 
     Gradients of the previous step that are dropped between forward and backward pass stay allocated to the end of the pass, except in
     Lightning's steps, which drop them before.
@@ -152,9 +152,11 @@ def _changes(run: OptimizerProfile, num_parts: int) -> tuple[Change, ...]:
     made = np.isin(storages.category, (Category.ACTIVATIONS, Category.TEMPORARIES)) & np.isin(
         phase, (Phase.FORWARD, Phase.BACKWARD)
     )
+    made[run.modules.lifetimes.casts[:, 0]] = False
     at = np.flatnonzero(made)
     gone = changes(memory_timeline(run.allocated_at[at], run.freed_at[at], run.block_bytes[at]), -(1 - 1 / num_parts))
     gradients = np.flatnonzero(storages.category == Category.GRADIENTS)
+    cached = _held_through(run)
     early: list[Change] = []
     for begin, end in passes_of(run):
         new = gradients[(run.allocated_at[gradients] >= begin) & (run.allocated_at[gradients] < end)]
@@ -166,7 +168,19 @@ def _changes(run: OptimizerProfile, num_parts: int) -> tuple[Change, ...]:
         early += changes(
             held if drops else memory_timeline(run.freed_at[old], np.full(len(old), end), run.block_bytes[old])
         )
+        copies = cached[(run.allocated_at[cached] >= begin) & (run.allocated_at[cached] < end)]
+        early += changes(
+            memory_timeline(np.full(len(copies), begin), run.allocated_at[copies], run.block_bytes[copies])
+        )
+        late = np.minimum(run.freed_at[copies], end)
+        early += changes(memory_timeline(late, np.full(len(copies), end), run.block_bytes[copies]))
     return merged((*gone, *early))
+
+
+def _held_through(run: OptimizerProfile) -> Column:
+    """Autocast's copies of weights whose context is around the model: the backward passes of all parts then run within it."""
+    storages, rows = run.modules.lifetimes.casts.T
+    return storages[~run.tape.casts.is_of_module[rows]] if not _is_of_loop(run) else storages[:0]
 
 
 def _sides(run: OptimizerProfile, num_parts: int) -> Sides:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, final
 
 from tightfit.analysis.modules import ModuleCalls
 from tightfit.analysis.profile import Profile
-from tightfit.analysis.recomputable import RecomputableBlock, seconds_in_python
+from tightfit.analysis.recomputable import RecomputableBlock, freed_between, seconds_in_python
 from tightfit.analysis.sequences import saved_bytes
 from tightfit.planner.option import Change, Option
 from tightfit.planner.sides import Sides
@@ -95,8 +95,7 @@ def _option(technique: str, profile: Profile, segment: Sequence[RecomputableBloc
         issued = [int(profile.costs.is_kernel[call.begin : call.end].sum()) for call in calls]
         num_issued += sum(issued) + sum(issued[:-1])
         for call in calls:
-            gone = module_calls.lifetimes.bytes_of(call.saved)
-            changes.append(Change(begin=call.end_event, end=call.back_event, num_bytes=-gone))
+            changes += freed_between(module_calls.lifetimes, call.saved, call.end_event, call.back_event)
         back = calls[-1].back_event
         for call, following in itertools.pairwise(calls):
             output = call.output

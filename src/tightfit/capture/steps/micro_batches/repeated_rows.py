@@ -1,4 +1,5 @@
-"""A stretch of the tape that is compared with another one, and written again: operators, storages, events, the sizes of products, and what the host reads.
+"""A stretch of the tape that is compared with another one, and written again: operators, storages, events, the sizes of products, cached casts, and what the
+host reads.
 
 Numbers of operators and storages are counted from where the stretch begins, so that the same work twice has the same rows. A stretch with
 copies, collectives, side streams or other events is not repeated here.
@@ -32,6 +33,7 @@ class TapePlace:
     storages: int
     events: int
     products: int
+    casts: int
     waits: int
     others: tuple[int, ...]
 
@@ -39,13 +41,14 @@ class TapePlace:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RepeatedRows:
     """What was recorded between two places. Columns are in the recorder's order. An event is its kind, whose its storage is, the numbers of this and of
-    the operator. `products` are rows of `Recorder.geometry`, `waits` those of `WaitLog`.
+    the operator. `products` are rows of `Recorder.geometry`, `casts` the entries of `CastLog`, `waits` those of `WaitLog`.
     """
 
     operators: tuple[tuple[Any, ...], ...]
     storages: tuple[tuple[Any, ...], ...]
     events: tuple[tuple[int, Whose, int, int], ...]
     products: tuple[tuple[int, ...], ...]
+    casts: tuple[tuple[int, bool | None], ...]
     waits: tuple[tuple[int, ...], ...]
 
     @property
@@ -74,6 +77,7 @@ def place_on(recorder: Recorder) -> TapePlace:
         storages=len(recorder.storages["num_bytes"]),
         events=len(recorder.events["kind"]),
         products=len(recorder.geometry),
+        casts=len(recorder.casts.entries),
         waits=recorder.waits.number,
         others=(
             *(len(recorder.copies["operator"]), len(recorder.spans), recorder.disk.num_bytes),
@@ -121,6 +125,10 @@ def rows_between(
         products=tuple(
             (number - begin.operators, *sizes) for number, *sizes in recorder.geometry[begin.products : end.products]
         ),
+        casts=tuple(
+            (number - (begin.operators if is_of_module is None else begin.events), is_of_module)
+            for number, is_of_module in recorder.casts.entries[begin.casts : end.casts]
+        ),
         waits=tuple((kind, operator - begin.operators, *rest) for kind, operator, *rest in waits),
     )
 
@@ -129,6 +137,7 @@ def write_again(recorder: Recorder, rows: RepeatedRows, first_of_forward: int = 
     """Appends the rows to the tape; returns the number of their first storage. `first_of_forward` is that of the forward pass, `given` are the storages of its
     arguments."""
     first, operators = len(recorder.storages["num_bytes"]), recorder.num_operators
+    first_event = len(recorder.events["kind"])
     for column, values in zip(recorder.operators.values(), rows.operators, strict=True):
         column.extend(values)
     recorder.num_operators += len(rows.operators[0])
@@ -142,6 +151,8 @@ def write_again(recorder: Recorder, rows: RepeatedRows, first_of_forward: int = 
         events["operator"].append(operator + operators)
         events["value"].append(0)
     recorder.geometry.extend((number + operators, *sizes) for number, *sizes in rows.products)
+    for number, is_of_module in rows.casts:
+        recorder.casts.entries.append((number + (operators if is_of_module is None else first_event), is_of_module))
     for kind, operator, *rest in rows.waits:
         for column, value in zip(recorder.waits.columns.values(), (kind, operator + operators, *rest), strict=True):
             column.append(value)
