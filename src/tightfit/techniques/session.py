@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tightfit.effects.values.card_sums import first_difference
 from tightfit.errors import ApplyError
+from tightfit.techniques.notes import Notes
 from tightfit.techniques.wrappers.forwards import Around, OnlyHere, copied_wrappers, take_off_copied, wrap_forward
 from tightfit.techniques.wrappers.replaced_methods import MethodReplacement
 from tightfit.torch_hooks.optimizer_step_hooks import take_off_hook
@@ -126,7 +127,7 @@ class Session:
     check_steps: int = CHECK_STEPS
     disk_folder: str | None = None
     statistics: Counter[str] = dataclasses.field(default_factory=Counter)
-    notes: list[str] = dataclasses.field(default_factory=list)
+    notes: Notes = dataclasses.field(default_factory=Notes)
     verdict: Verdict = dataclasses.field(default_factory=Verdict)
     before: dict[torch.Tensor, tuple[torch.Tensor, int]] = dataclasses.field(default_factory=dict)
     shared: dict[type, Any] = dataclasses.field(default_factory=dict)
