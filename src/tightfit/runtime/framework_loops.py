@@ -13,8 +13,7 @@ from typing import Any
 from tightfit.capture.processes.process_role import begin_plan
 from tightfit.planner.plan import Choice
 from tightfit.runtime.apply import apply_to, innermost
-from tightfit.techniques.notes import Notes
-from tightfit.techniques.session import Session
+from tightfit.techniques.session import Notes, Session
 from tightfit.torch_hooks.calls import StepOwner, on_training_step
 from tightfit.torch_hooks.manifest import LIGHTNING_STEP, PYTORCH_LIGHTNING_STEP, TRAINER_STEP, Name
 from tightfit.torch_hooks.replaced import Leave

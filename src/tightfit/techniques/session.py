@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Self
 
 import torch
@@ -21,7 +21,6 @@ from torch.utils.hooks import RemovableHandle
 
 from tightfit.effects.values.card_sums import first_difference
 from tightfit.errors import ApplyError
-from tightfit.techniques.notes import Notes
 from tightfit.techniques.wrappers.forwards import Around, OnlyHere, copied_wrappers, take_off_copied, wrap_forward
 from tightfit.techniques.wrappers.replaced_methods import MethodReplacement
 from tightfit.torch_hooks.optimizer_step_hooks import take_off_hook
@@ -108,6 +107,21 @@ class ComparedSums:
     first: torch.Tensor
     again: torch.Tensor
     refuse: Callable[[], object]
+
+
+class Notes(list[str]):
+    """What a session has to say to the user. `tell` is given what comes after it was set; None: nobody is told, and whoever reads the list finds it."""
+
+    tell: Callable[[str], None] | None = None
+
+    def append(self, note: str) -> None:
+        super().append(note)
+        if self.tell is not None:
+            self.tell(note)
+
+    def extend(self, notes: Iterable[str]) -> None:
+        for note in notes:
+            self.append(note)
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, weakref_slot=True, eq=False)
