@@ -14,6 +14,7 @@ from tightfit.cli.arguments.sizes import Size, budget_on
 from tightfit.cli.arguments.used import used_now
 from tightfit.cli.shared.local_cards import local_cards
 from tightfit.cli.variants.guarded_run import UNGUARDED, Guarding, run_guarded
+from tightfit.cli.variants.run_on_ranks import ONE_CARD, Ranks, run_on_ranks
 from tightfit.errors import DoesNotFit, UsageError
 from tightfit.planner.plan import Plan
 from tightfit.simulate.estimate import needed_bytes, peak_of_limit, verdict_of
@@ -32,6 +33,7 @@ def run(
     virtual: bool = False,
     check_steps: int = 2,
     disk_folder: Path | None = None,
+    ranks: Ranks = ONE_CARD,
     guarding: Guarding = UNGUARDED,
     permissions: Permissions = CLOSED_IN,
 ) -> int:
@@ -60,7 +62,16 @@ def run(
     disk_folder
         The folder for what the plan keeps on disk, in a file without a name. Default: the folder for temporary files (TMPDIR).
     """
-    parsed = _checked(script, arguments, check_steps, disk_folder, guarding)
+    parsed = _checked(script, arguments, check_steps, disk_folder, guarding, ranks)
+    if ranks.gpus is not None:
+        others = {
+            "--budget": budget,
+            "--used": used,
+            "--device": device,
+            "--virtual": virtual,
+            "--guard": guarding.guard,
+        }
+        return run_on_ranks(parsed, ranks, plan, allow, {**others, "--disk-folder": disk_folder}, check_steps)
     if guarding.guard:
         others = {"--used": used, "--device": device, "--allow": allow, "--virtual": virtual}
         return run_guarded(parsed, guarding, plan, budget, others, check_steps, disk_folder)
@@ -83,6 +94,10 @@ def run(
     # In a child process; a real run happens in this one, as python would run the script.
     if virtual:
         return _run_virtually(chosen, script, arguments, permissions)
+    return _run_really(chosen, parsed, script, check_steps, disk_folder)
+
+
+def _run_really(chosen: Plan, parsed: Script, script: str, check_steps: int, disk_folder: Path | None) -> int:
     from tightfit.runtime.run_script import run as run_really
 
     return exit_code_of(
@@ -111,7 +126,12 @@ def _does_not_fit(chosen: Plan, script: str, file: Path | None) -> DoesNotFit:
 
 
 def _checked(
-    script: str, arguments: tuple[str, ...], check_steps: int, disk_folder: Path | None, guarding: Guarding
+    script: str,
+    arguments: tuple[str, ...],
+    check_steps: int,
+    disk_folder: Path | None,
+    guarding: Guarding,
+    ranks: Ranks,
 ) -> Script:
     parsed = parse_script(script, arguments)
     if parsed is None:
@@ -120,6 +140,8 @@ def _checked(
         raise UsageError(f"--disk-folder {disk_folder}: there is no such folder")
     if check_steps < 0:
         raise UsageError(f"--check-steps is {check_steps}: give how many steps are to be checked, 0 for none")
+    if ranks.on != "gpu" and ranks.gpus is None:
+        raise UsageError("--on cpu goes with --gpus, the number of processes")
     if guarding.ballast is not None and not guarding.guard:
         raise UsageError("--ballast is held by a guarded run: give --guard too")
     if guarding.fallback and not guarding.guard:
