@@ -161,6 +161,11 @@ def test_a_script_without_a_model_is_told_so_where_nothing_was_planned(capfd: py
             1,
             "large.json is a plan with which train.py does not fit 512.0 MiB on NVIDIA GeForce RTX 4090",
         ),
+        (
+            ["--plan", "likely.json", "train.py"],
+            1,
+            "likely.json is a plan with which train.py fits 2.00 GiB on NVIDIA GeForce RTX 4090 only without the safety margin: its likely peak is ",
+        ),
         (["link.py"], 2, "there is no file link.py: it is a link to gone.py, which is not there"),
         (
             ["--plan", "plan.json", "--budget", "4GiB", "train.py"],
@@ -183,6 +188,7 @@ def test_errors_are_one_line_each(
     plan_of().save("plan.json")
     plan_of([choice("magic", "Net")]).save("unknown.json")
     plan_of(fits=False, budget_bytes=GIB // 2).save("large.json")
+    plan_of(fits=False, budget_bytes=2 * GIB).save("likely.json")
     Path("other.json").write_text(json.dumps({"schema": 2}))
     whole = json.loads(Path("plan.json").read_text())
     Path("lacking.json").write_text(json.dumps({k: v for k, v in whole.items() if k != "baseline"}))

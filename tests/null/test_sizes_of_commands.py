@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import tightfit
+from tightfit.cli.arguments.sizes import budget_on
 from tightfit.cli.main import run
 from tightfit.devices.catalogue import find
 from tightfit.errors import UsageError
@@ -93,3 +94,66 @@ def test_in_python_too(recording: str) -> None:
         assert tightfit.replay(recording, memory="3").oom is not None
     with pytest.raises(UsageError, match="budget: '-3GiB' is negative"):
         tightfit.plan("x.py:f", "4090", budget="-3GiB")
+
+
+def test_a_replay_with_less_than_the_recording_begins_with_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    events = [{"action": "alloc", "addr": 1 << 30, "size": 4096, "stream": 0, "frames": []}]
+    block = {
+        "address": 1 << 29,
+        "size": 64 << 20,
+        "requested_size": 64 << 20,
+        "state": "active_allocated",
+        "frames": [],
+    }
+    segment: dict[str, object] = {
+        "address": 1 << 29,
+        "total_size": 64 << 20,
+        "stream": 0,
+        "segment_type": "large",
+        "device": 0,
+    }
+    other = segment | {"address": 1 << 30, "total_size": 2 << 20, "segment_type": "small"}
+    left = {"address": 1 << 30, "size": 4096, "requested_size": 4096, "state": "active_allocated", "frames": []}
+    rest = {
+        "address": (1 << 30) + 4096,
+        "size": (2 << 20) - 4096,
+        "requested_size": 0,
+        "state": "inactive",
+        "frames": [],
+    }
+    other["blocks"] = [left, rest]
+    file = tmp_path / "held.pickle"
+    file.write_bytes(pickle.dumps({"segments": [segment | {"blocks": [block]}, other], "device_traces": [events]}))
+    assert run(["replay", str(file), "--memory", "32MiB"]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "before the first event: the recording begins with 64.0 MiB allocated and 64.0 MiB reserved" in said
+    assert "peak allocated until then" in said
+
+
+@pytest.mark.parametrize(
+    ("budget", "used", "taken", "said"),
+    [
+        ("1TiB", None, None, "--budget 1TiB is more than a process can have of NVIDIA GeForce RTX 4060: 7.75 GiB are"),
+        (
+            "7GiB",
+            "3GiB",
+            None,
+            "--budget 7GiB is more than a process can have of NVIDIA GeForce RTX 4060 beside the 3.00",
+        ),
+        (
+            "7GiB",
+            3 << 30,
+            None,
+            "--budget 7GiB is more than a process can have of NVIDIA GeForce RTX 4060 beside the 3.00",
+        ),
+        ("4GiB", "3GiB", "4GiB", ""),
+        ("100%", None, "100%", ""),
+    ],
+)
+def test_a_budget_larger_than_the_card_is_the_card_and_said(
+    budget: str, used: str | int | None, taken: str | None, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert budget_on(budget, CARD, used) == taken
+    assert capsys.readouterr().err.startswith(f"tightfit: {said}" if said else "")

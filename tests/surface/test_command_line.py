@@ -107,7 +107,17 @@ OPTIONS = {
     ],
     "run": [
         *("--allow", "--allow-network", "--allow-writes", "--ballast", "--budget", "--check-steps", "--device"),
-        *("--disk-folder", "--fallback", "--guard", "--plan", "--post-mortems", "--used", "--virtual"),
+        *(
+            "--disk-folder",
+            "--fallback",
+            "--gpus",
+            "--guard",
+            "--on",
+            "--plan",
+            "--post-mortems",
+            "--used",
+            "--virtual",
+        ),
     ],
     "replay": ["--alloc-conf", "--device", "--json", "--memory", "--tune"],
     "record": [

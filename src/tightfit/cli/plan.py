@@ -18,7 +18,7 @@ from tightfit.cli.arguments.options import (
     ModelOptions,
     TraceOptions,
 )
-from tightfit.cli.arguments.sizes import Size, with_unit
+from tightfit.cli.arguments.sizes import Size, budget_on
 from tightfit.cli.arguments.used import used_now
 from tightfit.cli.shared.early_server import begin_server
 from tightfit.cli.shared.local_cards import own_card
@@ -129,7 +129,7 @@ def plan(
         check_alone(is_plain and bounds == dataclasses.replace(NO_BOUNDS, budget=bounds.budget), cards, output)
         traced = {"arguments": arguments, "parameters": parameter, "options": model.given(), "tracing": tracing}
         return plan_cards(target, card, cards, budget=bounds.budget, output=output, json=json, **traced)
-    settings = _settings(bounds, gpu, used_now(gpu.used, card, is_own=device is None)) | {
+    settings = _settings(bounds, gpu, card, used_now(gpu.used, card, is_own=device is None)) | {
         "arguments": arguments,
         "parameters": parameter,
         "options": model.given(),
@@ -148,9 +148,9 @@ def plan(
     return 0 if found.fits else 1
 
 
-def _settings(bounds: Bounds, gpu: GpuOptions, used: str | int | None) -> dict[str, Any]:
+def _settings(bounds: Bounds, gpu: GpuOptions, device: str, used: str | int | None) -> dict[str, Any]:
     return {
-        "budget": None if bounds.budget is None else with_unit("--budget", bounds.budget),
+        "budget": None if bounds.budget is None else budget_on(bounds.budget, device, used),
         "used": used,
         "allow": bounds.allow,
         "without": bounds.without,

@@ -15,7 +15,7 @@ from tightfit.units import format_bytes
 
 if TYPE_CHECKING:
     from tightfit.recordings.read import Recording
-    from tightfit.recordings.replayed import Replay
+    from tightfit.recordings.replayed import OutOfMemory, Replay
 
 _WIDTH = 120
 
@@ -95,10 +95,10 @@ def _print(result: "Replay", each: "Sequence[Replay]", recording: "Recording", *
     console = _console()
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_row("events", f"{result.events:,}")
-    table.add_row(
-        "peak allocated", f"{format_bytes(result.peak_allocated_bytes)} ({result.peak_allocated_bytes:,} bytes)"
-    )
-    table.add_row("peak reserved", f"{format_bytes(result.peak_reserved_bytes)} ({result.peak_reserved_bytes:,} bytes)")
+    # A replay with less memory ends where that runs out; the whole run needs more.
+    until = "" if result.oom is None or is_as_recorded else " until then"
+    for what, num_bytes in (("allocated", result.peak_allocated_bytes), ("reserved", result.peak_reserved_bytes)):
+        table.add_row(f"peak {what}{until}", f"{format_bytes(num_bytes)} ({num_bytes:,} bytes)")
     num_segments = sum(result.segments.values())
     mapped_bytes = sum(size * count for size, count in result.segments.items())
     table.add_row("segments allocated during the recording", f"{num_segments:,}, {format_bytes(mapped_bytes)}")
@@ -109,15 +109,17 @@ def _print(result: "Replay", each: "Sequence[Replay]", recording: "Recording", *
             "equal to the simulated ones, to the byte" if result.agrees else "differ from the simulated ones",
         )
     if result.oom is not None:
-        oom = result.oom
-        table.add_row(
-            "out of memory",
-            f"at event {oom.event:,}: {format_bytes(oom.requested_bytes)} requested with {format_bytes(oom.allocated_bytes)} allocated"
-            f" and {format_bytes(oom.reserved_bytes)} reserved",
-        )
+        table.add_row("out of memory", _failure(result.oom))
     if len(each) > 1:
         for one in each:
             peaks = f"peak allocated {format_bytes(one.peak_allocated_bytes)}, reserved {format_bytes(one.peak_reserved_bytes)}"
             table.add_row(f"device {one.device}", peaks + ("" if one.oom is None else ", out of memory"))
     console.print(recording.path)
     console.print(table)
+
+
+def _failure(oom: "OutOfMemory") -> str:
+    held = f"{format_bytes(oom.allocated_bytes)} allocated and {format_bytes(oom.reserved_bytes)} reserved"
+    if not oom.requested_bytes:
+        return f"before the first event: the recording begins with {held}"
+    return f"at event {oom.event:,}: {format_bytes(oom.requested_bytes)} requested with {held}"

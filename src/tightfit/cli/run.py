@@ -10,10 +10,11 @@ from cyclopts import Parameter
 from tightfit.capture.targets.target_kinds import Script, parse_script
 from tightfit.cli.arguments.options import CLOSED_IN, SEVERAL, Permissions
 from tightfit.cli.arguments.programs import exit_code_of
-from tightfit.cli.arguments.sizes import Size, with_unit
+from tightfit.cli.arguments.sizes import Size, budget_on
 from tightfit.cli.arguments.used import used_now
 from tightfit.cli.shared.local_cards import local_cards
 from tightfit.cli.variants.guarded_run import UNGUARDED, Guarding, run_guarded
+from tightfit.cli.variants.run_on_ranks import ONE_CARD, Ranks, run_on_ranks
 from tightfit.errors import DoesNotFit, UsageError
 from tightfit.planner.plan import Plan
 from tightfit.simulate.estimate import needed_bytes, peak_of_limit, verdict_of
@@ -32,6 +33,7 @@ def run(
     virtual: bool = False,
     check_steps: int = 2,
     disk_folder: Path | None = None,
+    ranks: Ranks = ONE_CARD,
     guarding: Guarding = UNGUARDED,
     permissions: Permissions = CLOSED_IN,
 ) -> int:
@@ -60,31 +62,42 @@ def run(
     disk_folder
         The folder for what the plan keeps on disk, in a file without a name. Default: the folder for temporary files (TMPDIR).
     """
-    parsed = _checked(script, arguments, check_steps, disk_folder, guarding)
+    parsed = _checked(script, arguments, check_steps, disk_folder, guarding, ranks)
+    if ranks.gpus is not None:
+        others = {
+            "--budget": budget,
+            "--used": used,
+            "--device": device,
+            "--virtual": virtual,
+            "--guard": guarding.guard,
+        }
+        return run_on_ranks(parsed, ranks, plan, allow, {**others, "--disk-folder": disk_folder}, check_steps)
     if guarding.guard:
         others = {"--used": used, "--device": device, "--allow": allow, "--virtual": virtual}
         return run_guarded(parsed, guarding, plan, budget, others, check_steps, disk_folder)
     # These are in the plan, and taking others silently would run something that was never verified.
     if plan is not None and (budget or device or allow or used):
         raise UsageError("--plan names a finished plan: it takes no --budget, --used, --device or --allow")
-    budget = None if budget is None else with_unit("--budget", budget)
     card = device or next((local.name for local in local_cards()), None)
     if plan is None and card is None:
         raise UsageError(
             'there is no GPU on this machine to plan for: name one with --device "RTX 4090" (and --virtual to try it here), or give --plan FILE'
         )
-    chosen = (
-        Plan.load(plan)
-        if plan is not None
-        else _made(
-            script, arguments, card or "", budget, allow, used_now(used, card or "", is_own=device is None), permissions
-        )
-    )
+    if plan is not None:
+        chosen = Plan.load(plan)
+    else:
+        others = used_now(used, card or "", is_own=device is None)
+        limit = None if budget is None else budget_on(budget, card or "", others)
+        chosen = _made(script, arguments, card or "", limit, allow, others, permissions)
     if not chosen.fits:
         raise _does_not_fit(chosen, script, plan)
     # In a child process; a real run happens in this one, as python would run the script.
     if virtual:
         return _run_virtually(chosen, script, arguments, permissions)
+    return _run_really(chosen, parsed, script, check_steps, disk_folder)
+
+
+def _run_really(chosen: Plan, parsed: Script, script: str, check_steps: int, disk_folder: Path | None) -> int:
     from tightfit.runtime.run_script import run as run_really
 
     return exit_code_of(
@@ -101,14 +114,24 @@ def run(
 
 def _does_not_fit(chosen: Plan, script: str, file: Path | None) -> DoesNotFit:
     """The refusal of a plan before the script starts. One that comes from a `file` may have been made for another script."""
-    subject = f"{script} does" if file is None else f"{file} is a plan with which {chosen.target} does"
-    return DoesNotFit(
-        f"{subject} not fit {format_bytes(chosen.budget_bytes)} on {chosen.device}: it needs {format_bytes(needed_bytes(chosen.run.peak, chosen.margin))}; tightfit plan lists what would help"
-    )
+    subject = script if file is None else f"{file} is a plan with which {chosen.target}"
+    limit, peak = f"{format_bytes(chosen.budget_bytes)} on {chosen.device}", chosen.run.peak
+    needed = format_bytes(needed_bytes(peak, chosen.margin))
+    if chosen.margin == "safe" and peak.device_bytes <= chosen.budget_bytes:
+        return DoesNotFit(
+            f"{subject} fits {limit} only without the safety margin: its likely peak is {format_bytes(peak.device_bytes)}, the upper bound {needed}; "
+            "tightfit plan --margin likely -o plan.json makes a plan that runs so"
+        )
+    return DoesNotFit(f"{subject} does not fit {limit}: it needs {needed}; tightfit plan lists what would help")
 
 
 def _checked(
-    script: str, arguments: tuple[str, ...], check_steps: int, disk_folder: Path | None, guarding: Guarding
+    script: str,
+    arguments: tuple[str, ...],
+    check_steps: int,
+    disk_folder: Path | None,
+    guarding: Guarding,
+    ranks: Ranks,
 ) -> Script:
     parsed = parse_script(script, arguments)
     if parsed is None:
@@ -117,6 +140,8 @@ def _checked(
         raise UsageError(f"--disk-folder {disk_folder}: there is no such folder")
     if check_steps < 0:
         raise UsageError(f"--check-steps is {check_steps}: give how many steps are to be checked, 0 for none")
+    if ranks.on != "gpu" and ranks.gpus is None:
+        raise UsageError("--on cpu goes with --gpus, the number of processes")
     if guarding.ballast is not None and not guarding.guard:
         raise UsageError("--ballast is held by a guarded run: give --guard too")
     if guarding.fallback and not guarding.guard:

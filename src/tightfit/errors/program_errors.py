@@ -9,6 +9,7 @@ import traceback
 
 from tightfit.errors.faults import chain, is_own_file
 from tightfit.errors.package_folders import package_folders
+from tightfit.errors.program_folder import relative_to_begin
 
 _STANDARD = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
 # What runs a script or imports a module on our behalf (runpy is frozen in some builds, and a file in others).
@@ -22,6 +23,7 @@ _STARTING_THREADS = tuple(
     for parts in (("threading.py",), ("concurrent", "futures", "thread.py"), ("multiprocessing", "pool.py"))
 )
 _ASSUMED = "_tightfit_assumed"
+NO_STDIN = "a trace has no standard input: give the program what it asks for in its arguments, or in a file"
 # What is wrong with an environment and not with a program: what the error says, and what helps.
 _REMEDIES = {
     # PyPI's torchvision for Linux is built for CUDA, and its operators are not registered with a CPU build of torch; transformers imports it if it is there.
@@ -32,7 +34,7 @@ _REMEDIES = {
     "relative import with no known parent": "it is a module of a package: give it as python -m takes it (package.module), from the folder above the package",
     "NVML Shared Library Not Found": "a trace has no NVML: ask torch.cuda.mem_get_info() or nvidia-smi, which answer with the virtual GPU",
     "name 'get_ipython' is not defined": "it is there in a notebook only: take out the lines that call it, which were magics (%) and commands (!)",
-    "EOF when reading a line": "a trace has no standard input: give the program what it asks for in its arguments",
+    "EOF when reading a line": NO_STDIN,
 }
 
 _IN_THE_MAIN_ONE = (
@@ -74,7 +76,7 @@ def one_line(label: str, error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         of_a_notebook = (error.text or "").lstrip().startswith(("%", "!"))
         helps = "; a line with % or ! is of a notebook: take it out" if of_a_notebook else ""
-        return f"{label} has a syntax error at {os.path.relpath(error.filename)}:{error.lineno}: {error.msg}{helps}"
+        return f"{label} has a syntax error at {relative_to_begin(error.filename)}:{error.lineno}: {error.msg}{helps}"
     *_, first = links = chain(error)
     place = _place(error) or _place(first)
     where = f" at {place}" if place else ""
@@ -146,4 +148,4 @@ def _place(error: BaseException) -> str | None:
     own = [f for f in frames if not f.filename.startswith(libraries) and "site-packages" not in f.filename]
     # Code that a library generated (torch.fx), or a command of an installed package, leaves no frame of the program's own.
     found = own or frames
-    return f"{os.path.relpath(found[-1].filename)}:{found[-1].lineno}" if found else None
+    return f"{relative_to_begin(found[-1].filename)}:{found[-1].lineno}" if found else None

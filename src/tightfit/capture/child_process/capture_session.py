@@ -38,6 +38,7 @@ from tightfit.devices.catalogue import find
 from tightfit.effects.random_operators import draws
 from tightfit.errors import ApplyError, CaptureError, InternalError, faults
 from tightfit.errors.program_errors import one_line
+from tightfit.errors.program_folder import begin_in_this_folder
 from tightfit.tape import Coverage, NotReached, Tape
 
 _OF_INFERENCE = "for inference, give a generator function that yields once per step"
@@ -81,6 +82,7 @@ class CaptureSession:
         differs: Callable[[], NoReturn] | None = None,
     ) -> None:
         self.device, self._until = find(device), until
+        begin_in_this_folder()
         self.recorder = Recorder()
         eager.keep_compiler_out()
         # Host computations are small, and a thread pool costs more than it saves.

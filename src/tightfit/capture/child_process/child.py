@@ -23,6 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from tightfit.capture.child_process import empty_stdin
 from tightfit.capture.child_process.time_after_steps import TimeAfterSteps
 from tightfit.capture.collectives.world import World
 from tightfit.capture.patches import manifest, nvidia_smi
@@ -153,9 +154,10 @@ def _failure(label: str, error: BaseException, said: str) -> dict[str, Any]:
     own: TightfitError | None = faults.noted() or apply_error() or faults.our_error(error, "the capture")
     if own is None:
         if isinstance(error, SystemExit):
-            own = CaptureError(_ended_itself(label, error.code, said) + programs.assumed(error))
+            own = CaptureError(_ended_itself(label, error.code, said) + programs.assumed(error) + empty_stdin.hint())
         else:
-            own = ProgramError(programs.one_line(label, error))
+            line = programs.one_line(label, error)
+            own = ProgramError(line if programs.NO_STDIN in line else line + empty_stdin.hint())
             own.trace = programs.program_trace(error)
     details = {name: value for name, value in vars(own).items() if name != "trace" and not name.startswith("__")}
     trace = own.trace or "".join(traceback.format_exception(error))
@@ -202,6 +204,10 @@ def _trace(request: Request, path: str, closed_in: ClosedIn) -> Any:
     if request.follows_threads:
         session.follow_threads()
     report = prepare(request.preparation)
+    where = session.gpu.attribution.where
+    empty_stdin.install(
+        lambda: session.recorder.assume(where(), "standard input, which the program reads, is empty in a trace")
+    )
     _answer_as_nvidia_smi(session, f"{path}.bin")
     visible_devices.show(session.num_cards)
     closed_in.begin()

@@ -18,6 +18,7 @@ import torch
 
 from tightfit.capture.observe.recorder import Recorder
 from tightfit.errors.package_folders import package_folders
+from tightfit.errors.program_folder import relative_to_begin
 from tightfit.tape import Phase
 
 _INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
@@ -203,5 +204,5 @@ def is_of_another_library(filename: str) -> bool:
 
 def short(filename: str) -> str:
     """A file name for display: relative to the working folder if it is inside of it."""
-    relative = os.path.relpath(filename)
+    relative = relative_to_begin(filename)
     return filename if relative.startswith("..") else relative

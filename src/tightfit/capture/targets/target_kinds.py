@@ -198,6 +198,8 @@ def generator_on(target: GeneratorFunction | HuggingFaceConfig, *, device: str) 
 
 
 def _load(target: GeneratorFunction) -> Callable[..., Any]:
+    # A module that reads its arguments when it is imported has none here.
+    sys.argv = [target.location]
     if target.location.endswith(".py"):
         path = Path(target.location).resolve()
         sys.path.insert(0, str(path.parent))

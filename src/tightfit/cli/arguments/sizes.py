@@ -5,8 +5,9 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from tightfit.devices.catalogue import find
 from tightfit.errors import UsageError
-from tightfit.units import GIB, lacks_unit, parse
+from tightfit.units import GIB, format_bytes, lacks_unit, parse
 
 Size = Annotated[str, Parameter(allow_leading_hyphen=True)]
 """A size as it was typed. `-3GiB` is a wrong size, and not an option that nobody knows."""
@@ -29,3 +30,22 @@ def with_unit(option: str, text: str) -> str:
         return text
     sys.stderr.write(f"tightfit: {option} {text} has no unit; read as {text.strip()} GiB\n")
     return f"{text.strip()}GiB"
+
+
+def budget_on(budget: str, device: str, used: str | int | None = None) -> str | None:
+    """The value of `--budget` with a unit; None, which stands for all there is, where it is more than that. This is said on stderr.
+
+    Raises:
+        UsageError: it is no size, or there is no such GPU.
+    """
+    text, card = with_unit("--budget", budget), find(device)
+    held = used if isinstance(used, int) else 0 if used is None else parse(used, whole_bytes=card.capacity_bytes)
+    room = card.capacity_bytes - held
+    # A card that others fill is refused later, with its figures.
+    if text.endswith("%") or room <= 0 or parse(text) <= room:
+        return text
+    beside = f" beside the {format_bytes(held)} of others" if held else ""
+    sys.stderr.write(
+        f"tightfit: --budget {budget} is more than a process can have of {card.name}{beside}: {format_bytes(room)} are planned for\n"
+    )
+    return None

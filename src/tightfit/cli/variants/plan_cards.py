@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from cyclopts import Group, Parameter
 
 from tightfit.cli.arguments.counts import count_of, gpus_of
-from tightfit.cli.arguments.sizes import Size, with_unit
+from tightfit.cli.arguments.sizes import Size, budget_on
 from tightfit.cli.shared.progress import ProgressLine
 from tightfit.errors import UsageError
 from tightfit.output_files import write_text
@@ -92,7 +92,7 @@ def plan_cards(
         curve = plan_layouts(
             target,
             device,
-            budget=None if budget is None else with_unit("--budget", budget),
+            budget=None if budget is None else budget_on(budget, device),
             on_progress=line.report,
             gpus=gpus,
             nodes=cards.nodes,

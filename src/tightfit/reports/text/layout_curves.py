@@ -3,7 +3,7 @@
 from rich.table import Table
 from rich.text import Text
 
-from tightfit.layouts.layout_curve import LayoutCurve
+from tightfit.layouts.costs.layout_curve import LayoutCurve
 from tightfit.layouts.layout_plan import LayoutPlan, PricedLayout
 from tightfit.reports.text.estimates import console
 from tightfit.reports.text.layouts import format_count, format_long

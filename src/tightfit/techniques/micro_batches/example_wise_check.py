@@ -57,11 +57,14 @@ class Proved:
         return self.decisions == tuple(decisions) and shape in self.shapes
 
 
+Judge = Callable[[FollowedRun, torch.nn.Module], Proved]
+"""Says what a run that was followed proves about the model, or raises Mixes."""
 _OF_ALL = ("Python's random", "numpy.random")
 
 
 class BatchProofs:
-    """The proofs for one model, which it refers to weakly, by the shapes of its batches. `of_loop` are attributes of it that the training loop sets."""
+    """The proofs for one model, which it refers to weakly, by the shapes of its batches. `of_loop` are attributes of it that the training loop sets. `judge` says what a
+    run that was followed proves; by default its loss has to be one mean or sum over the batch."""
 
     def __init__(
         self,
@@ -71,8 +74,10 @@ class BatchProofs:
         refuse: Refuse,
         unseen: Callable[[], contextlib.AbstractContextManager[Any]],
         of_loop: Collection[str] = (),
+        judge: Judge | None = None,
     ) -> None:
         self._model = weakref.ref(model)
+        self._judge = judge or _judged
         self._ignored = {*_OF_ALL, *(f"{type(model).__name__}.{name}" for name in of_loop)}
         self._allows_randomness = allows_randomness
         self._refuse = refuse
@@ -191,6 +196,7 @@ class BatchProofs:
                         batch,
                         parts,
                         reads,
+                        self._judge,
                         allows_randomness=self._allows_randomness,
                         may_leave=before is not None,
                         led=led,
@@ -243,6 +249,7 @@ def _proved(
     batch: AbstractBatch,
     parts: Sequence[tuple[int, int]],
     reads: Sequence[Any] | None,
+    judge: Judge,
     *,
     allows_randomness: bool,
     may_leave: bool,
@@ -282,7 +289,7 @@ def _proved(
         if not may_leave:
             raise
         proof = error.proof
-    return dataclasses.replace(_judged(proof, model), is_of_first=may_leave)
+    return dataclasses.replace(judge(proof, model), is_of_first=may_leave)
 
 
 def _judged(proof: FollowedRun, model: torch.nn.Module) -> Proved:

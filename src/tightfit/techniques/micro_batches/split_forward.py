@@ -139,7 +139,7 @@ class SplitForward:
         with (
             without_outside_calls(self._refuse_outside, is_on=is_watched),
             _GradientsAside(self.model) as aside,
-            _no_steps(self._refuse),
+            no_steps(self._refuse),
         ):
             checks_before = self._checks_left
             sums, outputs = self._run_led(forward, batch, aside)
@@ -209,7 +209,7 @@ class SplitForward:
             decisions = watch.decisions
             # A plan may be applied to inner modules by their first forward, and change which parameters are
             # trained.
-            _refuse_hooks(self.model, self._refuse, since=self._begins)
+            refuse_hooks(self.model, self._refuse, since=self._begins)
             aside.take()
             loss_key, loss = find_loss(output)
             if is_new:
@@ -226,7 +226,7 @@ class SplitForward:
             if proved is None or is_new:
                 # After the first part has run for real, so that lazy modules and caches are made; what that run
                 # has left behind is part of the proof.
-                with _looking(self._refuse):
+                with looking(self._refuse):
                     proved = self._proofs.prove(
                         forward, batch, parts, decided, values, shape, may_leave=not begin, led=led
                     )
@@ -238,7 +238,7 @@ class SplitForward:
             del loss
             if self._checks_left and _has_pairs(batch, aside) and (not begin or is_other_way):
                 self._checks_left -= 1
-                with _looking(self._refuse), self._unseen(), paused(), nothing_hidden(self.model):
+                with looking(self._refuse), self._unseen(), paused(), nothing_hidden(self.model):
                     self._check(forward, batch, proved.means, led)
             self._is_checked = True
         if not sums.are_shares_equal():
@@ -286,7 +286,7 @@ class SplitForward:
         # Two runs with dropout differ by their masks: they are compared in evaluation mode.
         if self._allows_randomness:
             self.model.eval()
-        results, comparable, numbers = [], True, _Numbers()
+        results, comparable, numbers = [], True, Numbers()
         for ranges in (((0, 2),), ((0, 1), (1, 2))):
             sums = Sums()
             decided = led
@@ -319,7 +319,7 @@ def _reads_if(is_new: bool) -> contextlib.AbstractContextManager[Reads | None]:
     return Reads() if is_new else contextlib.nullcontext()
 
 
-class _Numbers(TorchFunctionMode):
+class Numbers(TorchFunctionMode):
     """Notes whether a forward computes in half precision, whatever the type of its loss: under autocast, or cast at its ends."""
 
     def __init__(self) -> None:
@@ -334,7 +334,7 @@ class _Numbers(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def _no_steps(refuse: Refuse) -> Iterator[None]:
+def no_steps(refuse: Refuse) -> Iterator[None]:
     """Refuses optimizer steps inside: they would run once for each part, with the gradients of some."""
 
     def refuse_step(*_: Any) -> None:
@@ -348,7 +348,7 @@ def _no_steps(refuse: Refuse) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _looking(refuse: Refuse) -> Iterator[None]:
+def looking(refuse: Refuse) -> Iterator[None]:
     """Around runs that are ours alone. What they raise is not the program's to catch: one that skips a batch for it would skip each next one too."""
     try:
         yield
@@ -390,7 +390,7 @@ class _GradientsAside:
             parameter.grad = gradient
 
 
-def _refuse_hooks(model: torch.nn.Module, refuse: Refuse, *, since: int) -> None:
+def refuse_hooks(model: torch.nn.Module, refuse: Refuse, *, since: int) -> None:
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise refuse(
@@ -412,8 +412,13 @@ def _refuse_own_code(loss: torch.Tensor, refuse: Refuse) -> None:
     """Refuses what the program runs in a backward pass, which parts have several of, and a loss that has none."""
     if not loss.requires_grad:
         raise refuse("the loss has no gradient although weights are trained; leave micro_batches out")
+    refuse_code_in_backward([loss], refuse)
+
+
+def refuse_code_in_backward(results: Sequence[torch.Tensor], refuse: Refuse) -> None:
+    """Refuses what the program runs in the backward pass of `results`, which a part would run for itself."""
     within = CodeInGraph()
-    for node in nodes_behind([loss]):
+    for node in nodes_behind([each for each in results if each.requires_grad]):
         if reason := within.reason_of_hooks(node):
             raise refuse(f"{reason}, and would do so for each part; leave micro_batches out")
     if within.has_own_contexts():

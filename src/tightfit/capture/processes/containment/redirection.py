@@ -43,10 +43,15 @@ _EVENTS = {
 _PROGRAMS = ("subprocess.Popen", "os.system", "os.posix_spawn", "os.exec")
 _ended: list[bool] = []
 _unseen: list[bool] = []
+_whys: list[str] = []
 
 
-def begin(containment: Containment) -> None:
-    """From now on, for the rest of the process."""
+def begin(
+    containment: Containment, *, copies: Callable[[Path, tuple[str, ...]], FileCopies] = FileCopies, why: str = ""
+) -> None:
+    """From now on, for the rest of the process. `copies` makes the table of what is written; `why` is said in errors, by default that the program is traced."""
+    if why:
+        _whys.append(why)
     place = Path(containment.shared) / DROPPED / "files"
     # A short name: those of sockets in it may have about 100 characters.
     temporary = Path(containment.shared) / "t"
@@ -57,17 +62,15 @@ def begin(containment: Containment) -> None:
     os.environ["TMPDIR"] = str(temporary)
     tempfile.tempdir = None
     sys.dont_write_bytecode = True
-    copies = FileCopies(
-        place / UPPER, (os.path.realpath(containment.shared), containment.shared, "/dev", "/proc", "/sys")
-    )
-    replace_functions(copies)
+    copied = copies(place / UPPER, (os.path.realpath(containment.shared), containment.shared, "/dev", "/proc", "/sys"))
+    replace_functions(copied)
     mechanism = forced_mechanism()
     is_by_kernel = mechanism != PYTHON and landlock.restrict(os.path.realpath(containment.shared))
     assert is_by_kernel or mechanism != LANDLOCK, "no Landlock here"
     if not is_by_kernel:
         _unseen.append(True)
         multiprocessing.util.spawnv_passfds = _spawning(multiprocessing.util.spawnv_passfds)
-    sys.addaudithook(functools.partial(_refuse, copies, is_by_kernel))
+    sys.addaudithook(functools.partial(_refuse, copied, is_by_kernel))
 
 
 def end() -> None:
@@ -112,6 +115,10 @@ def _refuse_writing(copies: FileCopies, path: Any) -> None:
 
 
 def _error(path: str, what: str) -> OSError:
+    if _whys:
+        return for_torch(
+            PermissionError(errno.EPERM, f"{path} {what.replace('while the program is traced', f'here: {_whys[0]}')}")
+        )
     return for_torch(PermissionError(errno.EPERM, f"{path} {what} (--allow-writes lets it)"))
 
 

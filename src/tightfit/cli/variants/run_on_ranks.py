@@ -1,0 +1,160 @@
+"""`tightfit run --gpus`: a user's unmodified script of one card on several, each batch divided over them."""
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import Group, Parameter
+
+from tightfit.capture.targets.target_kinds import Script
+from tightfit.cli.arguments.programs import exit_code_of
+from tightfit.cli.shared.local_cards import local_cards
+from tightfit.errors import UsageError
+from tightfit.ranks.rank_errors import RankLost
+from tightfit.ranks.rank_launch import LOST, is_rank, run_ranks
+
+_DRAWS = "micro_batches"
+
+
+@Parameter(name="*", group=Group("Many cards", sort_key=1))
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """How many cards a script of one card is run on.
+
+    Parameters
+    ----------
+    gpus
+        Run the script as so many processes, one per GPU, and divide each of its batches over them. --plan is then what tightfit plan --gpus --json has printed; by default optimizer states
+        are on each GPU.
+    on
+        gpu, or cpu for processes on this machine without GPUs, to try it.
+    """
+
+    gpus: int | None = None
+    on: Annotated[Literal["gpu", "cpu"], Parameter(name="--on")] = "gpu"
+
+
+ONE_CARD = Ranks()
+
+
+def run_on_ranks(
+    script: Script,
+    ranks: Ranks,
+    plan: Path | None,
+    allow: tuple[str, ...],
+    others: Mapping[str, Any],
+    check_steps: int,
+) -> int:
+    """Starts the ranks, or is one of them. Returns the exit code.
+
+    Raises:
+        UsageError: options that do not go together, or fewer GPUs than asked for.
+    """
+    given = [name for name, value in others.items() if value]
+    if given:
+        raise UsageError(f"--gpus runs the script without a plan of techniques, and takes no {given[0]}")
+    assert ranks.gpus is not None
+    if ranks.gpus < 2:
+        raise UsageError(f"--gpus {ranks.gpus}: give 2 or more; on one GPU it is tightfit run without it")
+    if any(each not in (_DRAWS, "lossy") for each in allow):
+        raise UsageError(
+            f"with --gpus only --allow {_DRAWS} has a meaning: random numbers (dropout) are then drawn by each GPU for its own part"
+        )
+    on_cards = ranks.on == "gpu"
+    shards_states = plan is not None and _layout_of(plan, ranks, is_said=not is_rank())
+    if is_rank():
+        return _run_rank(script, ranks.gpus, allow, check_steps, on_cards=on_cards, shards_states=shards_states)
+    if on_cards and len(local_cards()) < ranks.gpus:
+        raise UsageError(
+            f"--gpus {ranks.gpus}, and this machine has {len(local_cards()) or 'no'} GPUs: for several machines start it with torchrun on each "
+            "(torchrun --nnodes ... -m tightfit run --gpus N train.py), or try it here with --on cpu"
+        )
+    if plan is None:
+        say(
+            f"data parallel on {ranks.gpus} {'GPUs' if on_cards else 'processes'}, as there is no plan: each has all weights and states"
+        )
+    # The same command: each process finds its rank in the environment.
+    command = [sys.executable, "-m", "tightfit", *sys.argv[1:]]
+    return run_ranks(command, ranks.gpus, say, on_cards=on_cards)
+
+
+def _layout_of(plan: Path, ranks: Ranks, *, is_said: bool) -> bool:
+    """Whether the layout shards optimizer states.
+
+    Raises:
+        UsageError: the file has no layout, or one that is not run here, or it is for others than these GPUs.
+    """
+    try:
+        found = json.loads(plan.read_text())
+    except OSError as error:
+        raise UsageError(f"--plan {plan}: {error.strerror}") from error
+    except ValueError as error:
+        raise UsageError(f"--plan {plan} is no JSON file: {error}") from error
+    layout = found.get("layout") if isinstance(found, dict) else None
+    if not isinstance(layout, dict) or "zero_stage" not in layout:
+        raise UsageError(
+            f"--plan {plan} has no layout: with --gpus it is what tightfit plan --gpus N --json prints, and a plan of techniques is for one GPU"
+        )
+    degrees = {name: layout.get(name, 1) for name in ("tp", "pp", "cp", "ep")}
+    split = [f"{name}{degree}" for name, degree in degrees.items() if degree > 1]
+    reason = ""
+    if layout["dp"] != ranks.gpus or split:
+        told = " x ".join([f"dp{layout['dp']}", *split])
+        reason = f"it is for {told}, and an unmodified script is run with dp{ranks.gpus} alone"
+    elif layout["zero_stage"] >= 2 and layout["sharded_over"] > 1:
+        reason = "it shards weights and gradients, which an unmodified script holds whole"
+    elif layout["num_recomputed"]:
+        reason = "it recomputes blocks, and techniques are not put on several GPUs yet"
+    elif layout["accumulation"] > 1:
+        reason = "it accumulates over micro-batches, which the script would have to do"
+    elif layout["zero_stage"] == 1 and layout["sharded_over"] not in (1, ranks.gpus):
+        reason = "it shards states over some of the GPUs"
+    if reason:
+        raise UsageError(
+            f"--plan {plan} cannot be run by tightfit: {reason}; tightfit plan --gpus {ranks.gpus} --export hands it to a tool that does"
+        )
+    cards = {card.known_as for card in local_cards()} if ranks.on == "gpu" else set()
+    if cards and found.get("device") not in cards:
+        raise UsageError(
+            f"--plan {plan} is for {found.get('device')}, and this machine has {', '.join(sorted(map(str, cards)))}"
+        )
+    shards = layout["zero_stage"] == 1 and layout["sharded_over"] > 1
+    if is_said:
+        say(
+            f"{'data parallel, optimizer states sharded (ZeRO-1)' if shards else 'data parallel'} on {ranks.gpus}, as {plan} says"
+        )
+    return shards
+
+
+def _run_rank(
+    script: Script, num_ranks: int, allow: tuple[str, ...], check_steps: int, *, on_cards: bool, shards_states: bool
+) -> int:
+    from tightfit.ranks.rank_process import run_rank
+
+    try:
+        return exit_code_of(
+            lambda: run_rank(
+                script,
+                num_ranks,
+                say,
+                on_cards=on_cards,
+                shards_states=shards_states,
+                allows_randomness=bool(allow),
+                check_steps=check_steps,
+            ),
+            script.path,
+        )
+    except RankLost:
+        # Whoever started the ranks says which one, and why. At once: what is left of the connections aborts a process that tidies up.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(LOST)
+
+
+def say(line: str) -> None:
+    """Writes a line to stderr."""
+    sys.stderr.write(f"tightfit: {line}\n")

@@ -1,0 +1,1 @@
+"""What layouts cost, and the curve over several numbers of cards."""

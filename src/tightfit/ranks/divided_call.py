@@ -1,0 +1,184 @@
+"""One call of a model that was divided over the ranks: its outputs for the whole batch, and its backward pass.
+
+For autograd it is one function of the parameters (and of arguments that want a gradient), the same on all ranks. Its backward pass runs that of this rank's part,
+and returns the sums over the ranks: whoever reads a gradient, clips it or scales it has that of the whole batch.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd import grad  # torch's own, whatever the program puts in its place later
+
+from tightfit.effects.values.value_checks import bound_for, difference
+from tightfit.ranks.content_hash import content_hash
+from tightfit.ranks.divided_outputs import Kind
+from tightfit.ranks.rank_group import RankGroup, number_of
+from tightfit.techniques.wrappers.first_order import Refuse, first_order
+from tightfit.torch_hooks.backward import keeps_graph, of_a_part
+
+# A gradient of less than this share of all of them is compared with that share: one that is zero but for rounding differs from itself.
+_LEAST_SHARE = 1e-3
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Whole:
+    """A plain run of the whole batch: its outputs, its arguments that want a gradient, and whether it computed in half precision."""
+
+    outputs: list[Any]
+    wanting: list[torch.Tensor]
+    are_halves: bool
+
+    def of(self, known: Sequence[int]) -> "Whole":
+        """With these outputs alone."""
+        return dataclasses.replace(self, outputs=[self.outputs[at] for at in known])
+
+    def bound(self, tensor: torch.Tensor) -> float:
+        """By how much a result may differ that was computed in another order."""
+        return bound_for(tensor.bfloat16() if self.are_halves else tensor)
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class DividedCall:
+    """`outputs` are this rank's tensors with a known kind, `lengths` the examples of each rank, and `weights` as of `weights_of`.
+
+    `inputs` are the parameters and the leaves of this part, of which the last `num_leaves` are rows of arguments. `whole` is a plain run of the
+    whole batch, to compare with, in the first steps.
+    """
+
+    group: RankGroup
+    refuse: Refuse
+    number: int
+    begin: int
+    end: int
+    lengths: Sequence[int]
+    kinds: Sequence[Kind]
+    weights: Sequence[list[float] | None]
+    outputs: list[torch.Tensor]
+    inputs: list[torch.Tensor]
+    num_leaves: int
+    whole: Whole | None
+    is_compared: bool
+
+    def joined(self) -> list[torch.Tensor]:
+        """The outputs for the whole batch."""
+        return [self._joined(at) for at in range(len(self.outputs))]
+
+    def _joined(self, at: int) -> torch.Tensor:
+        kind, output = self.kinds[at], self.outputs[at].detach()
+        if kind.name == "rows":
+            return self.group.links.rows_of_all(
+                output, [length * kind.num_of_each for length in self.lengths], kind.dim
+            )
+        if kind.name == "same":
+            return output.clone()
+        weights = self.weights[at] or [1] * self.group.size
+        total: Any = 0
+        # In the order of the ranks, on each of them. The mean of no terms is NaN, and counts nothing.
+        for weight, part in zip(weights, self.group.links.of_each(output), strict=True):
+            wide = part.to(torch.promote_types(part.dtype, torch.float32)) if part.is_floating_point() else part
+            total = total + (wide * weight if weight != 0 else torch.zeros_like(wide))
+        return total.to(output.dtype)
+
+    def gradients(self, grad_outputs: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """The gradients of the parameters and arguments for the whole batch."""
+        if self.is_compared or not self.group.on_cards:
+            found = content_hash([each for each in grad_outputs if each is not None])
+        else:
+            found = 0
+        which = number_of([each is None for each in grad_outputs])
+        self.group.agree("a backward pass", {
+            "the order of backward passes": self.number, "the set of outputs that a loss is of": which, "what the loss makes of the model's outputs (its targets, say)": found
+        })  # fmt: skip
+        given = [
+            (output, self._of_part(at, gradient))
+            for at, (output, gradient) in enumerate(zip(self.outputs, grad_outputs, strict=True))
+            if gradient is not None and output.requires_grad
+        ]
+        with of_a_part(), self.group.inside():
+            parts = grad(
+                [output for output, _ in given],
+                self.inputs,
+                [gradient for _, gradient in given],
+                allow_unused=True,
+                retain_graph=keeps_graph(),
+            )
+        if any(part is not None and part.layout is not torch.strided for part in parts):
+            raise self.refuse("a gradient is sparse, and sums over ranks are of dense ones")
+        self.group.agree(
+            "a backward pass",
+            {"the set of parameters that have a gradient": number_of([part is None for part in parts])},
+        )
+        summed = self._summed(list(parts))
+        if self.whole is not None:
+            self._compare(grad_outputs, summed)
+        return summed
+
+    def _of_part(self, at: int, gradient: torch.Tensor) -> torch.Tensor:
+        kind = self.kinds[at]
+        if kind.name == "rows":
+            each = kind.num_of_each
+            return gradient.narrow(kind.dim, self.begin * each, (self.end - self.begin) * each)
+        if kind.name == "same":
+            # It is every rank's own, and its gradient is to be counted once.
+            return gradient if self.group.rank == 0 else torch.zeros_like(gradient)
+        weights = self.weights[at]
+        weight = 1.0 if not weights else weights[self.group.rank]
+        return gradient * weight if weight != 0 else torch.zeros_like(gradient)
+
+    def _summed(self, parts: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        num_parameters = len(parts) - self.num_leaves
+        there = [part for part in parts[:num_parameters] if part is not None]
+        sums = iter(self.group.links.sums(there))
+        of_parameters = [None if part is None else next(sums) for part in parts[:num_parameters]]
+        of_arguments = [
+            None if part is None else self.group.links.rows_of_all(part, self.lengths, 0)
+            for part in parts[num_parameters:]
+        ]
+        return [*of_parameters, *of_arguments]
+
+    def _compare(self, grad_outputs: Sequence[torch.Tensor | None], summed: Sequence[torch.Tensor | None]) -> None:
+        """Refuses where the plain backward pass of the whole batch gives other gradients."""
+        whole, self.whole = self.whole, None
+        assert whole is not None
+        given = [(o, g) for o, g in zip(whole.outputs, grad_outputs, strict=True) if g is not None and o.requires_grad]
+        trained = self.inputs[: len(self.inputs) - self.num_leaves]
+        with of_a_part(), self.group.inside():
+            plain = grad(
+                [o for o, _ in given],
+                [*trained, *whole.wanting],
+                [g for _, g in given],
+                allow_unused=True,
+                retain_graph=False,
+            )
+        norms = [each.detach().float().norm() for each in plain if each is not None]
+        least = float(torch.stack(norms).max()) * _LEAST_SHARE if norms else 0.0
+        for one, other in zip(summed, plain, strict=True):
+            is_same = (one is None) == (other is None)
+            if not is_same or (one is not None and difference(one, other, whole.bound(one), least) is not None):
+                raise self.refuse(
+                    "the gradients of the parts do not add up to those of the whole batch in a step that was compared: the model mixes the examples of a batch"
+                )
+
+
+class Joined(torch.autograd.Function):
+    """The outputs of a divided call."""
+
+    @staticmethod
+    def forward(ctx: Any, call: DividedCall, *inputs: torch.Tensor) -> Any:
+        ctx.call, ctx.refuse = call, call.refuse
+        ctx.set_materialize_grads(False)
+        results = call.joined()
+        ctx.mark_non_differentiable(
+            *(result for result, own in zip(results, call.outputs, strict=True) if not own.requires_grad)
+        )
+        return tuple(results)
+
+    @staticmethod
+    @first_order("a run on several ranks")
+    def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> Any:  # pyrefly: ignore[bad-override]
+        call: DividedCall = ctx.call
+        if all(gradient is None for gradient in grad_outputs):
+            return None, *(None for _ in call.inputs)
+        return None, *call.gradients(grad_outputs)

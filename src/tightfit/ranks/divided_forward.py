@@ -1,0 +1,225 @@
+"""Runs a model on this rank's part of each batch, and gives the program what it returns for the whole batch.
+
+The split is proved as that of micro-batches is: each example has its own rows in the outputs, or the loss is one mean or sum over them. In the first steps outputs and
+gradients are compared with a plain run of the whole batch. Calls without gradients, and batches with fewer examples than there are ranks, run whole on every rank.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tightfit.effects.ambient import modes_of_program
+from tightfit.effects.random_states import TorchRandom
+from tightfit.effects.values.fingerprints import paused
+from tightfit.effects.values.value_checks import difference
+from tightfit.errors import ApplyError
+from tightfit.ranks.content_hash import content_hash
+from tightfit.ranks.divided_call import DividedCall, Joined, Whole
+from tightfit.ranks.divided_outputs import (
+    Kind,
+    ProvedCall,
+    Unused,
+    means_of,
+    numbers_of_terms,
+    weights_of,
+)
+from tightfit.ranks.own_part import OwnPart
+from tightfit.ranks.rank_batch import RankBatch, leaves_of, mapped, shares
+from tightfit.ranks.rank_group import RankGroup, number_of
+from tightfit.techniques.micro_batches.loss_means import LossWatch
+from tightfit.techniques.micro_batches.split_forward import (
+    Numbers,
+    refuse_code_in_backward,
+    refuse_hooks,
+)
+from tightfit.techniques.wrappers.first_order import Refuse, are_transforms_active
+from tightfit.techniques.wrappers.forwards import OnlyHere
+from tightfit.techniques.wrappers.traced_calls import is_looked_at
+from tightfit.torch_hooks.node_hooks import moment, on_node_hooks
+from tightfit.torch_hooks.saved_tensor_hooks import packs_by_itself
+
+Forward = Callable[..., Any]
+# At the host every call is compared between ranks. A card would be waited for: there it is the first calls and then one in so many.
+_FIRST_CALLS, _CALLS_BETWEEN = 10, 50
+
+
+class DividedForward(OnlyHere):
+    """The wrapper around a model's forward on one rank of `group`. It refers to the model weakly. `refuse` makes the error to raise."""
+
+    def __init__(
+        self, model: torch.nn.Module, group: RankGroup, *, allows_randomness: bool, check_steps: int, refuse: Refuse
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._group = group
+        self._allows_randomness = allows_randomness
+        self._refuse = refuse
+        self._part = OwnPart(model, group, allows_randomness=allows_randomness, refuse=refuse)
+        self._checks_left = check_steps
+        self._has_divided = False
+        self._num_calls = 0
+        self._begins = moment()
+        on_node_hooks(self, is_of_later=True)
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The model whose forward this is."""
+        model = self._model()
+        assert model is not None
+        return model
+
+    def before_node_hook(self, hook: object) -> None:
+        """Does nothing: `refuse_hooks` asks for them."""
+
+    def __call__(self, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+        # All of these run whole, on every rank alike, which is right and no faster.
+        if not torch.is_grad_enabled() or are_transforms_active() or packs_by_itself() or modes_of_program():
+            return forward(*args, **kwargs)
+        if (
+            self._group.is_inside
+            or is_looked_at(args, kwargs)
+            or not any(p.requires_grad for p in self.model.parameters())
+        ):
+            return forward(*args, **kwargs)
+        try:
+            return self._divided(forward, args, kwargs)
+        except ApplyError as error:
+            raise self._refuse(str(error)) from None
+
+    # torch.compile would take apart the proofs as well: in a model that was compiled as a whole the part runs as it is written.
+    @torch._disable_dynamo
+    def _divided(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        batch = RankBatch(args, kwargs)
+        self._num_calls += 1
+        is_compared = self._agree(batch)
+        if batch.num_examples < self._group.size:
+            if not self._has_divided:
+                raise self._refuse(
+                    f"a batch of {batch.num_examples} cannot be divided over {self._group.size} ranks: give each at least one example"
+                )
+            return forward(*args, **kwargs)
+        parts = shares(batch.num_examples, self._group.size)
+        whole = self._whole(forward, args, kwargs) if self._checks_left else None
+        output, watch, proved = self._part.run(forward, batch, parts, is_whole_known=whole is not None)
+        if not torch.is_grad_enabled():
+            raise self._refuse("the model leaves gradients switched off, and its parts are joined after it")
+        call = self._call_of(batch, output, watch, proved, parts, whole, is_compared=is_compared)
+        refuse_hooks(self.model, self._refuse, since=self._begins)
+        refuse_code_in_backward(call.outputs, self._refuse)
+        joined = Joined.apply(call, *call.inputs[: len(call.inputs) - call.num_leaves], *batch.wanting)
+        if call.whole is not None:
+            self._compare(call.whole, joined, call.kinds)
+        self._has_divided, self._checks_left = True, max(0, self._checks_left - 1)
+        return self._as_returned(output, proved.kinds, joined)
+
+    def _agree(self, batch: RankBatch) -> bool:
+        """Compares the batch, and at times the weights, between the ranks. Whether what follows of this call is compared too."""
+        number = self._num_calls
+        is_first = number <= _FIRST_CALLS
+        is_compared = is_first or not self._group.on_cards or number % _CALLS_BETWEEN == 0
+        is_of_weights = is_first or number % _CALLS_BETWEEN == 0
+        model = self.model
+        shapes = [(tuple(t.shape), t.dtype, t.requires_grad) for t in batch.tensors()]
+        self._group.agree("a forward pass", {
+            "the model that is called, or the order of calls": number_of((type(model).__name__, number, torch.is_grad_enabled(), model.training)),
+            "the shape of the batch": number_of(shapes),
+            "the batch": content_hash(batch.tensors()) if is_compared else 0,
+            "the weights": content_hash([*model.parameters(), *model.buffers()]) if is_of_weights else 0,
+        })  # fmt: skip
+        return is_compared
+
+    def _call_of(
+        self,
+        batch: RankBatch,
+        output: Any,
+        watch: LossWatch,
+        proved: ProvedCall,
+        parts: Sequence[tuple[int, int]],
+        whole: Whole | None,
+        *,
+        is_compared: bool,
+    ) -> DividedCall:
+        leaves = list(leaves_of(output))
+        if len(leaves) != len(proved.kinds):
+            raise self._refuse("the model returns another number of outputs than in the proof")
+        begin, end = parts[self._group.rank]
+        counts = numbers_of_terms(proved.kinds, watch.terms, end - begin, batch.device)
+        of_all = [] if counts is None else self._group.links.of_each(counts)
+        assert bool(of_all) == bool(means_of(proved.kinds))
+        weights = weights_of(proved.kinds, of_all, watch.terms, self._refuse)
+        known = [
+            at
+            for at, (leaf, kind) in enumerate(zip(leaves, proved.kinds, strict=True))
+            if isinstance(leaf, torch.Tensor) and kind.name != "unknown"
+        ]
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        return DividedCall(
+            group=self._group,
+            refuse=self._refuse,
+            number=self._num_calls,
+            begin=begin,
+            end=end,
+            lengths=[stop - start for start, stop in parts],
+            kinds=[proved.kinds[at] for at in known],
+            weights=[weights[at] for at in known],
+            outputs=[leaves[at] for at in known],
+            inputs=[*trained, *batch.leaves],
+            num_leaves=len(batch.leaves),
+            whole=None if whole is None else whole.of(known),
+            is_compared=is_compared,
+        )
+
+    def _whole(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Whole | None:
+        """The outputs of a plain run of the whole batch, at the host, and its arguments that want a gradient; nothing where it cannot be compared."""
+        if self._allows_randomness or self._group.on_cards:
+            return None
+        wanting: list[torch.Tensor] = []
+
+        def leaf(value: Any) -> Any:
+            if not (isinstance(value, torch.Tensor) and value.requires_grad):
+                return value
+            wanting.append(value.detach().requires_grad_())
+            return wanting[-1]
+
+        drawn, numbers = TorchRandom.now(), Numbers()
+        try:
+            # With the watch, which refuses what would change by the run: statistics of a batch norm, drawn numbers.
+            with (
+                self._part.unseen(),
+                paused(),
+                self._group.inside(),
+                LossWatch(1, allows_randomness=False) as watch,
+                numbers,
+            ):
+                output = forward(*[mapped(a, leaf) for a in args], **{n: mapped(v, leaf) for n, v in kwargs.items()})
+        # What the program's code raises for the whole batch it raises on one card too.
+        finally:
+            drawn.put()
+            # What this has cast stays in autocast's cache.
+            torch.clear_autocast_cache()
+        if watch.failure is not None:
+            raise watch.failure
+        return Whole(outputs=list(leaves_of(output)), wanting=wanting, are_halves=numbers.are_halves)
+
+    def _compare(self, whole: Whole, joined: Sequence[torch.Tensor], kinds: Sequence[Kind]) -> None:
+        for one, other, kind in zip(joined, whole.outputs, kinds, strict=True):
+            is_number = one.is_floating_point() and one.shape == other.shape
+            if one.shape != other.shape or (is_number and difference(one, other, whole.bound(one)) is not None):
+                raise self._refuse(
+                    f"the {'loss' if kind.name == 'total' else 'outputs'} of the parts and of the whole batch differ in a step that was compared: the model mixes the examples of a batch"
+                )
+
+    def _as_returned(self, output: Any, kinds: Sequence[Kind], joined: Sequence[torch.Tensor]) -> Any:
+        kinds_left, results = iter(kinds), iter(joined)
+
+        def put(leaf: Any) -> Any:
+            kind = next(kinds_left)
+            if kind.name == "unknown":
+                return Unused(kind.reason, self._refuse)
+            if isinstance(leaf, torch.Tensor):
+                return next(results)
+            # A number of the examples, say, is that of the whole.
+            return kind.value
+
+        return mapped(output, put)

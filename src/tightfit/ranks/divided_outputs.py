@@ -1,0 +1,146 @@
+"""What a model returns for its part of a batch, and how the parts of all ranks make up what it returns for the whole.
+
+A tensor with a row for each example is put together from all; a loss that is one mean or sum over the examples is summed with the weights of the parts;
+what does not depend on the examples is every rank's own. What is none of these may be returned, but not used.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal, Never
+
+import torch
+
+from tightfit.effects.independence.row_flow import Flow
+from tightfit.effects.independence.row_proof import FollowedRun, check_graph
+from tightfit.effects.independence.rows import Mixes
+from tightfit.effects.independence.totals import ROWS, Total
+from tightfit.ranks.rank_batch import leaves_of
+from tightfit.techniques.micro_batches.example_wise_check import Proved
+from tightfit.techniques.micro_batches.loss_means import Term
+from tightfit.techniques.micro_batches.split_outputs import LeftOut
+from tightfit.techniques.wrappers.first_order import Refuse
+
+_PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
+# By how much shares of whole numbers, and of sums of class weights, may differ.
+_EXACT, _ROUNDED = 1e-12, 1e-6
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """What an output is: `rows` along `dim`, so many of each example next to each other; a `total` over the examples with the means that it is over; the `same` for any examples, with its value
+    if that is no tensor; or `unknown`, for `reason`."""
+
+    name: Literal["rows", "total", "same", "unknown"]
+    dim: int = 0
+    num_of_each: int = 1
+    means: frozenset[int] = frozenset()
+    value: Any = None
+    reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ProvedCall(Proved):
+    """The result of a proof: the kind of each output."""
+
+    kinds: tuple[Kind, ...] = ()
+
+
+def judged(proof: FollowedRun, model: torch.nn.Module) -> ProvedCall:
+    """The kinds of the outputs of a run that was followed.
+
+    Raises:
+        Mixes: gradients flow to others than the model and its inputs, or no output with a gradient is known.
+    """
+    output, _ = proof.result
+    leaves = list(leaves_of(output))
+    kinds = tuple(_kind_of(proof.flow, leaf) for leaf in leaves)
+    known = [
+        leaf
+        for leaf, kind in zip(leaves, kinds, strict=True)
+        if isinstance(leaf, torch.Tensor) and kind.name != "unknown"
+    ]
+    check_graph(known, [*proof.inputs, *model.parameters()])
+    if not any(leaf.requires_grad for leaf in known):
+        reasons = [kind.reason for kind in kinds if kind.name == "unknown"]
+        raise Mixes(reasons[0] if reasons else "it returns nothing that has a gradient")
+    return ProvedCall(joined=frozenset(), means=frozenset(), kinds=kinds)
+
+
+def _kind_of(flow: Flow, leaf: Any) -> Kind:
+    if not isinstance(leaf, torch.Tensor):
+        is_plain = isinstance(leaf, _PLAIN)
+        return Kind(name="same", value=leaf) if is_plain else _unknown(f"it returns a {type(leaf).__name__}")
+    state = flow.rows.state(leaf)
+    if isinstance(state, Total):
+        return Kind(name="total", means=state.means)
+    if state is not None or flow.rows.depends(leaf):
+        return _rows_of(flow, leaf)
+    return Kind(name="same")
+
+
+def _rows_of(flow: Flow, leaf: torch.Tensor) -> Kind:
+    try:
+        layout = None if flow.rows.is_uniform(leaf) else flow.rows.layout(leaf)
+    except Mixes as error:
+        return _unknown(f"what it returns is not each example's own ({error})")
+    if layout is None or layout.outer != 1:
+        return _unknown("what it returns has the examples of the batch in an order that is not followed")
+    return Kind(name="rows", dim=layout.dim, num_of_each=layout.inner)
+
+
+def _unknown(reason: str) -> Kind:
+    return Kind(name="unknown", reason=reason)
+
+
+class Unused(LeftOut):
+    """Stands for an output that ranks cannot put together: any use of it is refused."""
+
+    def __init__(self, reason: str, refuse: Refuse) -> None:
+        super().__init__(reason, refuse)
+        self._reason = reason
+
+    def _refuse(self, *_: Any) -> Never:
+        raise self._error(f"the program uses an output of the model that ranks cannot put together: {self._reason}")
+
+
+def numbers_of_terms(
+    kinds: Sequence[Kind], terms: Sequence[Term], num_examples: int, device: torch.device
+) -> torch.Tensor | None:
+    """For each mean that an output is over, the number of this rank's terms; None where there is no mean."""
+    means = means_of(kinds)
+    if not means:
+        return None
+    found = [num_examples if mean == ROWS else terms[mean].num_terms for mean in means]
+    return torch.stack([torch.as_tensor(each, dtype=torch.float64, device=device) for each in found])
+
+
+def means_of(kinds: Sequence[Kind]) -> list[int]:
+    """All means that outputs are over."""
+    return sorted({mean for kind in kinds for mean in kind.means})
+
+
+def weights_of(kinds: Sequence[Kind], counts: Sequence[torch.Tensor], terms: Sequence[Term], refuse: Refuse) -> list[list[float] | None]:  # fmt: skip
+    """For each output that is a total the weight of each rank's part, from the `counts` of all ranks; None for the others.
+
+    Raises:
+        ApplyError: a loss adds up means over other numbers of terms, of which one part has another share than of the rest.
+    """
+    means = means_of(kinds)
+    table = torch.stack(list(counts)).double().cpu() if means else torch.empty(0)
+    is_rounded = any(isinstance(t.num_terms, torch.Tensor) and t.num_terms.is_floating_point() for t in terms)
+    found: list[list[float] | None] = []
+    for kind in kinds:
+        if kind.name != "total":
+            found.append(None)
+            continue
+        if not kind.means:
+            found.append([])
+            continue
+        own = table[:, [means.index(mean) for mean in sorted(kind.means)]]
+        shares = own / own.sum(0)
+        if not bool(((shares - shares[:, :1]).abs() <= (_ROUNDED if is_rounded else _EXACT)).all()) and not bool(shares.isnan().all()):  # fmt: skip
+            raise refuse(
+                "the loss adds up means over other numbers of terms (targets that are ignored), of which one part of the batch has another share than of the rest"
+            )
+        found.append(shares[:, 0].tolist())
+    return found

@@ -1,0 +1,162 @@
+"""Runs a model on the rows of one rank, with a proof that it gives for them what it gives in the whole batch."""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from tightfit.effects.call_trails import operators_at
+from tightfit.effects.graph_shapes import graph_shape
+from tightfit.effects.random_states import TorchRandom
+from tightfit.effects.reads import Reads
+from tightfit.effects.state import RegionState, restore
+from tightfit.errors import TightfitError
+from tightfit.ranks.divided_outputs import ProvedCall, judged
+from tightfit.ranks.rank_batch import RankBatch, leaves_of
+from tightfit.ranks.rank_group import RankGroup, number_of
+from tightfit.techniques.micro_batches.example_wise_check import BatchProofs, Proved
+from tightfit.techniques.micro_batches.led_parts import values_read
+from tightfit.techniques.micro_batches.loss_means import Decision, LossWatch
+from tightfit.techniques.micro_batches.split_forward import looking, no_steps
+from tightfit.techniques.wrappers.first_order import Refuse
+
+Forward = Callable[..., Any]
+_COMPARED_DECISIONS = 16
+
+
+class OwnPart:
+    """The runs of one model on this rank's rows. It refers to the model weakly. `refuse` makes the error to raise."""
+
+    def __init__(self, model: torch.nn.Module, group: RankGroup, *, allows_randomness: bool, refuse: Refuse) -> None:
+        self._model = weakref.ref(model)
+        self._group = group
+        self._allows_randomness = allows_randomness
+        self._refuse = refuse
+        self._state = RegionState()
+        self._proofs = BatchProofs(
+            model, allows_randomness=allows_randomness, refuse=refuse, unseen=self.unseen, judge=judged
+        )
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The model that is run."""
+        model = self._model()
+        assert model is not None
+        return model
+
+    def run(
+        self, forward: Forward, batch: RankBatch, parts: Sequence[tuple[int, int]], *, is_whole_known: bool
+    ) -> tuple[Any, LossWatch, ProvedCall]:
+        """The rank's part; where parts decide otherwise than each other, once more, led by what the whole batch decides."""
+        with no_steps(self._refuse), self._drawing_apart(), self._group.inside():
+            return self._run_led(forward, batch, parts, is_whole_known=is_whole_known)
+
+    def _run_led(
+        self, forward: Forward, batch: RankBatch, parts: Sequence[tuple[int, int]], *, is_whole_known: bool
+    ) -> tuple[Any, LossWatch, ProvedCall]:
+        led: tuple[Decision, ...] = ()
+        while True:
+            before = self._state.snapshot(self.model)
+            output, watch, values, known = self._once(forward, batch, parts, led, is_whole_known=is_whole_known)
+            number = self._first_other(watch.decisions)
+            if number is None:
+                return output, watch, self._proved(forward, batch, parts, led, output, watch, values, known)
+            del output
+            restore(before)
+            found = None if number < 0 else self._proofs.decisions_of_whole(forward, batch, number)
+            if found is None or len(found) <= len(led):
+                raise self._refuse(
+                    "the model decides by values of the batch, and does so otherwise for one part of it than for another"
+                )
+            led = found
+
+    def _first_other(self, decisions: Sequence[Any]) -> int | None:
+        """The number of the first decision that is not the same on all ranks; None where all are, and -1 where it comes after those that are looked at one by one."""
+        found = [number_of(each) for each in decisions[:_COMPARED_DECISIONS]]
+        row = [*found, *[-1] * (_COMPARED_DECISIONS - len(found)), number_of(list(decisions))]
+        rows = [each.tolist() for each in self._group.links.of_each(torch.tensor(row, dtype=torch.int64))]
+        if all(each == rows[0] for each in rows):
+            return None
+        differing = (at for at in range(_COMPARED_DECISIONS) if len({each[at] for each in rows}) > 1)
+        return next(differing, -1)
+
+    def _once(
+        self,
+        forward: Forward,
+        batch: RankBatch,
+        parts: Sequence[tuple[int, int]],
+        led: Sequence[Decision],
+        *,
+        is_whole_known: bool,
+    ) -> tuple[Any, LossWatch, list[Any] | None, Proved | None]:
+        """The output of the part, its watch, and a proof that may hold for it, or else the values that it has read."""
+        begin, end = parts[self._group.rank]
+        known = self._proofs.of(batch, parts)
+        args, kwargs = batch.own_part(begin, end)
+        watch = LossWatch(end - begin, allows_randomness=self._allows_randomness, led=led)
+        reading = Reads() if known is None else contextlib.nullcontext()
+        try:
+            with watch, operators_at(batch.device, watch.calls), reading as reads:
+                output = forward(*args, **kwargs)
+        except Exception as error:
+            if is_whole_known and not isinstance(error, TightfitError):
+                told = " ".join(str(error).split())
+                raise self._refuse(
+                    f"the model raises {type(error).__name__} for a part of the batch, and not for the whole ({told})"
+                ) from error
+            raise
+        if watch.failure is not None:
+            raise watch.failure
+        return output, watch, None if reads is None else reads.values, known
+
+    def _proved(
+        self,
+        forward: Forward,
+        batch: RankBatch,
+        parts: Sequence[tuple[int, int]],
+        led: Sequence[Decision],
+        output: Any,
+        watch: LossWatch,
+        values: list[Any] | None,
+        proved: Proved | None,
+    ) -> ProvedCall:
+        begin, end = parts[self._group.rank]
+        # What was proved of parts that are led holds for no others: they may read what depends on the rows.
+        decided = [len(led), *watch.decisions]
+        graphs = [graph_shape(leaf.grad_fn) for leaf in leaves_of(output) if isinstance(leaf, torch.Tensor)]
+        way = (end - begin, hash(tuple(graphs)), watch.calls.number())
+        if proved is not None and not proved.holds_for(decided, way):
+            proved = self._proofs.with_decisions(batch, parts, decided, way)
+            if proved is None:
+                values = values_read(forward, batch, (begin, end), led, unseen=self.unseen)
+        if proved is None:
+            # What a forward leaves behind that is not made of the examples is left once on each rank, as it is in the run on one card.
+            with looking(self._refuse):
+                proved = self._proofs.prove(forward, batch, parts, decided, values, way, may_leave=True, led=led)
+        assert isinstance(proved, ProvedCall)
+        return proved
+
+    @contextlib.contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Around what runs beside the program: the model's state is that of before."""
+        before = self._state.snapshot(self.model)
+        try:
+            yield
+        finally:
+            restore(before)
+
+    @contextlib.contextmanager
+    def _drawing_apart(self) -> Iterator[None]:
+        """Where random numbers may be drawn anew, each rank draws its own, and all go on with the same afterwards."""
+        if not self._allows_randomness:
+            yield
+            return
+        seed = int(torch.randint(0, 2**62, ()))
+        after = TorchRandom.now()
+        torch.manual_seed(seed + self._group.rank)
+        try:
+            yield
+        finally:
+            after.put()

@@ -1,0 +1,137 @@
+"""Finds the models of a script as they are called with gradients, and has each run on this rank's part of its batches."""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.utils.parametrize import ParametrizationList
+
+from tightfit.errors import ApplyError, TightfitError
+from tightfit.ranks.content_hash import content_hash
+from tightfit.ranks.divided_forward import DividedForward
+from tightfit.ranks.rank_group import RankGroup
+from tightfit.ranks.sharded_states import ShardedStates
+from tightfit.runtime.apply import innermost
+from tightfit.techniques.micro_batches.split_forward import WRAPPERS
+from tightfit.techniques.wrappers.forwards import wrap_forward
+from tightfit.torch_hooks.calls import on_new_optimizer, on_outermost_call
+from tightfit.torch_hooks.replaced import Leave
+from tightfit.torch_hooks.weak_references import WeakTable
+
+_OF_MICRO_BATCHES = "; leave micro_batches out"
+_IS_DISTRIBUTED = (
+    "the script is distributed itself (it has a process group): start it with torchrun, without tightfit run"
+)
+
+
+class RankAttachment:
+    """What makes a script of one card run on the ranks of `group`; with `shards_states` each keeps the optimizer states of its share of the parameters."""
+
+    def __init__(
+        self,
+        group: RankGroup,
+        *,
+        allows_randomness: bool,
+        check_steps: int,
+        shards_states: bool,
+        tell: Callable[[str], None],
+    ) -> None:
+        self._group = group
+        self._allows_randomness = allows_randomness
+        self._check_steps = check_steps
+        self._shards_states = shards_states
+        self._tell = tell
+        self._met: WeakTable[torch.nn.Module, None] = WeakTable()
+        self._states: WeakTable[torch.optim.Optimizer, ShardedStates] = WeakTable()
+        self._lock = threading.RLock()
+        self._leaves: list[Leave] = []
+        self._failure: ApplyError | None = None
+        self._models: WeakTable[torch.nn.Module, None] = WeakTable()
+        self.num_models = 0
+
+    def begin(self) -> None:
+        """Models and optimizers are watched from now on, for the rest of the process."""
+        self._leaves = [on_outermost_call(self), on_new_optimizer(self)]
+
+    @property
+    def failure(self) -> TightfitError | None:
+        """The first refusal or disagreement, which the script may have swallowed."""
+        return self._group.failure or self._failure
+
+    def end(self) -> None:
+        """At the end of the script, which all ranks are to reach with the same weights.
+
+        Raises:
+            TightfitError: they do not, or something was refused that the script has swallowed, or nothing was divided.
+        """
+        if self.failure is not None:
+            raise self.failure
+        weights = [tensor for model, _ in self._models.items() for tensor in (*model.parameters(), *model.buffers())]
+        self._group.agree("the end of the script", {
+            "the number of models that were trained": self.num_models,
+            "what has become of the weights": content_hash(weights),
+        })  # fmt: skip
+        if not self.num_models:
+            raise ApplyError("the script called no model with gradients that could be divided over ranks")
+
+    def refuse(self, why: str) -> ApplyError:
+        """The error to raise, on all ranks: it is raised again by whatever the script calls next."""
+        if self._failure is None:
+            said = why.removesuffix(_OF_MICRO_BATCHES).removesuffix("; leave it out")
+            if "draws random numbers" in said and "--allow" not in said:
+                said += "; --allow micro_batches lets each rank draw for its own part"
+            self._failure = ApplyError(f"this script cannot be divided over {self._group.size} ranks: {said}")
+        return ApplyError(str(self._failure))
+
+    def after_optimizer_was_made(self, optimizer: torch.optim.Optimizer) -> None:
+        """A new optimizer."""
+        if self._shards_states:
+            with self._lock:
+                self._states[optimizer] = ShardedStates(optimizer, self._group, self.refuse)
+
+    def before_outermost_call(self, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Divides a model that is called with gradients for the first time.
+
+        Raises:
+            TightfitError: something was refused before.
+        """
+        with self._lock:
+            if self.failure is not None:
+                raise self.failure
+            if not torch.is_grad_enabled() or self._group.is_inside:
+                return
+            if dist.is_available() and dist.is_initialized():
+                raise self.refuse(_IS_DISTRIBUTED)
+            module = innermost(module)
+            if module in self._met or not any(p.requires_grad for p in module.parameters()):
+                return
+            if isinstance(module, ParametrizationList):
+                # Torch calls it once while it makes it.
+                return
+            for part in module.modules():
+                if type(part).__name__ in WRAPPERS:
+                    raise self.refuse(
+                        f"it calls its model through {type(part).__name__}, which divides the batch itself"
+                    )
+            self._divide(module)
+
+    def _divide(self, module: torch.nn.Module) -> None:
+        if isinstance(module, torch.jit.ScriptModule):
+            raise self.refuse(
+                f"{type(module).__name__} is scripted (torch.jit), and nothing can be put around its forward"
+            )
+        divided = DividedForward(
+            module,
+            self._group,
+            allows_randomness=self._allows_randomness,
+            check_steps=self._check_steps,
+            refuse=self.refuse,
+        )
+        wrap_forward(module, divided).put_on()
+        for part in module.modules():
+            self._met[part] = None
+        self._models[module] = None
+        self.num_models += 1
+        self._tell(f"on {type(module).__name__}: each batch divided over {self._group.size} ranks, gradients summed")

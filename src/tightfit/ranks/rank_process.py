@@ -1,0 +1,125 @@
+"""One rank of a run: the user's script in this process, each batch of its models divided over the ranks."""
+
+import contextlib
+import datetime
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from tightfit.capture.processes.containment import linux
+from tightfit.capture.targets.target_kinds import Script, run_script
+from tightfit.errors import ApplyError, TightfitError, UsageError
+from tightfit.ranks.rank_launch import FOLDER, SEED
+from tightfit.torch_hooks import manifest
+
+# What torchrun sets: with it libraries would take this for a distributed run of theirs.
+_OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # fmt: skip
+_WAIT = datetime.timedelta(minutes=5)
+_SIGTERM = 15
+
+
+def run_rank(
+    script: Script,
+    num_ranks: int,
+    say: Callable[[str], None],
+    *,
+    on_cards: bool,
+    shards_states: bool,
+    allows_randomness: bool,
+    check_steps: int,
+) -> None:
+    """Runs `script` to its end as the rank that the environment says. `say` is called with what was done, on the first rank.
+
+    Raises:
+        TightfitError: the script cannot be divided, or the ranks do not do the same.
+        RankLost: another rank has ended.
+    """
+    rank = int(os.environ["RANK"])
+    if int(os.environ["WORLD_SIZE"]) != num_ranks:
+        raise UsageError(f"--gpus {num_ranks}, and the launcher has started {os.environ['WORLD_SIZE']} processes")
+    if on_cards:
+        # Before torch is imported: the script's "cuda" is this rank's card.
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        local = int(os.environ.get("LOCAL_RANK", rank))
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible[local] if local < len(visible) and visible[local] else str(local)
+    if FOLDER in os.environ and sys.platform == "linux":
+        # With whoever started it: a rank alone would wait for ever.
+        linux.signal_at_parents_end(_SIGTERM)
+    manifest.check()
+    import torch.distributed as dist
+
+    from tightfit.ranks.rank_attachment import RankAttachment
+    from tightfit.ranks.rank_group import RankGroup
+
+    store, rank, size = next(iter(dist.rendezvous("env://", timeout=_WAIT)))
+    group = RankGroup(store, rank, size, on_cards=on_cards)
+    attachment = RankAttachment(
+        group,
+        allows_randomness=allows_randomness,
+        check_steps=check_steps,
+        shards_states=shards_states,
+        tell=say if rank == 0 else lambda _: None,
+    )
+    _seed(group.links.bytes_from(0, os.environ.get(SEED, str(random.getrandbits(32))).encode()))
+    for name in _OF_LAUNCHERS:
+        os.environ.pop(name, None)
+    folder = Path(os.environ.get(FOLDER, ""))
+    if rank:
+        # The first one's run is the one that is tracked.
+        os.environ["WANDB_MODE"] = "disabled"
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
+    if FOLDER in os.environ:
+        _of_files(folder, rank)
+    attachment.begin()
+    try:
+        with _names_distribution():
+            run_script(script)
+    except SystemExit as error:
+        if error.code not in (None, 0) or attachment.failure is not None:
+            raise attachment.failure or error from None
+        attachment.end()
+        raise
+    except TightfitError:
+        raise
+    except Exception:
+        if attachment.failure is not None:
+            raise attachment.failure from None
+        raise
+    attachment.end()
+
+
+def _seed(seed: bytes) -> None:
+    """Generators that each process seeds for itself (Python's, numpy's, torch's at the host) have one seed on all ranks."""
+    import numpy as np
+    import torch
+
+    number = int(seed)
+    random.seed(number)
+    np.random.seed(number % 2**32)
+    # Not by torch.manual_seed: those of cards have a seed of their own, the same in each process.
+    torch.default_generator.manual_seed(number)
+
+
+def _of_files(folder: Path, rank: int) -> None:
+    from tightfit.ranks.rank_files import drop_writes, note_made
+
+    sys.dont_write_bytecode = True
+    if rank == 0:
+        note_made(folder)
+    else:
+        drop_writes(folder, rank)
+
+
+@contextlib.contextmanager
+def _names_distribution() -> Iterator[None]:
+    """Says of a script that makes a process group from the launcher's variables that it is distributed itself."""
+    try:
+        yield
+    except (ValueError, KeyError) as error:
+        if "RANK" in str(error) or "WORLD_SIZE" in str(error) or "MASTER_" in str(error):
+            raise ApplyError(
+                "the script is distributed itself (it reads what torchrun sets): start it with torchrun, without tightfit run"
+            ) from error
+        raise

@@ -1,0 +1,111 @@
+"""Optimizer states sharded over ranks (ZeRO-1): each rank updates its share of the parameters, and sends them to the others.
+
+Exact for optimizers whose update of a parameter reads nothing of the others. `state_dict()` has the states of all parameters on all ranks, as that of one card.
+"""
+
+import io
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tightfit.ranks.rank_group import RankGroup, number_of
+from tightfit.techniques.wrappers.first_order import Refuse
+
+_ELEMENTWISE = frozenset(
+    ["SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD", "Rprop"]
+)
+
+
+class ShardedStates:
+    """Hooks around the steps and the `state_dict` of one optimizer. It refers to the optimizer weakly."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, group: RankGroup, refuse: Refuse) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._group, self._refuse = group, refuse
+        self._groups: list[list[torch.Tensor]] = []
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._after_step)
+        optimizer.register_state_dict_pre_hook(self._before_state_dict)
+        optimizer.register_state_dict_post_hook(self._after_state_dict)
+        optimizer.register_load_state_dict_post_hook(lambda _: self._drop_others())
+
+    def owners(self) -> list[tuple[torch.Tensor, int]]:
+        """The rank of each parameter, in the optimizer's order: the one that has least so far, the largest parameters first."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        held = [0] * self._group.size
+        owner: dict[int, int] = {}
+        for at in sorted(range(len(parameters)), key=lambda at: (-parameters[at].numel(), at)):
+            rank = held.index(min(held))
+            owner[at] = rank
+            held[rank] += parameters[at].numel()
+        return [(parameter, owner[at]) for at, parameter in enumerate(parameters)]
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        if type(optimizer).__name__ not in _ELEMENTWISE or not type(optimizer).__module__.startswith("torch.optim"):
+            raise self._refuse(
+                f"{type(optimizer).__name__} is not known to update each parameter by itself, and its states cannot be sharded"
+            )
+        if any(each is not None for each in (*args[1:], kwargs.get("closure"))):
+            raise self._refuse("the optimizer steps with a closure, and its states cannot be sharded")
+        owners = self.owners()
+        self._group.agree("an optimizer's step", {
+            "the optimizer that steps": number_of(type(optimizer).__name__),
+            "the set of parameters that have a gradient": number_of([p.grad is None for p, _ in owners]),
+        })  # fmt: skip
+        own = {id(p) for p, rank in owners if rank == self._group.rank}
+        self._groups = [group["params"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if id(p) in own]
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        groups, self._groups = self._groups, []
+        for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+            group["params"] = parameters
+        with torch.no_grad():
+            for rank in range(self._group.size):
+                updated = [p for p, owner in self.owners() if owner == rank and p.grad is not None]
+                self._group.links.send_from(rank, updated)
+
+    def _before_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
+        owners = self.owners()
+        self._group.agree("the states of an optimizer", {"the optimizer": number_of(type(optimizer).__name__)})
+        for rank in range(self._group.size):
+            theirs = [p for p, owner in owners if owner == rank]
+            buffer = io.BytesIO()
+            if rank == self._group.rank:
+                # Keyed by position, since a parameter is another object on each rank; at the host, since each rank's card is its own.
+                torch.save(
+                    {at: _moved(optimizer.state[p], "cpu") for at, p in enumerate(theirs) if p in optimizer.state},
+                    buffer,
+                )
+            content = self._group.links.bytes_from(rank, buffer.getvalue())
+            if rank == self._group.rank:
+                continue
+            states = torch.load(io.BytesIO(content), weights_only=True)
+            for at, state in states.items():
+                optimizer.state[theirs[at]] = {
+                    # Where torch keeps it: the count of steps stays at the host unless the optimizer is capturable or fused.
+                    name: value.to(theirs[at].device) if isinstance(value, torch.Tensor) and value.dim() else value
+                    for name, value in state.items()
+                }
+        # In the order of the parameters, in which a run on one card enters them.
+        in_order = [(p, optimizer.state.pop(p)) for p, _ in owners if p in optimizer.state]
+        optimizer.state.update(in_order)
+
+    def _after_state_dict(self, *_: Any) -> None:
+        self._drop_others()
+
+    def _drop_others(self) -> None:
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        for parameter, rank in self.owners():
+            if rank != self._group.rank:
+                optimizer.state.pop(parameter, None)
+
+
+def _moved(state: dict[str, Any], device: str) -> dict[str, Any]:
+    return {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in state.items()}

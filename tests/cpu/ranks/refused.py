@@ -1,0 +1,220 @@
+"""Programs that cannot be divided over ranks, or whose ranks differ as real processes do: each is to be refused, or noticed."""
+
+import os
+from typing import Any
+
+import numpy as np
+import torch
+from tests.cpu.ranks.programs import data, mlp, program, result_of, trained
+from torch import nn
+from torch.nn import functional
+
+
+def is_second() -> bool:
+    """Whether this is the second rank: for what differs between real processes (time, process numbers)."""
+    return os.environ.get("TEST_RANK") == "1"
+
+
+@program()
+def dropout() -> Any:
+    return trained(mlp(nn.Dropout(0.3)), data(3))
+
+
+@program()
+def batch_norm() -> Any:
+    return trained(mlp(nn.BatchNorm1d(16)), data(3))
+
+
+class Centred(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x - x.mean(0))
+
+
+@program()
+def batch_statistics_by_hand() -> Any:
+    return trained(Centred(), data(3))
+
+
+class Contrastive(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = functional.normalize(self.inner(x), dim=1)
+        return functional.cross_entropy(h @ h.T / 0.2, torch.arange(len(x)))
+
+
+@program()
+def contrastive_inside() -> Any:
+    model = Contrastive()
+    return trained(model, data(3), None, lambda x, y: model(x))
+
+
+class Remembers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.inner(x)
+        self.mean.lerp_(out.detach().mean(0), 0.1)
+        return out - self.mean
+
+
+@program()
+def running_mean() -> Any:
+    return trained(Remembers(), data(3))
+
+
+@program()
+def gradient_penalty() -> Any:
+    model = mlp()
+
+    def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_()
+        out = model(x)
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return functional.cross_entropy(out, y) + slope.pow(2).mean()
+
+    return trained(model, data(3), None, loss_of)
+
+
+@program()
+def hook_on_a_weight() -> Any:
+    model = mlp()
+    model[0].weight.register_hook(lambda g: g.clamp(-0.01, 0.01))
+    return trained(model, data(3))
+
+
+@program()
+def refusal_that_is_swallowed() -> Any:
+    model, losses = mlp(nn.Dropout(0.5)), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in data(4):
+        try:
+            functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        except Exception:  # noqa: BLE001 - as programs do
+            continue
+    return result_of(model, losses=losses)
+
+
+class Stateful(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.GRU(8, 12), nn.Linear(12, 4)
+
+    def forward(self, x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        out, _ = self.rnn(x, state)
+        return self.head(out[-1])
+
+
+@program()
+def examples_in_the_second_dimension() -> Any:
+    model = Stateful()
+    return trained(
+        model,
+        [(torch.randn(4, 3, 8), torch.randint(0, 4, (3,)))],
+        None,
+        lambda x, y: functional.cross_entropy(model(x, torch.zeros(1, 3, 12)), y),
+    )
+
+
+class Overwrites(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.mul_(0.5)
+        return self.inner(x)
+
+
+@program()
+def overwritten_batch() -> Any:
+    model = Overwrites()
+    return trained(model, data(3), None, lambda x, y: functional.mse_loss(model(x), x))
+
+
+@program()
+def one_example() -> Any:
+    return trained(mlp(), data(3, 1))
+
+
+@program()
+def data_by_the_process() -> Any:
+    """As a seed from the time does."""
+    torch.manual_seed(7 + is_second())
+    model = mlp()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(0.1)
+    return trained(model, data(3))
+
+
+@program()
+def weights_by_the_process() -> Any:
+    model, batches = mlp(), data(3)
+    with torch.no_grad():
+        model[0].bias += torch.from_numpy(np.random.default_rng(int(is_second())).normal(size=16)).float()
+    return trained(model, batches)
+
+
+@program()
+def targets_by_the_process() -> Any:
+    return trained(mlp(), [(x, y.roll(int(is_second()))) for x, y in data(3)])
+
+
+@program()
+def rate_by_the_process() -> Any:
+    """Weights differ from the second step on."""
+    model = mlp()
+    return trained(model, data(4), torch.optim.SGD(model.parameters(), lr=0.2 if is_second() else 0.1))
+
+
+@program()
+def fewer_steps_on_one() -> Any:
+    return trained(mlp(), data(5)[: 3 if is_second() else 5])
+
+
+@program()
+def skips_a_step_on_one() -> Any:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, (x, y) in enumerate(data(5)):
+        loss = functional.cross_entropy(model(x), y)
+        if not (is_second() and step == 2):
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return result_of(model)
+
+
+@program()
+def error_on_one() -> Any:
+    batches = data(5)
+    if is_second():
+        batches[2] = (batches[2][0], batches[2][1] + 9)
+    return trained(mlp(), batches)
+
+
+@program(shards_states=True)
+def states_of_all_at_once() -> Any:
+    model = mlp()
+    optimizer = torch.optim.LBFGS(model.parameters())
+    x, y = data(1)[0]
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    return result_of(model)

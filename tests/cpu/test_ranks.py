@@ -1,0 +1,141 @@
+"""A script of one card on several ranks trains what it trains on one, or is refused: real processes, with gloo.
+
+Weights and losses are compared within 2e-6 (sums over a batch are made in another order), those of the ranks with each other bit for bit.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tests.cpu.ranks import refused  # noqa: F401 - enters its programs
+from tests.cpu.ranks.programs import PROGRAMS
+from tests.forked_python import forked_python
+
+from tightfit.cli.main import run
+
+# What the programs that are not trained say.
+REFUSED = {
+    "dropout": "draws random numbers at programs.py",
+    "batch_norm": "a batch norm in training takes its statistics from the whole batch",
+    "batch_statistics_by_hand": "aten.mean.dim works along the rows at refused.py",
+    "contrastive_inside": "it compares them with each other",
+    "running_mean": "writes to a tensor from outside",
+    "gradient_penalty": "create_graph=True",
+    "hook_on_a_weight": "0.weight has a hook on its gradient",
+    "refusal_that_is_swallowed": "draws random numbers",
+    "examples_in_the_second_dimension": "parts of the batch may not give what the whole gives",
+    "overwritten_batch": "writes to a tensor from outside",
+    "one_example": "a batch of 1 cannot be divided over 2 ranks",
+    "states_of_all_at_once": "LBFGS is not known to update each parameter by itself",
+    "data_by_the_process": "the batch must be the same on all ranks, and rank 1",
+    "weights_by_the_process": "the weights must be the same on all ranks",
+    "rate_by_the_process": "the weights must be the same on all ranks",
+    "targets_by_the_process": "what the loss makes of the model's outputs",
+    "fewer_steps_on_one": "rank 0 is at a forward pass, rank 1 at the end of the script",
+    "skips_a_step_on_one": "rank 0 is at a backward pass, rank 1 at a forward pass",
+    "error_on_one": "RankLost: another rank has ended",
+}
+
+
+@pytest.fixture(scope="module")
+def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    out = tmp_path_factory.mktemp("ranks") / "verdicts.json"
+    forked_python("-W", "ignore", "-m", "tests.cpu.ranks.driver", str(out), env={"OMP_NUM_THREADS": "1"}, check=True)
+    return json.loads(out.read_text())
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_it_is_trained_right_or_refused(name: str, verdicts: dict[str, str]) -> None:
+    if name in REFUSED:
+        assert REFUSED[name] in verdicts[name]
+    else:
+        assert verdicts[name] == "same"
+
+
+def test_five_architectures_and_more_are_trained() -> None:
+    """A table that refuses everything would be right as well."""
+    assert len(PROGRAMS) - len(REFUSED) >= 25
+    assert set(REFUSED) <= set(PROGRAMS)
+
+
+def test_ranks_end_with_one_that_is_killed(tmp_path: Path) -> None:
+    """Files are those of the first rank, and of a run that sees what it writes; no seed is given, and numbers and sets are the same on both."""
+    script = Path(__file__).parent / "ranks" / "checkpointing.py"
+    words = ["run", "--gpus", "2", "--on", "cpu", str(script), "--", "out", "none.pt", "forever"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "tightfit", *words],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as started:
+        assert started.stdout is not None
+        lines = [started.stdout.readline().strip() for _ in range(6)]
+        assert lines == [*(f"step {n}" for n in range(5)), "saved"]
+        saved = torch.load(tmp_path / "out" / "last.pt", weights_only=True)
+        assert len(saved["optimizer"]["state"]) == 4
+        assert sorted(path.name for path in tmp_path.rglob("*")) == ["best.pt", "last.pt", "log.txt", "out"]
+        assert len((tmp_path / "out" / "log.txt").read_text().splitlines()) == 5
+        children = Path(f"/proc/{started.pid}/task/{started.pid}/children").read_text().split()
+        assert len(children) == 2
+        os.kill(int(children[1]), signal.SIGKILL)
+        killed = time.monotonic()
+        _, errors = started.communicate(timeout=60)
+    assert time.monotonic() - killed < 20
+    assert started.returncode == 128 + signal.SIGKILL
+    assert errors.splitlines()[-1] == "tightfit: rank 1 was killed (SIGKILL); the other ranks were ended with it"
+    assert not any(Path(f"/proc/{child}").exists() for child in children)
+
+
+LAYOUT = {
+    **{"dp": 2, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "zero_stage": 0, "sharded_over": 2, "num_recomputed": 0},
+    **{"accumulation": 1, "micro_batch": 8},
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"tp": 2}, "it is for dp2 x tp2"),
+        ({"dp": 4}, "it is for dp4"),
+        ({"zero_stage": 3}, "it shards weights and gradients"),
+        ({"num_recomputed": 3}, "it recomputes blocks"),
+        ({"accumulation": 2}, "it accumulates"),
+    ],
+)
+def test_layouts_that_are_not_run_name_the_export(
+    changes: dict[str, int], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan, script = tmp_path / "layout.json", tmp_path / "train.py"
+    plan.write_text(json.dumps({"layout": {**LAYOUT, **changes}, "device": "H100"}))
+    script.write_text("")
+    assert run(["run", str(script), "--gpus", "2", "--on", "cpu", "--plan", str(plan)]) == 2
+    errors = capsys.readouterr().err
+    assert said in errors
+    assert "--export" in errors
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--gpus", "1"], "give 2 or more"),
+        (["--on", "cpu"], "--on cpu goes with --gpus"),
+        (["--gpus", "2", "--on", "cpu", "--guard"], "takes no --guard"),
+        (["--gpus", "2", "--on", "cpu", "--budget", "3GiB"], "takes no --budget"),
+        (["--gpus", "2", "--on", "cpu", "--allow", "pure_bf16"], "only --allow micro_batches"),
+        (["--gpus", "2", "--on", "cpu", "--plan", "train.py"], "is no JSON file"),
+    ],
+)
+def test_options_that_do_not_go_together(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text("import torch\n")
+    monkeypatch.chdir(tmp_path)
+    assert run(["run", "train.py", *words]) == 2
+    assert said in capsys.readouterr().err

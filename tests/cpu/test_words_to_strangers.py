@@ -1,0 +1,65 @@
+"""What a program asks of its surroundings, and is not given in a trace, is said: standard input, arguments of a module, the folder that it began in."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tightfit import estimate
+from tightfit.cli.main import run
+from tightfit.errors import ProgramError, UsageError
+
+STEPS = """
+import torch
+
+model = torch.nn.Linear(64, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(4):
+    model(torch.randn(4, 64, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("text", ["int(sys.stdin.readline())", "int(input())", "json.load(sys.stdin.buffer)"])
+def test_an_error_of_a_program_that_reads_standard_input_says_that_there_is_none(tmp_path: Path, text: str) -> None:
+    script = tmp_path / "asks.py"
+    script.write_text(f"import json, sys\nsize = {text}\n{STEPS}")
+    with pytest.raises(ProgramError) as caught:
+        estimate(str(script), "RTX 4090")
+    assert str(caught.value).count("a trace has no standard input") == 1
+
+
+def test_a_program_that_goes_on_without_standard_input_is_told_of_among_the_assumptions(tmp_path: Path) -> None:
+    script = tmp_path / "asks.py"
+    script.write_text(
+        f"import sys\nwords = sys.stdin.read().split()\nassert words == [] and not sys.stdin.isatty()\n{STEPS}"
+    )
+    (found,) = [each for each in estimate(str(script), "RTX 4090").assumptions if "standard input" in each.what]
+    assert found.where.endswith("asks.py:2")
+
+
+def test_a_module_with_a_function_has_no_arguments_of_ours(tmp_path: Path) -> None:
+    script = tmp_path / "parses.py"
+    script.write_text(f"import sys\nsize = int(sys.argv[1]) if len(sys.argv) > 1 else 8\n{STEPS}")
+    with pytest.raises(UsageError, match="has no function workload"):
+        estimate(f"{script}:workload", "RTX 4090")
+
+
+def test_lines_are_relative_to_the_folder_that_the_program_began_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "nets.py").write_text("def forward(model, x):\n    return model(x)\n")
+    steps = STEPS.replace(
+        'model(torch.randn(4, 64, device="cuda"))', 'forward(model, torch.randn(4, 64, device="cuda"))'
+    )
+    change = "import os\nfrom .nets import forward\n\nos.makedirs('runs/1')\nos.chdir('runs/1')\n"
+    (tmp_path / "package" / "train.py").write_text(change + steps)
+    assert run(["estimate", "-m", "package.train", "--device", "RTX 4090", "--json"]) == 0
+    lines = {holder["line"] for holder in json.loads(capsys.readouterr().out)["holders"]}
+    assert any(line.startswith("package/nets.py:") for line in lines)
+    assert not any(line.startswith(("/", "..")) for line in lines)
+    (tmp_path / "package" / "train.py").write_text(change + "raise ValueError('no')\n")
+    assert run(["estimate", "-m", "package.train", "--device", "RTX 4090"]) == 3
+    assert "raised ValueError at package/train.py:6: no" in capsys.readouterr().err
