@@ -8,7 +8,7 @@ from tightfit.cli.arguments.counts import count_of, gpus_of
 from tightfit.devices.catalogue import find
 from tightfit.devices.nodes import node_of
 from tightfit.errors import UsageError
-from tightfit.layouts.costs.layout_costs import LayoutCost, price_of
+from tightfit.layouts.answers.layout_costs import LayoutCost, price_of
 from tightfit.reports.text.layouts import cost_in_words
 
 CARD = find("h100")

@@ -23,7 +23,7 @@ from tightfit.cli.main import app
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.catalogue import find
 from tightfit.devices.nodes import node_of
-from tightfit.layouts.costs.layout_costs import price_of
+from tightfit.layouts.answers.layout_costs import price_of
 from tightfit.placement.buffers import read_problem
 from tightfit.watch.alerts.alert_rules import KINDS, read_alerts
 

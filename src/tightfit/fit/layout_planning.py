@@ -14,12 +14,12 @@ from tightfit.errors.faults import answering
 from tightfit.fit import capture
 from tightfit.fit.card_settings import CardSettings
 from tightfit.fit.planning_progress import OnProgress
-from tightfit.layouts.costs.layout_costs import LayoutCost, price_of
-from tightfit.layouts.costs.layout_curve import LayoutCurve
+from tightfit.layouts.answers.layout_costs import LayoutCost, price_of
+from tightfit.layouts.answers.layout_curve import LayoutCurve
+from tightfit.layouts.answers.layout_plan import LayoutPlan, PricedLayout
 from tightfit.layouts.exports.export_tools import tool_named
 from tightfit.layouts.exports.layout_run import LayoutRun, num_nodes_of
 from tightfit.layouts.exports.tool import AbstractTool
-from tightfit.layouts.layout_plan import LayoutPlan, PricedLayout
 from tightfit.layouts.layout_search import LayoutSearch
 from tightfit.layouts.model.model_parts import ModelParts, model_parts
 from tightfit.layouts.stages import stage_sizes
@@ -92,7 +92,7 @@ def plan_layouts(
 ) -> LayoutCurve:
     """The fastest layout over each of several numbers of cards, all from one trace, for the same number of examples in a step.
 
-    `price` is a number per GPU and hour, or a TOML file (`tightfit.layouts.costs.layout_costs`), `total` the tokens of the whole training (examples where the program
+    `price` is a number per GPU and hour, or a TOML file (`tightfit.layouts.answers.layout_costs`), `total` the tokens of the whole training (examples where the program
     has no tokens), to be done in `deadline_seconds`. The other parameters are those of `plan_layout`.
 
     Raises:

@@ -17,7 +17,7 @@ from tightfit.output_files import write_text
 from tightfit.units import parse_seconds
 
 if TYPE_CHECKING:
-    from tightfit.layouts.layout_plan import LayoutPlan
+    from tightfit.layouts.answers.layout_plan import LayoutPlan
 
 
 @Parameter(name="*", group=Group("Many cards", sort_key=0))

@@ -3,8 +3,8 @@
 from rich.table import Table
 from rich.text import Text
 
-from tightfit.layouts.costs.layout_curve import LayoutCurve
-from tightfit.layouts.layout_plan import LayoutPlan, PricedLayout
+from tightfit.layouts.answers.layout_curve import LayoutCurve
+from tightfit.layouts.answers.layout_plan import LayoutPlan, PricedLayout
 from tightfit.reports.text.estimates import console
 from tightfit.reports.text.layouts import format_count, format_long
 from tightfit.reports.text.table_columns import GAP

@@ -5,9 +5,9 @@ import sys
 from rich.table import Table
 from rich.text import Text
 
-from tightfit.layouts.costs.layout_costs import LayoutCost
+from tightfit.layouts.answers.layout_costs import LayoutCost
+from tightfit.layouts.answers.layout_plan import LayoutPlan, PricedLayout
 from tightfit.layouts.layout import Layout
-from tightfit.layouts.layout_plan import LayoutPlan, PricedLayout
 from tightfit.reports.text.estimates import console
 from tightfit.reports.text.table_columns import GAP
 from tightfit.units import format_bytes, format_seconds

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from tightfit.layouts.layout_plan import SCHEMA, LayoutPlan
+from tightfit.layouts.answers.layout_plan import SCHEMA, LayoutPlan
 
 # Seconds are not known any better.
 _AS_CHEAP = 0.01

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from tightfit.layouts.costs.layout_costs import LayoutCost
+from tightfit.layouts.answers.layout_costs import LayoutCost
 from tightfit.layouts.exports.layout_run import Export
 from tightfit.layouts.layout import Layout
 from tightfit.layouts.rank_bytes import RankBytes

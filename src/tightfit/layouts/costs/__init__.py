@@ -1,1 +1,0 @@
-"""What layouts cost, and the curve over several numbers of cards."""
