@@ -14,8 +14,8 @@ import numpy as np
 from benchmarks.shard.decoders import of_length, traced, with_layers, with_slower_attention
 from tightfit.devices.catalogue import find
 from tightfit.devices.nodes import node_of
+from tightfit.layouts.answers.layout_plan import PricedLayout
 from tightfit.layouts.layout import Layout
-from tightfit.layouts.layout_plan import PricedLayout
 from tightfit.layouts.layout_search import LayoutSearch
 from tightfit.tape import Tape
 

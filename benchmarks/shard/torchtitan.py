@@ -16,8 +16,8 @@ from tightfit.allocator.settings import AllocatorSettings
 from tightfit.devices.catalogue import find
 from tightfit.devices.device import Device
 from tightfit.devices.nodes import node_of
+from tightfit.layouts.answers.layout_plan import PricedLayout
 from tightfit.layouts.layout import Layout
-from tightfit.layouts.layout_plan import PricedLayout
 from tightfit.layouts.layout_search import LayoutSearch
 from tightfit.layouts.model.model_parts import ModelParts
 from tightfit.tape import Tape

@@ -32,7 +32,7 @@ _FACTORS |= {f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", 1)
 # 15 digits are exact in a float, and more than any memory has.
 _PATTERN = re.compile(r"\s*([0-9]{1,15}(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*|%)\s*")
 _MIN_GIB, _MAX_GIB = 1, 1024
-_SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "min": 60.0, "h": 3600.0}
+_SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _HINT = "write a number with a unit, such as 22GiB, 1.5GB or 512M"
 
 
@@ -109,7 +109,7 @@ def _share(text: str, number: float, whole_bytes: int | None) -> Bytes:
 
 
 def parse_seconds(text: str) -> Seconds:
-    """The seconds that `text` names, such as `500ms`, `1.5s`, `2min` or `0.5`, which is seconds.
+    """The seconds that `text` names, such as `500ms`, `1.5s`, `2min`, `7d` or `0.5`, which is seconds.
 
     Raises:
         UsageError: it is no time above 0.

@@ -11,12 +11,13 @@ from tightfit.devices.catalogue import find
 from tightfit.devices.nodes import node_of
 from tightfit.errors import UsageError
 from tightfit.fit import capture
-from tightfit.fit.layout_planning import plan_layout
+from tightfit.fit.layout_planning import plan_layout, plan_layouts
 from tightfit.layouts.layout import Layout
 from tightfit.layouts.layout_search import LayoutSearch
 from tightfit.layouts.model.model_parts import ModelParts, model_parts
 from tightfit.layouts.rank_bytes import rank_bytes
 from tightfit.layouts.stages import stages_of
+from tightfit.reports.text.layout_curves import write_curve
 from tightfit.tape import Tape
 
 WIDTH, LAYERS, VOCABULARY, BATCH, LENGTH = 512, 4, 4096, 4, 512
@@ -188,6 +189,47 @@ def test_a_plan_is_an_object_of_json(tape: Tape) -> None:
     assert found["fits"] and found["layout"]["dp"] >= 1 and found["tokens_per_second"] > 0
     assert {"rank", "role", "total_bytes", "bytes"} == found["ranks"][0].keys()
     assert found["ranks"][0]["total_bytes"] == sum(found["ranks"][0]["bytes"].values())
+
+
+def test_more_cards_are_a_curve_from_one_trace(tape: Tape, capsys: pytest.CaptureFixture[str]) -> None:
+    numbers, total = (2, 8, 32), 3e11
+    curve = plan_layouts(tape, "H100", gpus=numbers, global_batch=64, price="2.5", total=total, deadline_seconds=1e9)
+    alone = [plan_layout(tape, "H100", gpus=number, global_batch=64) for number in numbers]
+    assert [point.best for point in curve.points] == [plan.best for plan in alone]
+    rates = [point.rate(point.best) for point in curve.points if point.best]
+    assert rates == sorted(rates) and len(rates) == 3
+    costs = [point.cost for point in curve.points]
+    assert [cost.price_per_hour for cost in costs if cost] == [5.0, 20.0, 80.0]
+    assert [cost.total_seconds for cost in costs if cost] == [total / rate for rate in rates]
+    answer = curve.to_json()
+    assert (answer["fewest_gpus"], answer["fewest_gpus_in_time"], len(answer["points"])) == (2, 2, 3)
+    cheapest = max(curve.points, key=lambda point: point.rate(point.best) / point.num_gpus if point.best else 0.0)
+    assert curve.cheapest is not None and curve.cheapest.num_gpus <= cheapest.num_gpus
+    write_curve(curve, elapsed_seconds=1.0)
+    said = capsys.readouterr().out
+    assert "fits from 2 GPUs on; done before the deadline from 2 on" in said
+    assert "(late)" not in said
+
+
+def test_the_fewest_cards_in_time_are_named_or_that_none_are(tape: Tape, capsys: pytest.CaptureFixture[str]) -> None:
+    one = plan_layouts(tape, "H100", gpus=(2, 16), global_batch=64, total=1e11).points
+    assert one[0].cost and one[0].cost.total_seconds and one[1].cost and one[1].cost.total_seconds
+    between = (one[0].cost.total_seconds + one[1].cost.total_seconds) / 2
+    curve = plan_layouts(tape, "H100", gpus=(2, 16), global_batch=64, total=1e11, deadline_seconds=between)
+    assert curve.fewest_in_time is curve.points[1] and curve.is_met
+    write_curve(curve, elapsed_seconds=1.0)
+    assert "(late)" in capsys.readouterr().out
+    none = plan_layouts(tape, "H100", gpus=(2, 16), global_batch=64, total=1e11, deadline_seconds=1.0)
+    assert none.fewest_in_time is None and none.fewest is none.points[0] and not none.is_met
+    small = plan_layouts(tape, "H100", gpus=(1, 2), global_batch=64, budget="100MiB", price="1")
+    assert small.fewest is None and not small.is_met and small.cheapest is None
+    write_curve(small, elapsed_seconds=1.0)
+    assert "no layout fits up to 2 x" in capsys.readouterr().out
+
+
+def test_a_deadline_needs_the_work_that_is_to_be_done(tape: Tape) -> None:
+    with pytest.raises(UsageError, match="--deadline goes with --total"):
+        plan_layouts(tape, "H100", gpus=(8,), deadline_seconds=1.0)
 
 
 def test_the_images_of_a_step_are_its_examples(tmp_path: Path) -> None:

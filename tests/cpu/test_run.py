@@ -74,6 +74,37 @@ def test_a_script_runs_with_its_plan_and_says_so_in_three_lines(capfd: pytest.Ca
     ]
 
 
+ANNEALED = """\
+import torch
+
+
+class Annealed(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.rate = torch.nn.Linear(8, 8), 1.0
+
+    def forward(self, rows):
+        return (self.layer(rows) * self.rate).square().mean()
+
+
+model = Annealed()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(12):
+    model.rate = 1 - step / 20
+    optimizer.zero_grad()
+    model(torch.randn(4, 8)).backward()
+    optimizer.step()
+"""
+
+
+def test_what_a_run_shows_later_is_said_when_it_shows(capfd: pytest.CaptureFixture[str]) -> None:
+    parts = choice("micro_batches", "batch", num_parts=2, draws_anew=False)
+    plan_of((parts,), roots=()).save("plan.json")
+    assert run(["run", "--plan", "plan.json", script(ANNEALED)]) == 0
+    said = capfd.readouterr().err.splitlines()
+    assert sum(line.startswith("tightfit: micro_batches proves in one step after the other") for line in said) == 1
+
+
 def test_a_plan_made_with_other_libraries_is_a_line(capfd: pytest.CaptureFixture[str]) -> None:
     here = torch.__version__.partition("+")[0]
     for version, said in ((f"{here}+cu130", ""), ("1.2.3", f"the plan was made with torch 1.2.3 (here {here}")):

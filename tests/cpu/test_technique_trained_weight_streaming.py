@@ -127,6 +127,19 @@ def test_the_fused_implementation_of_the_host_updates_as_a_fused_optimizer_there
     session.undo()
 
 
+def test_a_block_that_is_left_out_at_first_is_updated_by_the_fused_implementation_too() -> None:
+    plain, model = small(), small()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (plain, model)]
+    session = streamed(model, optimizers[1], kernel="fused")
+    for seed in range(4):
+        for m, o in zip((plain, model), optimizers, strict=True):
+            for parameter in m.blocks[2].parameters():
+                parameter.requires_grad_(seed != 0)
+            train(m, o, seed)
+    torch.testing.assert_close(list(model.parameters()), list(plain.parameters()), rtol=1e-5, atol=1e-6)
+    session.undo()
+
+
 @pytest.mark.by_turns(2)
 @pytest.mark.parametrize("loop", LOOPS)
 def test_loops_train_the_same_to_the_bit(loop: Callable[[Decoder, Optimizer], Any]) -> None:

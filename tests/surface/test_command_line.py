@@ -64,6 +64,7 @@ OPTIONS = {
             "--calibration",
         ),
         *(
+            "--deadline",
             "--device",
             "--disk",
             "--dtype",
@@ -86,6 +87,7 @@ OPTIONS = {
             "--optimizer",
             "--output",
             "--parameter",
+            "--price",
             "--redact",
             "--search",
         ),
@@ -95,6 +97,7 @@ OPTIONS = {
             "--steps",
             "--task",
             "--timeout",
+            "--total",
             "--until",
             "--used",
             "--without",

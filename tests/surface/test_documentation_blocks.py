@@ -22,6 +22,8 @@ import tightfit
 from tightfit.cli.main import app
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.catalogue import find
+from tightfit.devices.nodes import node_of
+from tightfit.layouts.answers.layout_costs import price_of
 from tightfit.placement.buffers import read_problem
 from tightfit.watch.alerts.alert_rules import KINDS, read_alerts
 
@@ -216,6 +218,9 @@ def test_the_figures_of_a_card_and_a_calibration_are_read(tmp_path: Path) -> Non
             assert {rule.kind for rule in read_alerts(file).rules} == set(KINDS)
         elif "schema" in tables:
             assert Calibration.load(file).device == tables["device"]
+        elif "per_node_hour" in tables:
+            assert price_of(str(file), node_of(find("H100"), "p5.48xlarge"), "an H100").amount > 0
+            assert price_of(str(file), node_of(find("H200")), find("H200").name).is_per_gpu
         elif "card" in tables:
             pass  # of the tutorial, tried in test_tutorials.py
         else:

@@ -283,6 +283,11 @@ def is_moved(tensor: torch.Tensor) -> bool:
     return bool(MOVED.data) and tensor in MOVED
 
 
+def moved_weights() -> list[torch.Tensor]:
+    """The weights that are on the card or at the host by turns."""
+    return list(MOVED.keys()) if MOVED.data else []
+
+
 def _storage(tensor: torch.Tensor) -> Any:
     """The storage, which the snapshot keeps alive, as another one could get its address. None for wrapper subclasses, and for weights that are dropped meanwhile."""
     if is_moved(tensor):

@@ -7,16 +7,19 @@ from typing import Any
 
 from tightfit.analysis.profile import Profile
 from tightfit.capture.trace_settings import AS_USUAL, TraceSettings
+from tightfit.devices.node import Node
 from tightfit.devices.nodes import node_of, nodes_for
 from tightfit.errors import UsageError
 from tightfit.errors.faults import answering
 from tightfit.fit import capture
 from tightfit.fit.card_settings import CardSettings
 from tightfit.fit.planning_progress import OnProgress
+from tightfit.layouts.answers.layout_costs import LayoutCost, price_of
+from tightfit.layouts.answers.layout_curve import LayoutCurve
+from tightfit.layouts.answers.layout_plan import LayoutPlan, PricedLayout
 from tightfit.layouts.exports.export_tools import tool_named
 from tightfit.layouts.exports.layout_run import LayoutRun, num_nodes_of
 from tightfit.layouts.exports.tool import AbstractTool
-from tightfit.layouts.layout_plan import LayoutPlan, PricedLayout
 from tightfit.layouts.layout_search import LayoutSearch
 from tightfit.layouts.model.model_parts import ModelParts, model_parts
 from tightfit.layouts.stages import stage_sizes
@@ -25,7 +28,6 @@ from tightfit.simulate.throughput import counts_of_step
 from tightfit.tape import Phase, Tape
 
 
-@answering("the planner of layouts")
 def plan_layout(
     target: str | Tape,
     device: str,
@@ -51,24 +53,100 @@ def plan_layout(
         UsageError: numbers that do not go together, or a batch that the trace does not show and `global_batch` does not give.
         CaptureError: the workload could not be traced.
     """
+    return plan_layouts(
+        target,
+        device,
+        gpus=(gpus,),
+        nodes=nodes,
+        node=node,
+        global_batch=global_batch,
+        budget=budget,
+        arguments=arguments,
+        parameters=parameters,
+        options=options,
+        tracing=tracing,
+        on_progress=on_progress,
+        export=export,
+    ).points[0]
+
+
+@answering("the planner of layouts")
+def plan_layouts(
+    target: str | Tape,
+    device: str,
+    *,
+    gpus: Sequence[int],
+    nodes: int | None = None,
+    node: str | os.PathLike[str] | None = None,
+    global_batch: int | None = None,
+    budget: str | int | None = None,
+    price: str | None = None,
+    total: float | None = None,
+    deadline_seconds: float | None = None,
+    arguments: Sequence[str] = (),
+    parameters: Sequence[str] = (),
+    options: Mapping[str, Any] | None = None,
+    tracing: TraceSettings = AS_USUAL,
+    on_progress: OnProgress | None = None,
+    export: str | None = None,
+) -> LayoutCurve:
+    """The fastest layout over each of several numbers of cards, all from one trace, for the same number of examples in a step.
+
+    `price` is a number per GPU and hour, or a TOML file (`tightfit.layouts.answers.layout_costs`), `total` the tokens of the whole training (examples where the program
+    has no tokens), to be done in `deadline_seconds`. The other parameters are those of `plan_layout`.
+
+    Raises:
+        UsageError: as `plan_layout`, or a price, a total or a deadline that cannot be.
+        CaptureError: the workload could not be traced.
+    """
     tool = None if export is None else tool_named(export)
     on = CardSettings.of(device)
-    kind = node_of(on.card, node)
-    if gpus < 1:
-        raise UsageError(f"--gpus {gpus}: give the number of GPUs of all nodes together, 1 or more")
+    kinds = [_kind_of(on, node, number, nodes) for number in gpus]
     if global_batch is not None and global_batch < 1:
         raise UsageError(f"--global-batch {global_batch}: give the examples in a step of all cards, at least 1")
-    if nodes is not None:
-        nodes_for(kind, gpus, nodes)
-        kind = dataclasses.replace(
-            kind,
-            num_gpus=gpus // nodes,
-            # A domain of several nodes stays; one node's is what is used of it.
-            num_linked=kind.num_linked if kind.num_linked > kind.num_gpus else gpus // nodes,
-        )
+    if deadline_seconds is not None and total is None:
+        raise UsageError("--deadline goes with --total, the tokens of the whole training")
+    priced = None if price is None else price_of(price, node_of(on.card, node), on.card.name)
     tape = target if isinstance(target, Tape) else capture(
         target, device=device, arguments=arguments, parameters=parameters, options=options, tracing=tracing, on_progress=on_progress
     )  # fmt: skip
+    model, examples, assumed = _traced_model(tape, on, global_batch)
+    points = []
+    for number, kind in zip(gpus, kinds, strict=True):
+        budget_bytes = min(on.budget_bytes(budget), on.card.capacity_bytes)
+        search = LayoutSearch(model, on.card, kind, budget_bytes=budget_bytes, tool=tool)
+        found = search.run(number, examples)
+        found = dataclasses.replace(found, assumptions=_assumptions(search.model, kind.name, tool, assumed))
+        if tool is not None and found.best is not None:
+            run = _run_of(found, found.best, search.model, _command(target, arguments))
+            found = dataclasses.replace(found, exports=(tool.export(run),))
+        if found.best is not None and (priced is not None or total is not None):
+            cost = LayoutCost(
+                rate=found.rate(found.best),
+                price_per_hour=None if priced is None else priced.per_hour(kind, number),
+                total=total,
+                deadline_seconds=deadline_seconds,
+            )
+            found = dataclasses.replace(found, cost=cost)
+        points.append(found)
+    return LayoutCurve(points=tuple(points))
+
+
+def _kind_of(on: CardSettings, node: str | os.PathLike[str] | None, gpus: int, nodes: int | None) -> Node:
+    """The kind of the nodes that so many cards are in."""
+    kind = node_of(on.card, node)
+    if gpus < 1:
+        raise UsageError(f"--gpus {gpus}: give the number of GPUs of all nodes together, 1 or more")
+    if nodes is None:
+        return kind
+    nodes_for(kind, gpus, nodes)
+    each = gpus // nodes
+    # A domain of several nodes stays; one node's is what is used of it.
+    return dataclasses.replace(kind, num_gpus=each, num_linked=kind.num_linked if kind.num_linked > each else each)
+
+
+def _traced_model(tape: Tape, on: CardSettings, global_batch: int | None) -> tuple[ModelParts, int, str]:
+    """The model, the examples of a step, and what was assumed of those of the traced one, empty where the trace shows them."""
     if not (tape.operators.phase == Phase.BACKWARD).any():
         raise UsageError("the traced steps have no backward pass: layouts are planned for training")
     model = model_parts(Profile(tape.of_steps(), on.card))
@@ -77,18 +155,13 @@ def plan_layout(
         # The samples of its throughput, of which a second is as good as any other: images, rows of a table.
         global_batch = counts_of_step(tape.of_steps(), on.card, 1.0).num_samples
     model, examples = _with_batch(model, global_batch)
-    model = with_traced_step(model, tape, on.card, on.settings, on.calibration)
-    search = LayoutSearch(
-        model, on.card, kind, budget_bytes=min(on.budget_bytes(budget), on.card.capacity_bytes), tool=tool
+    why = (
+        "as --global-batch says: the trace does not show it"
+        if is_given
+        else "the images that its loss is of: another number by --global-batch"
     )
-    found = search.run(gpus, examples)
-    found = dataclasses.replace(
-        found, assumptions=_assumptions(search.model, kind.name, tool, is_seen=is_seen, is_given=is_given)
-    )
-    if tool is None or found.best is None:
-        return found
-    run = _run_of(found, found.best, search.model, _command(target, arguments))
-    return dataclasses.replace(found, exports=(tool.export(run),))
+    assumed = "" if is_seen else f"one traced forward pass has {model.batch.num_examples} examples, {why}"
+    return with_traced_step(model, tape, on.card, on.settings, on.calibration), examples, assumed
 
 
 def _command(target: str | Tape, arguments: Sequence[str]) -> tuple[str, ...]:
@@ -127,9 +200,7 @@ def _with_batch(model: ModelParts, global_batch: int | None) -> tuple[ModelParts
     return dataclasses.replace(model, batch=dataclasses.replace(model.batch, num_examples=each)), global_batch
 
 
-def _assumptions(
-    model: ModelParts, node: str, tool: AbstractTool | None, *, is_seen: bool, is_given: bool
-) -> tuple[str, ...]:
+def _assumptions(model: ModelParts, node: str, tool: AbstractTool | None, assumed: str) -> tuple[str, ...]:
     found = [
         f"nodes are {node}: another one by --node",
         "seconds are estimates; memory is computed from one trace, not verified by traces of ranks",
@@ -138,13 +209,8 @@ def _assumptions(
         found.append(
             f"only layouts that {tool.name} ({tool.version}) runs are considered, with what it keeps of weights and gradients"
         )
-    if not is_seen:
-        why = (
-            "as --global-batch says: the trace does not show it"
-            if is_given
-            else "the images that its loss is of: another number by --global-batch"
-        )
-        found.append(f"one traced forward pass has {model.batch.num_examples} examples, {why}")
+    if assumed:
+        found.append(assumed)
     if model.order:
         found.append(
             "tensor parallelism divides every block: its degree has to divide the heads and the key-value heads"

@@ -10,10 +10,11 @@ from collections.abc import Hashable, Iterable, Sequence
 
 from tightfit.devices.device import Device
 from tightfit.devices.node import Node
+from tightfit.devices.nodes import nodes_for
+from tightfit.layouts.answers.layout_plan import LayoutPlan, PricedLayout
 from tightfit.layouts.exports.tool import AbstractTool
 from tightfit.layouts.layout import Layout, Recomputation
 from tightfit.layouts.layout_candidates import LayoutCandidates
-from tightfit.layouts.layout_plan import LayoutPlan, PricedLayout
 from tightfit.layouts.model.model_parts import ModelParts
 from tightfit.layouts.part_seconds import PricedParts
 from tightfit.layouts.rank_bytes import rank_bytes
@@ -68,6 +69,7 @@ class LayoutSearch:
             device=self.device.name,
             node=self.node.name,
             num_gpus=num_gpus,
+            num_nodes=nodes_for(self.node, num_gpus),
             gpus_per_node=min(num_gpus, self.node.num_gpus),
             budget_bytes=self.budget_bytes,
             examples=examples,

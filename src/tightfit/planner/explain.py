@@ -146,22 +146,24 @@ def _proof(plan: Plan) -> str:
 
 
 def _more_memory(plan: Plan) -> Iterator[str]:
-    """The time that more memory saves, up to a GiB of it, from the memory/time curve."""
-    points = sorted(plan.frontier, key=lambda point: point.device_bytes)
-    now = [p for p in points if p.device_bytes <= plan.run.peak.device_bytes]
-    more = [p for p in points if p.device_bytes > plan.run.peak.device_bytes]
-    if not now or not more:
+    """The time that more memory than the budget saves, up to a GiB of it, from the memory/time curve."""
+    # As predicted, since the curve is; a faster plan that the budget had room for would have been found.
+    now_bytes = max(plan.budget_bytes - plan.headroom_bytes, plan.promised_bytes)
+    now_seconds = plan.run.seconds_per_step if plan.predicted_seconds is None else plan.predicted_seconds
+    more = sorted((p for p in plan.frontier if p.device_bytes > now_bytes), key=lambda point: point.device_bytes)
+    if not more:
         return
-    here, next_one = now[-1], more[0]
-    within = [p for p in more if p.device_bytes - here.device_bytes <= GIB]
+    within = [p for p in more if p.device_bytes - now_bytes <= GIB]
     if within:
         best = min(within, key=lambda point: (point.seconds_per_step, point.device_bytes))
-        saved, memory = here.seconds_per_step - best.seconds_per_step, best.device_bytes - here.device_bytes
+        saved, memory = now_seconds - best.seconds_per_step, best.device_bytes - now_bytes
         told = f"{format_bytes(memory)} more"
     else:
-        # The slope between the two neighbouring points of the curve, which is convex only roughly.
-        step = next_one.device_bytes - here.device_bytes
-        saved, told = (here.seconds_per_step - next_one.seconds_per_step) / step * GIB, "One more GiB"
+        # The slope up to the next point of the curve, which is convex only roughly.
+        saved, told = (
+            (now_seconds - more[0].seconds_per_step) / (more[0].device_bytes - now_bytes) * GIB,
+            "One more GiB",
+        )
     if saved > 0:
         yield f"{told} would save about {format_seconds(saved)} per step."
 

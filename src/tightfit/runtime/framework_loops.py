@@ -13,7 +13,7 @@ from typing import Any
 from tightfit.capture.processes.process_role import begin_plan
 from tightfit.planner.plan import Choice
 from tightfit.runtime.apply import apply_to, innermost
-from tightfit.techniques.session import Session
+from tightfit.techniques.session import Notes, Session
 from tightfit.torch_hooks.calls import StepOwner, on_training_step
 from tightfit.torch_hooks.manifest import LIGHTNING_STEP, PYTORCH_LIGHTNING_STEP, TRAINER_STEP, Name
 from tightfit.torch_hooks.replaced import Leave
@@ -53,7 +53,7 @@ class LoopWatch(StepOwner):
         self._met: WeakTable[Any, weakref.ref[Session]] = WeakTable()
         self._watched: dict[Name, Leave] = {}
         self.statistics: Counter[str] = Counter()
-        self.notes: list[str] = []
+        self.notes = Notes()
 
     def look(self) -> None:
         """Watches the loops of the frameworks that are imported by now."""

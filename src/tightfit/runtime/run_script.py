@@ -57,12 +57,17 @@ def run(
         say(others)
     said: set[str] = set()
 
+    def say_once(line: str) -> None:
+        if line not in said:
+            said.add(line)
+            say(line)
+
     def applied(session: "Session") -> None:
         model = type(session.model).__name__
         for line in [*put_on(plan, [model]), *([] if said else figures(plan)), *session.notes]:
-            if line not in said:
-                say(line)
-                said.add(line)
+            say_once(line)
+        # What the run shows later: gradients that are kept, proofs that are repeated.
+        session.notes.tell = say_once
 
     roots = plan.model.get("roots", ())
     attachment = Attachment(

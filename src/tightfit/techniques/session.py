@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Self
 
 import torch
@@ -109,6 +109,21 @@ class ComparedSums:
     refuse: Callable[[], object]
 
 
+class Notes(list[str]):
+    """What a session has to say to the user. `tell` is given what comes after it was set; None: nobody is told, and whoever reads the list finds it."""
+
+    tell: Callable[[str], None] | None = None
+
+    def append(self, note: str) -> None:
+        super().append(note)
+        if self.tell is not None:
+            self.tell(note)
+
+    def extend(self, notes: Iterable[str]) -> None:
+        for note in notes:
+            self.append(note)
+
+
 @dataclasses.dataclass(slots=True, kw_only=True, weakref_slot=True, eq=False)
 class Session:
     """`model` is the outermost module that the workload calls; `optimizers` are those that hold parameters of it.
@@ -126,7 +141,7 @@ class Session:
     check_steps: int = CHECK_STEPS
     disk_folder: str | None = None
     statistics: Counter[str] = dataclasses.field(default_factory=Counter)
-    notes: list[str] = dataclasses.field(default_factory=list)
+    notes: Notes = dataclasses.field(default_factory=Notes)
     verdict: Verdict = dataclasses.field(default_factory=Verdict)
     before: dict[torch.Tensor, tuple[torch.Tensor, int]] = dataclasses.field(default_factory=dict)
     shared: dict[type, Any] = dataclasses.field(default_factory=dict)

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from tightfit.effects.dispatched import dispatched
+from tightfit.effects.independence.fake_tensors import FakeTensors
 from tightfit.effects.independence.operations import (
     ByOperator,
     Operation,
@@ -116,6 +117,7 @@ class FakeRun(TorchDispatchMode):
         num_rows: int,
         *,
         fake: FakeTensorMode,
+        device: torch.device | None = None,
         reads: Sequence[Any] | None = None,
         allows_randomness: bool = False,
         allows_votes: bool = False,
@@ -123,6 +125,7 @@ class FakeRun(TorchDispatchMode):
         super().__init__()
         self.num_rows = num_rows
         self.fake = fake
+        self._tensors = FakeTensors(fake, device)
         self.operations: list[Operation] = []
         self.failure: Mixes | None = None
         self._allows_randomness = allows_randomness
@@ -130,8 +133,6 @@ class FakeRun(TorchDispatchMode):
         self._reads = None if reads is None else list(reads)
         # Nothing here has data: all storages are kept, so that none is taken for another.
         self._kept: list[Any] = []
-        # By the number of the tensor, which is kept with its fake one.
-        self._fakes: dict[int, tuple[torch.Tensor, FakeTensor]] = {}
         self._born: set[int] = set()
         self._is_atom = False
 
@@ -149,14 +150,14 @@ class FakeRun(TorchDispatchMode):
         self._check(func, arguments, tensors)
         if func in READS:
             return self._read(func, tensors)
-        is_on_host = _is_on_host(func, arguments, tensors)
+        is_on_host = _is_on_host(func, arguments, tensors) and (func.is_view or not self._tensors.are_any_away(tensors))
         if is_on_host:
             out = func(*args, **kwargs)
         else:
             # Fake kernels draw nothing, and refuse a generator of another device.
             kwargs = {k: v for k, v in kwargs.items() if k != "generator"}
-            args = _with_tensors(self._as_fake, args)
-            kwargs = {name: _with_tensors(self._as_fake, value) for name, value in kwargs.items()}
+            args = _with_tensors(self._tensors.as_fake, args)
+            kwargs = {name: _with_tensors(self._tensors.as_fake, value) for name, value in kwargs.items()}
             with self.fake:
                 out = _moved(func, arguments) if _is_move(func, tensors) else func(*args, **kwargs)
         outputs = tensors_of((out,))
@@ -171,26 +172,6 @@ class FakeRun(TorchDispatchMode):
             self._note(operation_of(func, arguments, outputs))
             self.follow(OperatorCall(func=func, arguments=arguments, outputs=outputs), known)
         return out
-
-    def _as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What FakeTensorMode makes of a tensor with data anyway; but it finds what it knows of an operator only where all arguments are fake."""
-        if isinstance(tensor, FakeTensor):
-            return tensor
-        # Detached: what is converted is asked for its gradient as well, which is the program's own matter, or one of ours that nobody may read.
-        known = self._fakes.get(id(tensor))
-        if known is None:
-            known = self._fakes[id(tensor)] = (tensor, self._made_fake(tensor.detach()))
-        return known[1]
-
-    def _made_fake(self, tensor: torch.Tensor) -> FakeTensor:
-        is_plain_layout = not (tensor.storage_offset() or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
-        if type(tensor) is torch.Tensor and tensor.device.type == "cpu" and is_plain_layout:
-            # `from_tensor` makes the same, but imports torch's compiler to name where the tensor comes from: two to three seconds in each process.
-            with self.fake:
-                made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-            assert isinstance(made, FakeTensor)
-            return made
-        return self.fake.from_tensor(tensor)
 
     def _check(self, func: Any, arguments: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
         """Raises if the operator cannot be followed, before it runs."""

@@ -93,6 +93,7 @@ def prove(subject: Computation, num_rows: int, parts: Iterable[int], reads: Sequ
     tensors = [*subject.inputs, *subject.module.parameters(), *subject.module.buffers()]
     settings = {
         "fake": _fake_mode_for(tensors),
+        "device": next((device for t in tensors if (device := _device(t)).type != "cpu"), None),
         "reads": reads,
         "allows_randomness": subject.allows_randomness,
         "allows_votes": subject.allows_votes,

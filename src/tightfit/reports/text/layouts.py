@@ -5,8 +5,9 @@ import sys
 from rich.table import Table
 from rich.text import Text
 
+from tightfit.layouts.answers.layout_costs import LayoutCost
+from tightfit.layouts.answers.layout_plan import LayoutPlan, PricedLayout
 from tightfit.layouts.layout import Layout
-from tightfit.layouts.layout_plan import LayoutPlan, PricedLayout
 from tightfit.reports.text.estimates import console
 from tightfit.reports.text.table_columns import GAP
 from tightfit.units import format_bytes, format_seconds
@@ -32,6 +33,8 @@ def write_layout(plan: LayoutPlan, *, elapsed_seconds: float) -> None:
         )
         out.print(Text(_batches(best.layout)))
         out.print(Text(f"{format_seconds(best.seconds.total)} per step, {plan.rate(best):,.0f} {unit}/s"))
+        if plan.cost is not None:
+            out.print(Text(cost_in_words(plan.cost, unit)))
         out.print(
             Text(
                 "  " + ", ".join(f"{name} {format_seconds(s)}" for name, s in best.seconds.parts().items() if s > 0),
@@ -67,6 +70,34 @@ def write_export(plan: LayoutPlan) -> None:
     )
     sys.stderr.write("".join(f"tightfit: {note}\n" for note in export.notes))
     sys.stdout.write(export.text)
+
+
+def cost_in_words(cost: LayoutCost, unit: str) -> str:
+    """What was asked of the cost, as one line."""
+    found = []
+    if cost.price_per_hour is not None and cost.per_price is not None:
+        found.append(f"{cost.price_per_hour:,.2f} per hour, {format_count(cost.per_price)} {unit} for each 1.00")
+    if cost.total is not None and cost.total_seconds is not None:
+        took = f"{format_count(cost.total)} {unit} in {format_long(cost.total_seconds)}"
+        late = "" if cost.meets_deadline else f", after the deadline of {format_long(cost.deadline_seconds or 0.0)}"
+        price = "" if cost.total_price is None else f", for {cost.total_price:,.0f}"
+        found.append(f"{took}{late}{price}")
+    return "; ".join(found)
+
+
+def format_count(count: float) -> str:
+    """A count with a letter: `300B`, `1.50T`, `41.2M`."""
+    for factor, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= factor:
+            return f"{count / factor:.3g}{letter}"
+    return f"{count:.3g}"
+
+
+def format_long(seconds: float) -> str:
+    """A time of hours or days: `7.3 days`, `11.2 h`."""
+    if seconds >= 2 * 86400:
+        return f"{seconds / 86400:,.1f} days"
+    return f"{seconds / 3600:,.1f} h" if seconds >= 3600 else format_seconds(seconds)
 
 
 def _batches(layout: Layout) -> str:

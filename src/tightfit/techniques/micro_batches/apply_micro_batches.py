@@ -60,6 +60,7 @@ def apply_micro_batches(session: Session, chosen: Sequence[ChosenOption]) -> Non
         counted=counted,
         refuse=refuse,
         check_steps=session.check_steps,
+        notes=session.notes,
     )
     session.wrap_forward(model, split)
     watch_inputs_of_backward(session)

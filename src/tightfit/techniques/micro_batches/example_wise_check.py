@@ -26,6 +26,7 @@ from tightfit.techniques.micro_batches.loss_means import Decision, LossWatch, Te
 from tightfit.techniques.micro_batches.split_outputs import find_loss, items_of
 from tightfit.techniques.wrappers.first_order import Refuse
 from tightfit.techniques.wrappers.forwards import plain_forwards
+from tightfit.techniques.wrappers.repeated_proofs import RepeatedProofs
 from tightfit.techniques.wrappers.without_node_hooks import without_node_hooks
 
 _MAX_SHAPES = 64
@@ -75,6 +76,7 @@ class BatchProofs:
         unseen: Callable[[], contextlib.AbstractContextManager[Any]],
         of_loop: Collection[str] = (),
         judge: Judge | None = None,
+        repeats: RepeatedProofs | None = None,
     ) -> None:
         self._model = weakref.ref(model)
         self._judge = judge or _judged
@@ -82,6 +84,7 @@ class BatchProofs:
         self._allows_randomness = allows_randomness
         self._refuse = refuse
         self._unseen = unseen
+        self._repeats = repeats or RepeatedProofs("micro_batches", [])
         self._state = RegionState()
         self._before: Snapshot | None = None
         self._classes: list[tuple[torch.nn.Module, type]] = []
@@ -189,7 +192,13 @@ class BatchProofs:
             before = self._before if may_leave and self._before and self._is_changed(self._before, now) else None
             try:
                 # Metrics are muted in the state that the proof begins in: another state has other tables of attributes.
-                with self._unseen(), plain_forwards(), _as_in(before, now), _without_metrics(model):
+                with (
+                    self._repeats.counted(key),
+                    self._unseen(),
+                    plain_forwards(),
+                    _as_in(before, now),
+                    _without_metrics(model),
+                ):
                     proved = _proved(
                         model,
                         forward,

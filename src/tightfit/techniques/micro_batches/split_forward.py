@@ -33,6 +33,7 @@ from tightfit.techniques.micro_batches.loss_means import Decision, LossWatch
 from tightfit.techniques.micro_batches.saved_by_parts import Unchanged
 from tightfit.techniques.micro_batches.split_outputs import Outputs, Sums, find_loss
 from tightfit.techniques.wrappers.first_order import Refuse, are_transforms_active
+from tightfit.techniques.wrappers.repeated_proofs import RepeatedProofs
 from tightfit.techniques.wrappers.traced_calls import is_looked_at
 from tightfit.torch_hooks.backward import nodes_behind, of_a_part
 from tightfit.torch_hooks.node_hooks import is_any_node_hooked, moment, on_node_hooks
@@ -68,6 +69,7 @@ class SplitForward:
         scaled: Callable[[torch.Tensor], torch.Tensor] | None = None,
         unseen: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
         of_loop: Collection[str] = (),
+        notes: list[str] | None = None,
     ) -> None:
         self._model = weakref.ref(model)
         self._num_parts = num_parts
@@ -79,7 +81,12 @@ class SplitForward:
         self._scaled = scaled
         self._unseen = unseen
         self._proofs = BatchProofs(
-            model, allows_randomness=allows_randomness, refuse=refuse, unseen=unseen, of_loop=of_loop
+            model,
+            allows_randomness=allows_randomness,
+            refuse=refuse,
+            unseen=unseen,
+            of_loop=of_loop,
+            repeats=RepeatedProofs("micro_batches", [] if notes is None else notes),
         )
         self._is_checked = False
         self._checks_left = check_steps

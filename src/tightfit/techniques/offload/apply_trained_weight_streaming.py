@@ -20,7 +20,7 @@ from tightfit.techniques.offload.twin_updates import update_twins
 from tightfit.techniques.optimizer.at_host.host_codec import HostCodec
 from tightfit.techniques.optimizer.states.quantized_states import EncodedStates, encode_now
 from tightfit.techniques.optimizer.states.state_sizes import LOST_STATES, MIN_ON_DISK
-from tightfit.techniques.optimizer.updates.optimizer_kernels import UPDATED_ON_HOST, is_dense
+from tightfit.techniques.optimizer.updates.optimizer_kernels import UPDATED_ON_HOST, has_momentum, is_dense
 from tightfit.techniques.optimizer.updates.optimizer_steps import (
     beside,
     check_separable,
@@ -174,13 +174,18 @@ class _Updates:
             update_twins(optimizer, self._step, {p: twins[p] for p in taken}, self._flags_for, self._shown)
             return taken
         groups = [
-            self._fused(group, taken)
-            for group in optimizer.param_groups
-            if (taken := [p for p in group["params"] if self._can_be_fused(p, group)])
+            self._fused(group, taken) for group in optimizer.param_groups for taken in self._taken_together(group)
         ]
         if groups:
             self._step(beside(optimizer, groups, optimizer.state))
         return [parameter for group in groups for parameter in group["params"]]
+
+    def _taken_together(self, group: dict[str, Any]) -> list[list[torch.Tensor]]:
+        state = self._live().state
+        taken = [p for p in group["params"] if self._can_be_fused(p, group)]
+        later = [p for p in taken if has_momentum(state.get(p, {}))]
+        first = [p for p in taken if not has_momentum(state.get(p, {}))]
+        return [each for each in (later, first) if each]
 
     def _one_by_one(self, optimizer: torch.optim.Optimizer, encoded: EncodedStates) -> list[torch.Tensor]:
         groups = groups_by_parameter(optimizer)

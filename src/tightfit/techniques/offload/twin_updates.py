@@ -12,6 +12,7 @@ import torch
 
 from tightfit.engine.weights.streamed_weights import Twin
 from tightfit.techniques.offload.shown_states import ShownStates
+from tightfit.techniques.optimizer.updates.optimizer_kernels import has_momentum
 from tightfit.techniques.optimizer.updates.optimizer_steps import beside, groups_by_parameter
 
 # What a `GradScaler` leaves on an optimizer that unscales by itself (torch/amp/grad_scaler.py, `step`).
@@ -51,7 +52,7 @@ def _update(
     group_of = groups_by_parameter(optimizer)
     states: defaultdict[torch.Tensor, Any] = defaultdict(dict)
     # Implementations for many tensors take those of one group together.
-    groups: dict[tuple[int, bool], dict[str, Any]] = {}
+    groups: dict[tuple[int, bool, bool], dict[str, Any]] = {}
     for parameter, pair in twins.items():
         twin, gradient, index = pair.weight, parameter.grad, group_of[parameter]
         assert gradient is not None
@@ -62,8 +63,11 @@ def _update(
         if known is not None:
             states[twin] = known if shown is None else shown.at_host(known, parameter)
         own = optimizer.param_groups[index]
-        given = flags(twin, states[twin] if known is not None else {}, own)
-        groups.setdefault((index, given is own), {**_at_host(given), "params": []})["params"].append(twin)
+        of_twin = states[twin] if known is not None else {}
+        given = flags(twin, of_twin, own)
+        groups.setdefault((index, given is own, has_momentum(of_twin)), {**_at_host(given), "params": []})[
+            "params"
+        ].append(twin)
     made = beside(optimizer, list(groups.values()), states)
     vars(made).update(_at_host(vars(made), *_OF_SCALERS))
     step(made)

@@ -21,6 +21,7 @@ from tightfit.techniques.tiling.tile_checks import TileProofs
 from tightfit.techniques.tiling.tile_function import Tile, Tiling, run_tiled
 from tightfit.techniques.wrappers.first_order import are_transforms_active
 from tightfit.techniques.wrappers.forwards import plain_forwards
+from tightfit.techniques.wrappers.repeated_proofs import RepeatedProofs
 from tightfit.techniques.wrappers.traced_calls import is_looked_at
 from tightfit.techniques.wrappers.unwrap_model import module_of
 from tightfit.torch_hooks.manifest import GRAPH_TASK_ID
@@ -60,6 +61,7 @@ def apply_tiled_tokens(session: Session, chosen: Sequence[ChosenOption]) -> None
                 choice.settings["num_tiles"],
                 verdict=session.verdict,
                 check_steps=session.check_steps,
+                notes=session.notes,
             ),
         )
 
@@ -67,15 +69,16 @@ def apply_tiled_tokens(session: Session, chosen: Sequence[ChosenOption]) -> None
 class _Tiles:
     """The wrapper around the forward of one module."""
 
-    def __init__(self, where: str, num_tiles: int, *, verdict: Verdict, check_steps: int) -> None:
+    def __init__(self, where: str, num_tiles: int, *, verdict: Verdict, check_steps: int, notes: list[str]) -> None:
         self._where = where
         self._num_tiles = num_tiles
         self._verdict = verdict
         self._check_steps = check_steps
         self._proofs: WeakTable[torch.nn.Module, TileProofs] = WeakTable()
+        self._repeats = RepeatedProofs(_NAME, notes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Tiles":
-        return _Tiles(self._where, self._num_tiles, verdict=Verdict(), check_steps=self._check_steps)
+        return _Tiles(self._where, self._num_tiles, verdict=Verdict(), check_steps=self._check_steps, notes=[])
 
     def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         value = args[0] if args else None
@@ -132,7 +135,7 @@ class _Tiles:
 
         proofs = self._proofs.get(module)
         if proofs is None:
-            proofs = self._proofs[module] = TileProofs(module, self._refusal, self._check_steps)
+            proofs = self._proofs[module] = TileProofs(module, self._refusal, self._check_steps, self._repeats)
         is_watched = has_values(value) and (value.device.type == "cpu" or proofs.names_outside)
         with without_outside_calls(self._refusal, is_on=is_watched):
             run_first = functools.partial(run, tiles[0])

@@ -15,6 +15,7 @@ from tightfit.techniques.tiling.first_state import FirstState
 from tightfit.techniques.tiling.tile_function import Tile, TileRuns
 from tightfit.techniques.tiling.token_wise_check import check_token_wise
 from tightfit.techniques.wrappers.first_order import Refuse
+from tightfit.techniques.wrappers.repeated_proofs import RepeatedProofs
 
 _MAX_SHAPES = 64
 
@@ -30,10 +31,11 @@ class _Known:
 class TileProofs:
     """The proofs for one module, which it refers to weakly. `refuse` makes the error to raise; `check_steps` calls are compared by value."""
 
-    def __init__(self, module: torch.nn.Module, refuse: Refuse, check_steps: int) -> None:
+    def __init__(self, module: torch.nn.Module, refuse: Refuse, check_steps: int, repeats: RepeatedProofs) -> None:
         self._module = weakref.ref(module)
         self._refuse = refuse
         self._check_steps = check_steps
+        self._repeats = repeats
         self._state = RegionState()
         # By what Python code may branch on.
         self._known: dict[Any, _Known] = {}
@@ -102,8 +104,10 @@ class TileProofs:
             with torch.no_grad(), paused():
                 run(part)
 
+        parts = [t.end - t.begin for t in tiles]
         try:
-            check_token_wise(self._owner(), run, value, dim, [t.end - t.begin for t in tiles], first_call=first_call)
+            with self._repeats.counted((id(self), value.shape)):
+                check_token_wise(self._owner(), run, value, dim, parts, first_call=first_call)
         except Mixes as error:
             raise self._refuse(f"cannot be run in tiles: {error}") from None
 

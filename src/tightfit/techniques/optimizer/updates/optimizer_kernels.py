@@ -177,12 +177,13 @@ def _has_strides(value: Any) -> TypeGuard[torch.Tensor]:
 def _has_first_gradients(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
     """Whether some of the parameters of a group have their first gradient now and others had theirs before: torch's fused SGD takes a momentum for all of them,
     or for none (torch/optim/sgd.py, `_fused_sgd`), where a layer was left out or unfreezes."""
-    of_each = {
-        optimizer.state.get(parameter, {}).get("momentum_buffer") is None
-        for parameter in group["params"]
-        if parameter.grad is not None
-    }
+    of_each = {has_momentum(optimizer.state.get(p, {})) for p in group["params"] if p.grad is not None}
     return len(of_each) > 1
+
+
+def has_momentum(states: Mapping[str, Any]) -> bool:
+    """Whether a parameter has had a gradient before, as SGD with momentum sees it: torch's fused one takes those that have and those that have not apart."""
+    return states.get("momentum_buffer") is not None
 
 
 def _place_counts(optimizer: torch.optim.Optimizer, *, beside_parameters: bool) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from tightfit.layouts.answers.layout_costs import LayoutCost
 from tightfit.layouts.exports.layout_run import Export
 from tightfit.layouts.layout import Layout
 from tightfit.layouts.rank_bytes import RankBytes
@@ -50,6 +51,7 @@ class LayoutPlan:
     device: str
     node: str
     num_gpus: int
+    num_nodes: int
     gpus_per_node: int
     budget_bytes: int
     examples: int
@@ -60,6 +62,7 @@ class LayoutPlan:
     num_priced: int
     assumptions: tuple[str, ...] = ()
     exports: tuple[Export, ...] = ()
+    cost: LayoutCost | None = None
 
     @property
     def fits(self) -> bool:
@@ -79,6 +82,7 @@ class LayoutPlan:
             "device": self.device,
             "node": self.node,
             "gpus": self.num_gpus,
+            "nodes": self.num_nodes,
             "budget_bytes": self.budget_bytes,
             "global_batch": self.examples,
             "fits": self.fits,
@@ -87,6 +91,7 @@ class LayoutPlan:
             "seconds": best.seconds.parts() if best else None,
             key: self.rate(best) if best else None,
             "ranks": best.to_json()["ranks"] if best else [],
+            "cost": self.cost.to_json() if self.cost else None,
             "alternatives": [{**p.to_json(), key: self.rate(p)} for p in self.alternatives],
             "refused": [p.to_json() for p in self.refused],
             "layouts_priced": self.num_priced,
