@@ -52,6 +52,16 @@ class TestBudget:
 
     def test_fixtures_are_not_taken(self, tmp_path):
         train(8)
+
+
+@pytest.mark.memory_budget("5 potatoes", device="RTX 4090")
+def test_no_size():
+    train(8)
+
+
+@pytest.mark.memory_budget("5 GiB", device="nope")
+def test_no_card():
+    train(8)
 """
 
 
@@ -76,7 +86,10 @@ def pytest_of(folder: Path, *arguments: str) -> str:
 def test_markers_and_fixture(tmp_path: Path) -> None:
     (tmp_path / "test_memory.py").write_text(TESTS)
     said = pytest_of(tmp_path)
-    assert "3 failed, 3 passed" in said, said
+    assert "5 failed, 3 passed" in said, said
+    for line in ("the budget: '5 potatoes' is not a size", "no GPU is called 'nope'"):
+        assert said.count(f"memory budget: nothing could be estimated: {line}") == 1
+    assert "During handling" not in said
     assert "test_memory.KEPT[-1] (global of module test_memory)" in said
     assert re.search(r"memory budget: \d\.\d\d? GiB of 2\.0+ GiB on NVIDIA GeForce RTX 4090\n", said), said
     assert "give it parameters (numbers, texts) and no fixtures, or name a target=" in said

@@ -2,12 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tightfit import estimate
 from tightfit.cli.main import run
 from tightfit.errors import ProgramError, UsageError
+from tightfit.fit.planning import allowed
 
 STEPS = """
 import torch
@@ -63,3 +65,19 @@ def test_lines_are_relative_to_the_folder_that_the_program_began_in(
     (tmp_path / "package" / "train.py").write_text(change + "raise ValueError('no')\n")
     assert run(["estimate", "-m", "package.train", "--device", "RTX 4090"]) == 3
     assert "raised ValueError at package/train.py:6: no" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"arguments": "--epochs 1"}, r"arguments is a list of texts, such as \['--epochs', '1'\], and no str"),
+        ({"parameters": {"batch_size": 4}}, r"parameters is a list of texts, such as \['batch_size=16'\], and no dict"),
+    ],
+)
+def test_what_python_takes_for_a_list_of_texts_and_is_none_is_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        estimate("train.py", "RTX 4090", **given)
+
+
+def test_one_word_is_a_list_of_one() -> None:
+    assert allowed("lossy", "checkpointing") == allowed(["lossy"], ["checkpointing"])

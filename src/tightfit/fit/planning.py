@@ -224,6 +224,8 @@ def allowed(names: Iterable[str], without: Iterable[str] = ()) -> Allowed:
     Raises:
         UsageError: one is no technique.
     """
+    # From Python a single word is natural: allow="lossy".
+    names, without = ([each] if isinstance(each, str) else list(each) for each in (names, without))
     words = {word.replace("-", "_") for name in names for word in name.split(",") if word}
     unknown = words - set(techniques()) - {"lossy"}
     if unknown:

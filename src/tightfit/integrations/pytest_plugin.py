@@ -72,15 +72,19 @@ def _check_budget(
     steps: int = 3,
 ) -> None:
     import tightfit
-    from tightfit.units import format_bytes, parse_bytes
+    from tightfit.units import format_bytes, to_bytes
 
-    limit_bytes = parse_bytes(budget) if isinstance(budget, str) else budget
-    with tempfile.TemporaryDirectory() as folder:
-        try:
+    found, why, limit_bytes = None, "", 0
+    try:
+        card = tightfit.find_device(device)
+        limit_bytes = min(to_bytes(budget, "the budget", whole_bytes=card.capacity_bytes), card.capacity_bytes)
+        with tempfile.TemporaryDirectory() as folder:
             found = tightfit.estimate(target or _script_of(item, folder), device, parameters=parameters, steps=steps)
-        except tightfit.TightfitError as error:
-            pytest.fail(f"the workload could not be traced: {error}", pytrace=False)
-    limit_bytes = min(limit_bytes, found.capacity_bytes)
+    except tightfit.TightfitError as error:
+        why = str(error)
+    if found is None:
+        # Outside of the handler: pytest would print the line twice.
+        pytest.fail(f"memory budget: nothing could be estimated: {why}", pytrace=False)
     needed = found.peak.device_high_bytes
     if needed > limit_bytes:
         said = f"{format_bytes(needed)} of {format_bytes(limit_bytes)} on {found.device}"

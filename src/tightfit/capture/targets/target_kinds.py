@@ -68,6 +68,13 @@ def parse_target(
         UsageError: there is no such file, function or model, or it takes no such arguments.
         ProgramError: the script has a syntax error.
     """
+    for name, value, example in (
+        ("arguments", arguments, "['--epochs', '1']"),
+        ("parameters", parameters, "['batch_size=16']"),
+    ):
+        # A text is a sequence too, of its letters.
+        if isinstance(value, str | Mapping):
+            raise UsageError(f"{name} is a list of texts, such as {example}, and no {type(value).__name__}")
     refuse_other_files(text)
     if arguments and re.fullmatch("[KMGT]i?B?|%", arguments[0]):
         raise UsageError(f"{arguments[0]} stands alone: write a size as one word, such as 2{arguments[0]}")
