@@ -56,6 +56,13 @@ def _nested(model: Masked, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Te
     return hidden * 0.1 if mask[:, 2:].all() else _masked(model, hidden, mask)
 
 
+def _with_gradients(model: Masked, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    # A look at the whole without gradients would answer the second question where parts ask the first.
+    if torch.is_grad_enabled() and hidden.isnan().any():
+        return hidden * 0
+    return _masked(model, hidden, mask) if (~mask).any() else hidden
+
+
 def _norm_where_padded(model: Masked, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return hidden if mask.all() else hidden * (2 if hidden.detach().norm() > 2.8 else 1)
 
@@ -71,6 +78,7 @@ RIGHT: dict[str, Decide] = {
     "a count that is more than zero": lambda m, h, mask: _masked(m, h, mask) if (~mask).sum() > 0 else h,
     "two questions": _two,
     "a question within another": _nested,
+    "a question that is asked with gradients alone": _with_gradients,
 }
 REFUSED: dict[str, tuple[Decide, str]] = {
     "a number of all": (lambda m, h, mask: h if mask.sum() == 2 * LENGTH else _masked(m, h, mask), "depends on the rows"),

@@ -25,7 +25,6 @@ class DecidesOtherwise(Exception):
         self.number = next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-@torch.no_grad()
 def decisions_of_whole(
     forward: Callable[..., Any],
     batch: AbstractBatch,
@@ -35,7 +34,7 @@ def decisions_of_whole(
 ) -> tuple[Decision, ...] | None:
     """The decisions of the whole batch up to `number`; None where it has none of that number, or one that is no number.
 
-    Masks are made before anything large is computed, so most of the forward does not run.
+    Masks are made before anything large is computed, so most of the forward does not run. It does so with gradients: code may ask for these before it decides.
     """
     args, kwargs = batch.part(0, batch.num_examples)
     watch = LossWatch(batch.num_examples, allows_randomness=False, num_wanted=number + 1)
