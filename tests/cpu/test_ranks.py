@@ -32,6 +32,8 @@ REFUSED = {
     "examples_in_the_second_dimension": "parts of the batch may not give what the whole gives",
     "overwritten_batch": "writes to a tensor from outside",
     "one_example": "a batch of 1 cannot be divided over 2 ranks",
+    "gradient_of_an_output_beside_the_loss": "the gradient of what the model returns beside its loss",
+    "hook_on_an_output_beside_the_loss": "the gradient of what the model returns beside its loss",
     "states_of_all_at_once": "LBFGS is not known to update each parameter by itself",
     "data_by_the_process": "the batch must be the same on all ranks, and rank 1",
     "weights_by_the_process": "the weights must be the same on all ranks",

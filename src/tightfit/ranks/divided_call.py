@@ -4,31 +4,36 @@ For autograd it is one function of the parameters (and of arguments that want a 
 and returns the sums over the ranks: whoever reads a gradient, clips it or scales it has that of the whole batch.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.autograd import grad  # torch's own, whatever the program puts in its place later
 
 from tightfit.effects.values.value_checks import bound_for, difference
+from tightfit.errors import TightfitError
 from tightfit.ranks.content_hash import content_hash
 from tightfit.ranks.divided_outputs import Kind
 from tightfit.ranks.rank_group import RankGroup, number_of
 from tightfit.techniques.wrappers.first_order import Refuse, first_order
-from tightfit.torch_hooks.backward import keeps_graph, of_a_part
+from tightfit.torch_hooks.backward import BackwardPass, keeps_graph, of_a_part
 
+BESIDE_LOSS = "the program asks for the gradient of what the model returns beside its loss (a hook, retain_grad, autograd.grad), and that of the loss does not go through it here"
 # A gradient of less than this share of all of them is compared with that share: one that is zero but for rounding differs from itself.
 _LEAST_SHARE = 1e-3
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Whole:
-    """A plain run of the whole batch: its outputs, its arguments that want a gradient, and whether it computed in half precision."""
+    """A plain run of the whole batch: its outputs, its arguments that want a gradient, and whether it computed in half precision. Its backward pass is to be
+    run inside of `unseen()`, which takes back what it does to the model's state."""
 
     outputs: list[Any]
     wanting: list[torch.Tensor]
     are_halves: bool
+    unseen: Callable[[], contextlib.AbstractContextManager[None]]
 
     def of(self, known: Sequence[int]) -> "Whole":
         """With these outputs alone."""
@@ -81,6 +86,11 @@ class DividedCall:
             total = total + (wide * weight if weight != 0 else torch.zeros_like(wide))
         return total.to(output.dtype)
 
+    @property
+    def has_loss(self) -> bool:
+        """Whether one of the outputs is a loss, through which gradients reach no other output."""
+        return any(kind.name == "total" for kind in self.kinds)
+
     def gradients(self, grad_outputs: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The gradients of the parameters and arguments for the whole batch."""
         if self.is_compared or not self.group.on_cards:
@@ -96,14 +106,21 @@ class DividedCall:
             for at, (output, gradient) in enumerate(zip(self.outputs, grad_outputs, strict=True))
             if gradient is not None and output.requires_grad
         ]
-        with of_a_part(), self.group.inside():
-            parts = grad(
-                [output for output, _ in given],
-                self.inputs,
-                [gradient for _, gradient in given],
-                allow_unused=True,
-                retain_graph=keeps_graph(),
-            )
+        try:
+            with of_a_part(), self.group.inside():
+                parts = grad(
+                    [output for output, _ in given],
+                    self.inputs,
+                    [gradient for _, gradient in given],
+                    allow_unused=True,
+                    retain_graph=keeps_graph(),
+                )
+        except TightfitError:
+            raise
+        except Exception as error:
+            # On one card the gradients up to there would be kept.
+            told = " ".join(str(error).split())
+            raise self.refuse(f"{type(error).__name__} was raised within the backward pass ({told})") from error
         if any(part is not None and part.layout is not torch.strided for part in parts):
             raise self.refuse("a gradient is sparse, and sums over ranks are of dense ones")
         self.group.agree(
@@ -144,7 +161,8 @@ class DividedCall:
         assert whole is not None
         given = [(o, g) for o, g in zip(whole.outputs, grad_outputs, strict=True) if g is not None and o.requires_grad]
         trained = self.inputs[: len(self.inputs) - self.num_leaves]
-        with of_a_part(), self.group.inside():
+        # A checkpoint of the program's runs its code once more there.
+        with whole.unseen(), of_a_part(), self.group.inside():
             plain = grad(
                 [o for o, _ in given],
                 [*trained, *whole.wanting],
@@ -169,6 +187,12 @@ class Joined(torch.autograd.Function):
     def forward(ctx: Any, call: DividedCall, *inputs: torch.Tensor) -> Any:
         ctx.call, ctx.refuse = call, call.refuse
         ctx.set_materialize_grads(False)
+        if call.has_loss and len(call.kinds) > 1:
+            # Asked before a hook is put on an output (`torch_hooks.tensor_hooks`).
+            def before_gradient() -> None:
+                raise call.refuse(BESIDE_LOSS)
+
+            ctx.before_gradient = before_gradient
         results = call.joined()
         ctx.mark_non_differentiable(
             *(result for result, own in zip(results, call.outputs, strict=True) if not own.requires_grad)
@@ -182,3 +206,25 @@ class Joined(torch.autograd.Function):
         if all(gradient is None for gradient in grad_outputs):
             return None, *(None for _ in call.inputs)
         return None, *call.gradients(grad_outputs)
+
+
+class AskedGradients:
+    """Looks at backward passes that are asked by name for the gradients of tensors (`torch.autograd.grad`)."""
+
+    def concerned_parameters(self) -> None:
+        """As `tightfit.torch_hooks.backward.BackwardOwner`: the pass may lead to no leaf."""
+
+    def around_backward(self, backward: BackwardPass) -> Any:
+        """As `tightfit.torch_hooks.backward.BackwardOwner`.
+
+        Raises:
+            ApplyError: one is of an output beside a loss.
+        """
+        for each in backward.inputs:
+            node, number = (
+                (each.grad_fn, each.output_nr) if isinstance(each, torch.Tensor) else (each.node, each.output_nr)
+            )
+            call = getattr(node, "call", None)
+            if isinstance(call, DividedCall) and call.has_loss and call.kinds[number].name != "total":
+                raise call.refuse(BESIDE_LOSS)
+        return backward.run()

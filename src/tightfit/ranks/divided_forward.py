@@ -14,7 +14,7 @@ from tightfit.effects.ambient import modes_of_program
 from tightfit.effects.random_states import TorchRandom
 from tightfit.effects.values.fingerprints import paused
 from tightfit.effects.values.value_checks import difference
-from tightfit.errors import ApplyError
+from tightfit.errors import ApplyError, TightfitError
 from tightfit.ranks.content_hash import content_hash
 from tightfit.ranks.divided_call import DividedCall, Joined, Whole
 from tightfit.ranks.divided_outputs import (
@@ -25,7 +25,7 @@ from tightfit.ranks.divided_outputs import (
     numbers_of_terms,
     weights_of,
 )
-from tightfit.ranks.own_part import OwnPart
+from tightfit.ranks.own_part import OwnPart, RaisesInPart
 from tightfit.ranks.rank_batch import RankBatch, leaves_of, mapped, shares
 from tightfit.ranks.rank_group import RankGroup, number_of
 from tightfit.techniques.micro_batches.loss_means import LossWatch
@@ -100,18 +100,33 @@ class DividedForward(OnlyHere):
                 )
             return forward(*args, **kwargs)
         parts = shares(batch.num_examples, self._group.size)
-        whole = self._whole(forward, args, kwargs) if self._checks_left else None
-        output, watch, proved = self._part.run(forward, batch, parts, is_whole_known=whole is not None)
+        try:
+            whole = self._whole(forward, batch, args, kwargs) if self._checks_left else None
+            output, watch, proved, is_led = self._part.run(forward, batch, parts)
+        except RaisesInPart as raised:
+            return self._raised(forward, args, kwargs, raised.error)
         if not torch.is_grad_enabled():
             raise self._refuse("the model leaves gradients switched off, and its parts are joined after it")
         call = self._call_of(batch, output, watch, proved, parts, whole, is_compared=is_compared)
         refuse_hooks(self.model, self._refuse, since=self._begins)
-        refuse_code_in_backward(call.outputs, self._refuse)
+        code = refuse_code_in_backward(call.outputs, self._refuse)
+        if is_led and code.checkpoints():
+            raise self._refuse(
+                "the model decides by values of the batch, in code that a checkpoint of its own runs again: there each part would decide by its own"
+            )
         joined = Joined.apply(call, *call.inputs[: len(call.inputs) - call.num_leaves], *batch.wanting)
         if call.whole is not None:
             self._compare(call.whole, joined, call.kinds)
         self._has_divided, self._checks_left = True, max(0, self._checks_left - 1)
         return self._as_returned(output, proved.kinds, joined)
+
+    def _raised(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
+        """What raises for a part raises for the whole too, with all that the program sees of it, or is refused."""
+        forward(*args, **kwargs)
+        told = " ".join(str(error).split())
+        raise self._refuse(
+            f"the model raises {type(error).__name__} for a part of the batch, and not for the whole ({told})"
+        ) from error
 
     def _agree(self, batch: RankBatch) -> bool:
         """Compares the batch, and at times the weights, between the ranks. Whether what follows of this call is compared too."""
@@ -170,7 +185,7 @@ class DividedForward(OnlyHere):
             is_compared=is_compared,
         )
 
-    def _whole(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Whole | None:
+    def _whole(self, forward: Forward, batch: RankBatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Whole | None:
         """The outputs of a plain run of the whole batch, at the host, and its arguments that want a gradient; nothing where it cannot be compared."""
         if self._allows_randomness or self._group.on_cards:
             return None
@@ -193,14 +208,19 @@ class DividedForward(OnlyHere):
                 numbers,
             ):
                 output = forward(*[mapped(a, leaf) for a in args], **{n: mapped(v, leaf) for n, v in kwargs.items()})
-        # What the program's code raises for the whole batch it raises on one card too.
+        except TightfitError:
+            raise
+        except Exception as error:
+            raise RaisesInPart(error) from error
         finally:
             drawn.put()
             # What this has cast stays in autocast's cache.
             torch.clear_autocast_cache()
         if watch.failure is not None:
             raise watch.failure
-        return Whole(outputs=list(leaves_of(output)), wanting=wanting, are_halves=numbers.are_halves)
+        return Whole(
+            outputs=list(leaves_of(output)), wanting=wanting, are_halves=numbers.are_halves, unseen=self._part.unseen
+        )
 
     def _compare(self, whole: Whole, joined: Sequence[torch.Tensor], kinds: Sequence[Kind]) -> None:
         for one, other, kind in zip(joined, whole.outputs, kinds, strict=True):

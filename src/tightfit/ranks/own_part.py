@@ -9,9 +9,10 @@ import torch
 
 from tightfit.effects.call_trails import operators_at
 from tightfit.effects.graph_shapes import graph_shape
+from tightfit.effects.outside_calls import without_outside_calls
 from tightfit.effects.random_states import TorchRandom
 from tightfit.effects.reads import Reads
-from tightfit.effects.state import RegionState, restore
+from tightfit.effects.state import RegionState, differences, restore
 from tightfit.errors import TightfitError
 from tightfit.ranks.divided_outputs import ProvedCall, judged
 from tightfit.ranks.rank_batch import RankBatch, leaves_of
@@ -24,6 +25,14 @@ from tightfit.techniques.wrappers.first_order import Refuse
 
 Forward = Callable[..., Any]
 _COMPARED_DECISIONS = 16
+
+
+class RaisesInPart(Exception):
+    """The program's code has raised an exception, the cause of this one, in a run that was not of the whole batch, or beside the program."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 class OwnPart:
@@ -47,22 +56,26 @@ class OwnPart:
         return model
 
     def run(
-        self, forward: Forward, batch: RankBatch, parts: Sequence[tuple[int, int]], *, is_whole_known: bool
-    ) -> tuple[Any, LossWatch, ProvedCall]:
-        """The rank's part; where parts decide otherwise than each other, once more, led by what the whole batch decides."""
-        with no_steps(self._refuse), self._drawing_apart(), self._group.inside():
-            return self._run_led(forward, batch, parts, is_whole_known=is_whole_known)
+        self, forward: Forward, batch: RankBatch, parts: Sequence[tuple[int, int]]
+    ) -> tuple[Any, LossWatch, ProvedCall, bool]:
+        """The output of the rank's part, its watch and its proof; where parts decide otherwise than each other it is run once more, led by what the whole batch decides, which the last result says."""
+        with self.alone(batch.device), self._drawing_apart():
+            return self._run_led(forward, batch, parts)
 
     def _run_led(
-        self, forward: Forward, batch: RankBatch, parts: Sequence[tuple[int, int]], *, is_whole_known: bool
-    ) -> tuple[Any, LossWatch, ProvedCall]:
+        self, forward: Forward, batch: RankBatch, parts: Sequence[tuple[int, int]]
+    ) -> tuple[Any, LossWatch, ProvedCall, bool]:
         led: tuple[Decision, ...] = ()
         while True:
             before = self._state.snapshot(self.model)
-            output, watch, values, known = self._once(forward, batch, parts, led, is_whole_known=is_whole_known)
+            try:
+                output, watch, values, known = self._once(forward, batch, parts, led)
+            except RaisesInPart:
+                restore(before)
+                raise
             number = self._first_other(watch.decisions)
             if number is None:
-                return output, watch, self._proved(forward, batch, parts, led, output, watch, values, known)
+                return output, watch, self._proved(forward, batch, parts, led, output, watch, values, known), bool(led)
             del output
             restore(before)
             found = None if number < 0 else self._proofs.decisions_of_whole(forward, batch, number)
@@ -74,6 +87,7 @@ class OwnPart:
 
     def _first_other(self, decisions: Sequence[Any]) -> int | None:
         """The number of the first decision that is not the same on all ranks; None where all are, and -1 where it comes after those that are looked at one by one."""
+        self._group.agree("the end of a forward pass", {})
         found = [number_of(each) for each in decisions[:_COMPARED_DECISIONS]]
         row = [*found, *[-1] * (_COMPARED_DECISIONS - len(found)), number_of(list(decisions))]
         rows = [each.tolist() for each in self._group.links.of_each(torch.tensor(row, dtype=torch.int64))]
@@ -88,8 +102,6 @@ class OwnPart:
         batch: RankBatch,
         parts: Sequence[tuple[int, int]],
         led: Sequence[Decision],
-        *,
-        is_whole_known: bool,
     ) -> tuple[Any, LossWatch, list[Any] | None, Proved | None]:
         """The output of the part, its watch, and a proof that may hold for it, or else the values that it has read."""
         begin, end = parts[self._group.rank]
@@ -100,13 +112,10 @@ class OwnPart:
         try:
             with watch, operators_at(batch.device, watch.calls), reading as reads:
                 output = forward(*args, **kwargs)
-        except Exception as error:
-            if is_whole_known and not isinstance(error, TightfitError):
-                told = " ".join(str(error).split())
-                raise self._refuse(
-                    f"the model raises {type(error).__name__} for a part of the batch, and not for the whole ({told})"
-                ) from error
+        except TightfitError:
             raise
+        except Exception as error:
+            raise RaisesInPart(error) from error
         if watch.failure is not None:
             raise watch.failure
         return output, watch, None if reads is None else reads.values, known
@@ -139,13 +148,28 @@ class OwnPart:
         return proved
 
     @contextlib.contextmanager
+    def alone(self, device: torch.device) -> Iterator[None]:
+        """Around a run of the model: models inside are not divided once more, and what each rank would do to files and optimizers is refused."""
+        is_watched = device.type == "cpu" or self._proofs.names_outside
+        outside = without_outside_calls(lambda why: self._refuse(f"the model {why}"), is_on=is_watched)
+        with outside, no_steps(self._refuse), self._group.inside():
+            yield
+
+    @contextlib.contextmanager
     def unseen(self) -> Iterator[None]:
         """Around what runs beside the program: the model's state is that of before."""
         before = self._state.snapshot(self.model)
+        caches = [(path, cache, cache.cache_info().misses) for path, cache in before.reach.caches]
         try:
             yield
         finally:
+            changed = differences(before, self._state.snapshot(self.model))
             restore(before)
+            filled = [path for path, cache, misses in caches if cache.cache_info().misses != misses]
+        if changed and filled:
+            raise self._refuse(
+                f"{filled[0]} was filled and {changed[0]} in one forward, which a comparison cannot take back"
+            )
 
     @contextlib.contextmanager
     def _drawing_apart(self) -> Iterator[None]:

@@ -10,14 +10,17 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from tightfit.errors import ApplyError, TightfitError
 from tightfit.ranks.content_hash import content_hash
+from tightfit.ranks.divided_call import AskedGradients
 from tightfit.ranks.divided_forward import DividedForward
 from tightfit.ranks.rank_group import RankGroup
 from tightfit.ranks.sharded_states import ShardedStates
 from tightfit.runtime.apply import innermost
 from tightfit.techniques.micro_batches.split_forward import WRAPPERS
 from tightfit.techniques.wrappers.forwards import wrap_forward
+from tightfit.torch_hooks.backward import on_backward
 from tightfit.torch_hooks.calls import on_new_optimizer, on_outermost_call
 from tightfit.torch_hooks.replaced import Leave
+from tightfit.torch_hooks.tensor_hooks import on_tensor_hooks
 from tightfit.torch_hooks.weak_references import WeakTable
 
 _OF_MICRO_BATCHES = "; leave micro_batches out"
@@ -46,6 +49,7 @@ class RankAttachment:
         self._met: WeakTable[torch.nn.Module, None] = WeakTable()
         self._states: WeakTable[torch.optim.Optimizer, ShardedStates] = WeakTable()
         self._lock = threading.RLock()
+        self._asked = AskedGradients()
         self._leaves: list[Leave] = []
         self._failure: ApplyError | None = None
         self._models: WeakTable[torch.nn.Module, None] = WeakTable()
@@ -53,7 +57,8 @@ class RankAttachment:
 
     def begin(self) -> None:
         """Models and optimizers are watched from now on, for the rest of the process."""
-        self._leaves = [on_outermost_call(self), on_new_optimizer(self)]
+        asked = on_backward(self._asked), on_tensor_hooks(self._asked)
+        self._leaves = [on_outermost_call(self), on_new_optimizer(self), *asked]
 
     @property
     def failure(self) -> TightfitError | None:

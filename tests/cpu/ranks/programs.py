@@ -1,5 +1,6 @@
 """Training programs of one card, as people write them, and what real code does that could make a division over ranks wrong. Each returns what is compared."""
 
+import contextlib
 import copy
 import os
 from collections.abc import Callable
@@ -518,3 +519,26 @@ def padding_on_one_rank() -> Any:
         batches.append(((x, mask), y))
     found = trained(model, batches, None, lambda x, y: functional.cross_entropy(model(*x).flatten(0, 1), y.flatten()))
     return found | {"masked": model.num_masked}
+
+
+@program()
+def forward_that_is_stopped() -> Any:
+    """A hook takes what it needs and ends the forward: it is to have all of the batch."""
+
+    class Stop(Exception):
+        pass
+
+    model, kept = mlp(), []
+    found = trained(model, data(3))
+
+    def stop(_: nn.Module, __: Any, out: torch.Tensor) -> None:
+        kept.append(out.detach())
+        raise Stop
+
+    for x, _ in data(3):
+        handle = model[0].register_forward_hook(stop)
+        with contextlib.suppress(Stop):
+            model(x)
+        handle.remove()
+    assert [len(each) for each in kept] == [6] * 3
+    return found

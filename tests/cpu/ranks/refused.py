@@ -218,3 +218,39 @@ def states_of_all_at_once() -> Any:
 
     optimizer.step(closure)
     return result_of(model)
+
+
+class Returns(nn.Module):
+    """Its loss, and what that is of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+        out = self.inner(x)
+        return functional.cross_entropy(out, y), out
+
+
+@program()
+def gradient_of_an_output_beside_the_loss() -> Any:
+    model, slopes = Returns(), []
+
+    def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss, out = model(x, y)
+        slopes.append(torch.autograd.grad(loss, out, retain_graph=True, allow_unused=True)[0])
+        return loss
+
+    return trained(model, data(3), None, loss_of)
+
+
+@program()
+def hook_on_an_output_beside_the_loss() -> Any:
+    model = Returns()
+
+    def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss, out = model(x, y)
+        out.register_hook(lambda g: g * 2)
+        return loss
+
+    return trained(model, data(3), None, loss_of)

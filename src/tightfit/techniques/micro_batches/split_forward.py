@@ -422,8 +422,8 @@ def _refuse_own_code(loss: torch.Tensor, refuse: Refuse) -> None:
     refuse_code_in_backward([loss], refuse)
 
 
-def refuse_code_in_backward(results: Sequence[torch.Tensor], refuse: Refuse) -> None:
-    """Refuses what the program runs in the backward pass of `results`, which a part would run for itself."""
+def refuse_code_in_backward(results: Sequence[torch.Tensor], refuse: Refuse) -> CodeInGraph:
+    """Refuses what the program runs in the backward pass of `results`, which a part would run for itself; what it runs otherwise is returned."""
     within = CodeInGraph()
     for node in nodes_behind([each for each in results if each.requires_grad]):
         if reason := within.reason_of_hooks(node):
@@ -432,6 +432,7 @@ def refuse_code_in_backward(results: Sequence[torch.Tensor], refuse: Refuse) -> 
         raise refuse(
             "a checkpoint of the program's has contexts of its own (context_fn), which each part would enter; leave micro_batches out"
         )
+    return within
 
 
 def _has_pairs(batch: AbstractBatch, aside: "_GradientsAside") -> bool:
