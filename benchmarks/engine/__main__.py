@@ -9,6 +9,7 @@ python -m benchmarks.engine exactness     six models, everything that is moved, 
 python -m benchmarks.engine growth        whether a thousand steps take more than a hundred
 python -m benchmarks.engine faults        what is left after copies that fail, interrupts, forks, full disks
 python -m benchmarks.engine batches       what copies of batches that nobody waits for save per step
+python -m benchmarks.engine published     torchtune's ladder of techniques, row by row
 python -m benchmarks.engine convergence   whether states in few bits at the host train to the same loss, five seeds
 """
 
@@ -22,6 +23,7 @@ from benchmarks.engine.exactness import exactness
 from benchmarks.engine.faults import faults
 from benchmarks.engine.growth import growth
 from benchmarks.engine.optimizers import print_optimizers
+from benchmarks.engine.published import published
 from benchmarks.engine.reach import reach
 from benchmarks.engine.storages import budgets, storages
 from benchmarks.engine.traffic import traffic
@@ -57,6 +59,8 @@ def main() -> int:
         return int(exactness(given.steps or 50, given.csv) > 0)
     elif given.what == "batches":
         batches(given.csv)
+    elif given.what == "published":
+        published(given.csv)
     elif given.what == "growth":
         return int(growth(given.steps or 1000, given.csv) > 0)
     elif given.what == "convergence":

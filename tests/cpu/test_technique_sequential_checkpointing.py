@@ -153,6 +153,40 @@ class Reversed(nn.Sequential):
         return iter(list(self._modules.values())[::-1])
 
 
+class Mixer(nn.Module):
+    """Mixes along the rows: the first linear layer saves a copy of the norm's result in another order, and the norm its own input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(256)
+        self.mix = nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 512))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows + self.mix(self.norm(rows).transpose(1, 2)).transpose(1, 2)
+
+
+def mixers() -> Iterator[torch.Tensor]:
+    """Steps of six of these."""
+    model = nn.Sequential(nn.Linear(256, 256), *(Mixer() for _ in range(6))).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    while True:
+        loss = model(torch.randn(64, 512, 256, device="cuda")).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss
+
+
+def test_the_input_of_a_whole_sequential_is_counted_where_the_plain_run_frees_it() -> None:
+    plain = traced(__file__, "mixers")
+    offered = SequentialCheckpointing().options(Profile(plain, find(DEVICE)))
+    whole = [o for o in offered if o.where.endswith(".mix") and o.settings == {"begin": 0, "end": 3}]
+    assert len(whole) == 6
+    found = int(timeline(traced(__file__, "mixers", whole)).max())
+    # The last block is promised to hold one input more than it does.
+    assert found == pytest.approx(promised_peak(plain, whole), rel=0.05)
+
+
 def test_a_sequential_with_another_order_is_refused():
     model = nn.ModuleDict({"chain": Reversed(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))})
     with pytest.raises(ApplyError, match="is a Reversed, and"):

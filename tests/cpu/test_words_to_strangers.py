@@ -1,6 +1,8 @@
 """What a program asks of its surroundings, and is not given in a trace, is said: standard input, arguments of a module, the folder that it began in."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -81,3 +83,16 @@ def test_what_python_takes_for_a_list_of_texts_and_is_none_is_refused(given: dic
 
 def test_one_word_is_a_list_of_one() -> None:
     assert allowed("lossy", "checkpointing") == allowed(["lossy"], ["checkpointing"])
+
+
+def test_a_folder_for_post_mortems_is_made_and_one_that_cannot_be_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import sys\nsys.exit(5)\n")
+    folder = tmp_path / "logs"
+    command = [sys.executable, "-m", "tightfit", "run", "--guard", "--post-mortems", str(folder), str(script)]
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 5
+    assert folder.is_dir()
+    assert run(["run", "--guard", "--post-mortems", str(tmp_path / "a" / "b"), str(script)]) == 2
+    assert "/a/b: No such file or directory" in capsys.readouterr().err

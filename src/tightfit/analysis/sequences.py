@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from tightfit.analysis.modules import ModuleCall, ModuleCalls
+from tightfit.analysis.recomputable import input_kept
 from tightfit.planner.option import Change, Option
 
 # A cut leaves each side at least this share of what is saved for backward, where such a cut exists.
@@ -75,7 +76,12 @@ class LayerSequence:
 
     def _kept(self, before: list[ModuleCall], call: ModuleCall) -> Iterator[Change]:
         """The input of `call`, from where the plain run frees it to the end of the backward pass of `call`."""
-        output = self.module_calls.lifetimes.output_of(before[0].begin, before[-1].end) if before else -1
+        if not before:
+            # What came before the whole sequence made it: a norm's result, which the first linear layer saves as a copy in another order, say.
+            alone = self.module_calls.call(call.path, call.begin, call.end, call.back_begin, call.back_end)
+            yield from input_kept(self.module_calls, alone)
+            return
+        output = self.module_calls.lifetimes.output_of(before[0].begin, before[-1].end)
         if output >= 0 and self.module_calls.lifetimes.freed_at[output] < call.back_end_event:
             begin, size = (
                 int(self.module_calls.lifetimes.freed_at[output]),

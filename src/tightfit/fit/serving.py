@@ -99,7 +99,8 @@ def serve(
         lengths = load.arrivals.lengths_within(limit)
     longest = max((prompt + answer for prompt, answer in lengths), default=0)
     if longest > limit:
-        raise UsageError(f"--lengths: a request of {longest:,} tokens is longer than --max-model-len, {limit:,}")
+        of = "the model's positions" if asked.max_model_len is None else "--max-model-len"
+        raise UsageError(f"--lengths: a request of {longest:,} tokens is longer than {of}, {limit:,}")
     found = server.estimate(lengths, load)
     if not found.fits:
         return found

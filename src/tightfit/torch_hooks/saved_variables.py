@@ -77,7 +77,7 @@ class _Layout:
     @classmethod
     def find(cls) -> "_Layout":
         """Looks at saved tensors of which everything is known."""
-        one, other = torch.ones(1, requires_grad=True), torch.ones(1)
+        one, other = torch.ones(1, requires_grad=True, device="cpu"), torch.ones(1, device="cpu")
         hooks = (lambda tensor: (tensor,), lambda packed: packed[0])
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(*hooks):
             hooked: Any = (one * other).grad_fn

@@ -56,5 +56,5 @@ class ReceivedValues:
             self._gpu.recorder.assume(
                 self._gpu.attribution.where(), "one whole number that another rank sends is assumed to be 1"
             )
-            return [torch.ones(call.received[0].shape, dtype=call.received[0].dtype)]
+            return [torch.ones(call.received[0].shape, dtype=call.received[0].dtype, device="cpu")]
         return None

@@ -160,4 +160,4 @@ def _host_of(gpu: VirtualGpu, virtual: FakeTensor, dtype: torch.dtype) -> torch.
         num_bytes = shape.untyped_storage().nbytes()
         if num_bytes >= MIN_MAPPED_BYTES:
             return mapped_zeros(num_bytes, shape)
-        return torch.empty_strided(virtual.size(), virtual.stride(), dtype=dtype).zero_()
+        return torch.empty_strided(virtual.size(), virtual.stride(), dtype=dtype, device="cpu").zero_()

@@ -196,7 +196,7 @@ def _knows_size(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 def _all_places(source: torch.Tensor) -> torch.Tensor:
     """`nonzero` where nothing is zero. Its values are then known too, so that a loop over the experts that have tokens visits each of them."""
     if source.numel() * source.dim() * torch.int64.itemsize <= limit(torch.int64):
-        return torch.ones(source.shape).nonzero()
+        return torch.ones(source.shape, device="cpu").nonzero()
     # CUDA's nonzero writes the columns one after the other.
     return torch.empty(source.dim(), source.numel(), dtype=torch.int64, device="meta").t()
 
@@ -224,7 +224,7 @@ def _largest(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 def _even_counts(number: int, num_bins: int) -> torch.Tensor:
     """How many of `number` values are in each bin, where they are spread evenly: routers of experts are trained to it, and the counts have their sum."""
-    counts = torch.full((num_bins,), number // num_bins)
+    counts = torch.full((num_bins,), number // num_bins, device="cpu")
     counts[: number % num_bins] += 1
     return counts
 
@@ -321,7 +321,7 @@ def _pack_padded(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs:
     padded, lengths, batch_first = args
     # The host kernel runs on one feature per step, for the batch sizes alone; the packed data itself lies on
     # the card.
-    narrow = torch.empty(*padded.shape[:2], 1)
+    narrow = torch.empty(*padded.shape[:2], 1, device="cpu")
     packed, batch_sizes = func(narrow, lengths, batch_first)
     gpu.operators.note(func, facts(func), args, kwargs, (), None)
     size = (packed.size(0), *padded.shape[2:])

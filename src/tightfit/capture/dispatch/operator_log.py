@@ -115,7 +115,7 @@ class OperatorLog:
         """`out` says whether values are finite, and they are: what is read of it is 0."""
         if not out.dim() and not self._known_values.known(out):
             self._recorder.assume(self._attribution.where(), "values are assumed to be finite: no infinity, no NaN")
-            self._known_values.adopt(out, torch.zeros((), dtype=out.dtype))
+            self._known_values.adopt(out, torch.zeros((), dtype=out.dtype, device="cpu"))
 
     def _row(
         self,

@@ -41,11 +41,15 @@ def virtual_of(gpu: VirtualGpu, host: torch.Tensor, make: Callable[[torch.Tensor
 
 def host_of(virtual: torch.Tensor) -> torch.Tensor:
     """A sparse host tensor with the structure of `virtual`: as many elements, at distinct positions, with zero values."""
-    values = torch.zeros(parts(virtual)[-1].size(), dtype=virtual.dtype)
+    values = torch.zeros(parts(virtual)[-1].size(), dtype=virtual.dtype, device="cpu")
     size, count = virtual.size()[: virtual.sparse_dim()], values.size(0)
     # Equal positions would be merged by `coalesce` on the host, and the result would hold less than the card's.
-    places = torch.arange(count) % max(1, torch.Size(size).numel())
-    indices = torch.stack(torch.unravel_index(places, size)) if size else torch.empty(0, count, dtype=torch.int64)
+    places = torch.arange(count, device="cpu") % max(1, torch.Size(size).numel())
+    indices = (
+        torch.stack(torch.unravel_index(places, size))
+        if size
+        else torch.empty(0, count, dtype=torch.int64, device="cpu")
+    )
     return torch.sparse_coo_tensor(
         indices, values, virtual.size(), check_invariants=False, is_coalesced=virtual.is_coalesced()
     )

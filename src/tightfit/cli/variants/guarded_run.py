@@ -68,15 +68,17 @@ def run_guarded(
     `budget` is what the process may hold on this machine's GPU.
 
     Raises:
-        UsageError: an option of `others`, which are for a run that makes its plan, was given; or there is no folder for post-mortems.
+        UsageError: an option of `others`, which are for a run that makes its plan, was given; or there can be no folder for post-mortems.
     """
     given = [name for name, value in others.items() if value]
     if given:
         raise UsageError(
             f"--guard makes no plan, and takes no {given[0]}: make the plan with tightfit plan, and give it by --plan"
         )
-    if not guarding.post_mortems.is_dir():
-        raise UsageError(f"--post-mortems {guarding.post_mortems}: there is no such folder")
+    try:
+        guarding.post_mortems.mkdir(exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--post-mortems {guarding.post_mortems}: {error.strerror}") from error
     if budget is not None:
         _limit(with_unit("--budget", budget))
     plans = [Plan.load(each) for each in ([] if plan is None else [plan]) + list(guarding.fallback)]

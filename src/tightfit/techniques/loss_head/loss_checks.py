@@ -39,7 +39,7 @@ def sample_differs(
         sample = dataclasses.replace(loss, reduction="sum", num_chunks=2, gradients_in="forward")
         chunked = ChunkedCrossEntropy.apply(other, *fixed, classes, sample)
         assert isinstance(chunked, torch.Tensor)
-        bound = max(bound_for(plain), bound_for(rows), bound_for(torch.empty((), dtype=loss.head_type)))
+        bound = max(bound_for(plain), bound_for(rows), bound_for(torch.empty((), dtype=loss.head_type, device="cpu")))
         if difference(plain, chunked, bound) is not None:
             return "the loss of a sample of tokens"
         (expected,), (found,) = grad(plain, one), grad(chunked, other)

@@ -420,7 +420,7 @@ def _is_metric(module: torch.nn.Module) -> bool:
 
 
 def _nothing(*_: Any, **__: Any) -> torch.Tensor:
-    return torch.zeros(())
+    return torch.zeros((), device="cpu")
 
 
 class _AllRows(frozenset[Any]):

@@ -66,7 +66,7 @@ class Sums:
         if not self._counts or len(self._counts[0]) < 2 or isinstance(self._losses[0], FakeTensor):
             return True
         if all(isinstance(count, int) for counts in self._counts for count in counts):
-            table = torch.tensor(self._counts, dtype=torch.float64)
+            table = torch.tensor(self._counts, dtype=torch.float64, device="cpu")
         else:
             device = self._losses[0].device
             rows = [[torch.as_tensor(c, dtype=torch.float64, device=device) for c in each] for each in self._counts]

@@ -54,7 +54,7 @@ class _Later:
             if isinstance(kept.val, Held):
                 if kept.val.is_written_to:
                     # A version that no tensor has: it is made again.
-                    kept.val, kept.version = torch.empty(0), -1
+                    kept.val, kept.version = torch.empty(0, device="cpu"), -1
                 else:
                     kept.val = kept.val.take()
                     kept.version = kept.val._version

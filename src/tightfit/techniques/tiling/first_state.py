@@ -95,6 +95,6 @@ class _Gone(torch.Tensor):
 
 
 def _stand_in(path: str, refuse: Refuse) -> torch.Tensor:
-    made = torch.empty(0).as_subclass(_Gone)
+    made = torch.empty(0, device="cpu").as_subclass(_Gone)
     made.path, made.refuse = path, refuse
     return made

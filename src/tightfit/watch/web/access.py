@@ -26,7 +26,9 @@ class Access:
                 f"--bind {address}: others can reach that address; add --token with a secret of {_MIN_TOKEN_LENGTH} characters or more"
             )
         if token is not None and (len(token) < _MIN_TOKEN_LENGTH or not token.isascii() or not token.isprintable()):
-            raise UsageError(f"--token: a secret of at least {_MIN_TOKEN_LENGTH} ASCII characters")
+            raise UsageError(
+                f"TIGHTFIT_WATCH_TOKEN or --token: a secret of at least {_MIN_TOKEN_LENGTH} ASCII characters"
+            )
         self._token = token
         # A browser keeps this and not the token: cookies go to all ports of a host.
         self._session = secrets.token_urlsafe(32)

@@ -74,7 +74,7 @@ class KnownValues:
         if num_bytes > limit(virtual.dtype):
             return
         # Plain bytes, so that a view of another dtype (`view(torch.int32)`) reads the same memory.
-        self._storages[storage._cdata] = torch.empty(num_bytes, dtype=torch.uint8).untyped_storage()
+        self._storages[storage._cdata] = torch.empty(num_bytes, dtype=torch.uint8, device="cpu").untyped_storage()
         self.values(virtual).copy_(values)
 
     def values(self, virtual: torch.Tensor) -> torch.Tensor:
@@ -88,7 +88,7 @@ class KnownValues:
         if self.told is not None:
             self.told.told |= self.told.bits((virtual,))
         storage = self._storages[virtual.untyped_storage()._cdata]
-        return torch.empty(0, dtype=virtual.dtype).set_(
+        return torch.empty(0, dtype=virtual.dtype, device="cpu").set_(
             storage, virtual.storage_offset(), virtual.size(), virtual.stride()
         )
 
@@ -180,7 +180,7 @@ class KnownValues:
             # An integer that is not 0 does not decide an OR of bits.
             is_decided = values.dtype == torch.bool and values.all() if operator in _OR else not values.any()
             if is_decided and (operator not in _OR or other.dtype == torch.bool):
-                return operator(values, torch.zeros(other.shape, dtype=other.dtype))
+                return operator(values, torch.zeros(other.shape, dtype=other.dtype, device="cpu"))
         raise Unknown
 
     def _exchange_random_state(self) -> torch.Tensor:

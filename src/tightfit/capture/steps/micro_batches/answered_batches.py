@@ -43,7 +43,7 @@ class AnsweredBatches:
         self._waiting: _Answered | None = None
         self._casts: list[torch.UntypedStorage] = []
         with torch._C._DisableTorchDispatch():
-            self._start = torch.zeros((), requires_grad=True)
+            self._start = torch.zeros((), requires_grad=True, device="cpu")
 
     @property
     def is_waiting(self) -> bool:

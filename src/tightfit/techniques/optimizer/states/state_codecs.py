@@ -158,7 +158,7 @@ class Tables:
     def _of(self, name: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         key = (name in SIGNED, device)
         if key not in self._made:
-            table = torch.tensor(table_of_codes(self._bits, is_signed=key[0])).to(device)
+            table = torch.tensor(table_of_codes(self._bits, is_signed=key[0]), device="cpu").to(device)
             self._made[key] = (table, (table[1:] + table[:-1]) / 2)
         return self._made[key]
 
