@@ -56,6 +56,37 @@ def test_a_larger_evaluation_of_a_later_turn_is_named_with_what_it_will_hold(tmp
     assert float(said[1]) == pytest.approx(whole.peak.allocated_bytes / (1 << 20), rel=0.01)
 
 
+IN_A_METHOD = """
+class Run:
+    def evaluate(self):
+        with torch.no_grad():
+            model(torch.randn(1 << 14, 512, device="cuda"))
+
+    def turn(self, i):
+        if i % 5 == 0:
+            self.evaluate()
+        loss = model(torch.randn(64, 512, device="cuda")).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    def __call__(self):
+        for i in range(1000):
+            self.turn(i)
+
+
+Run()()
+"""
+
+
+def test_one_that_a_method_of_the_loop_calls_is_named_too(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(PROGRAM[: PROGRAM.index("def evaluate")] + IN_A_METHOD)
+    words = estimate(str(script), "RTX 4090").coverage.words
+    assert "self.evaluate() again, then with about 120.4 MiB allocated" in words
+    assert "(if i % 5 == 0)" in words
+
+
 @pytest.mark.parametrize(
     ("condition", "rows"), [("i % 5 == 0", 64), ("i == 0", 1 << 14), ("i % 2 == 0", 1 << 14), ("True", 1 << 14)]
 )

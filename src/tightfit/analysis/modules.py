@@ -9,6 +9,7 @@ whatever is done inside of the module.
 import dataclasses
 import itertools
 from collections import Counter
+from collections.abc import Iterable
 from functools import cached_property
 
 import numpy as np
@@ -235,3 +236,14 @@ def _one_after_the_other(calls: list[ModuleCall], backward: Column, of: ModuleCa
         )
         for call, b, e in zip(calls, reversed(begins), reversed([*ends, end]), strict=True)
     ]
+
+
+def paths_below(path: str, modules: Iterable[str]) -> set[str]:
+    """These modules inside of `path` and what is between: a block that only calls others has no operators of its own."""
+    found = set[str]()
+    for module in modules:
+        inside = module
+        while len(inside) > len(path):
+            found.add(inside)
+            inside = inside.rpartition(".")[0]
+    return found

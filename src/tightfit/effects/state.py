@@ -9,7 +9,7 @@ references, not copies: it is cheap enough to be taken in every call.
 import dataclasses
 import itertools
 import operator
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -281,6 +281,12 @@ def is_moved(tensor: torch.Tensor) -> bool:
     """Whether a weight is on the card or at the host by turns."""
     # Its own length is counted in Python, for each tensor of each snapshot.
     return bool(MOVED.data) and tensor in MOVED
+
+
+def devices_of(parameters: Iterable[torch.Tensor]) -> set[torch.device]:
+    """Where parameters are, but those that are on the card or at the host by turns, where there are others."""
+    every = list(parameters)
+    return {p.device for p in every if not is_moved(p)} or {p.device for p in every}
 
 
 def moved_weights() -> list[torch.Tensor]:

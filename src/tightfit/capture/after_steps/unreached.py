@@ -87,15 +87,13 @@ def run_early_alone(program: RewrittenProgram, left: Sequence[int]) -> tuple[Not
     source = _Source(program)
     reached = _reached(program, program.seen.later)
     found: dict[NotReached, None] = {}
-    for number, branch in enumerate(program.branches):
-        if not program.seen.early_alone(number) or not set(left) & set(branch.loops):
+    for number in _later(program, source, left):
+        branch = program.branches[number]
+        if not program.seen.early_alone(number) or branch.test is None or _is_once(branch.test):
             continue
-        if branch.test is None or _is_once(branch.test):
-            continue
-        if source.can_change(branch.test, in_loop=True):
-            for call in source.works(branch.statements):
-                if ast.unparse(call) not in reached:
-                    found.setdefault(_named(call, branch.file, branch.condition))
+        for call in source.works(branch.statements):
+            if ast.unparse(call) not in reached:
+                found.setdefault(_named(call, branch.file, branch.condition))
     return tuple(found)
 
 
@@ -217,6 +215,17 @@ def _is_of_numbers(node: ast.AST) -> bool:
 
 def _unseen(program: RewrittenProgram, source: _Source, left: Sequence[int]) -> Iterator[int]:
     """The branches that did not run and could in a later turn of the loops that were left."""
+    inner: set[int] = set()
+    for number in _later(program, source, left):
+        # Branches inside of one that is named are part of it.
+        statements = program.branches[number].statements
+        if not program.seen.ever(number) and id(statements[0]) not in inner:
+            inner |= {id(node) for statement in statements for node in ast.walk(statement)}
+            yield number
+
+
+def _later(program: RewrittenProgram, source: _Source, left: Sequence[int]) -> Iterator[int]:
+    """The branches that could run in a later turn of the loops that were left."""
     if not left:
         return
     lost = set(left)
@@ -224,7 +233,6 @@ def _unseen(program: RewrittenProgram, source: _Source, left: Sequence[int]) -> 
     # What a loop iterates over calls these, and no text of the loop does.
     iterating = [each for name in ("__iter__", "__next__") for each in source.functions.get(name, ())]
     called_there = source.calls([*_nodes_of(program, lost), *iterating]) | {"__iter__", "__next__"}
-    inner: set[int] = set()
     for number, branch in enumerate(program.branches):
         in_loop = bool(lost & set(branch.loops))
         is_on_the_way = in_loop or branch.function in called_there
@@ -235,9 +243,7 @@ def _unseen(program: RewrittenProgram, source: _Source, left: Sequence[int]) -> 
             can_run = is_on_the_way or branch.file in files
         else:
             can_run = is_on_the_way and source.can_change(branch.test, in_loop=in_loop)
-        # Branches inside of one that is named are part of it.
-        if can_run and not program.seen.ever(number) and id(branch.statements[0]) not in inner:
-            inner |= {id(node) for statement in branch.statements for node in ast.walk(statement)}
+        if can_run:
             yield number
 
 

@@ -16,7 +16,7 @@ from tightfit.effects.ambient import (
     takes_saved_tensor_hooks,
 )
 from tightfit.effects.bytecode.asked_of_saved import question_of, told
-from tightfit.effects.state import MOVED
+from tightfit.effects.state import MOVED, devices_of
 from tightfit.effects.values.saved_hooks import top_saved_hooks
 from tightfit.engine.disk.disk_copies import DiskSpace
 from tightfit.engine.saved.saved_storage import Saved
@@ -152,8 +152,8 @@ def _forget_moved(model_of: "weakref.ref[torch.nn.Module]") -> None:
 def _device_of(session: Session, blocks: Iterable[torch.nn.Module]) -> torch.device:
     """The card: the device of all parameters but those of blocks, which may have been left at the host."""
     of_blocks = {id(p) for block in blocks for p in block.parameters()}
-    held = {p.device for p in session.model.parameters()}
-    devices = {p.device for p in session.model.parameters() if id(p) not in of_blocks or p.device.type != "cpu"} or held
+    every = list(session.model.parameters())
+    devices = devices_of([p for p in every if id(p) not in of_blocks or p.device.type != "cpu"] or every)
     if len(devices) != 1:
         found = ", ".join(sorted(map(str, devices))) or "none"
         raise ApplyError(f"weights are streamed to one device, and the parameters of this model are on {found}")

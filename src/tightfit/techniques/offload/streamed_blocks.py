@@ -30,9 +30,9 @@ def smallest_of(num_bytes: Column) -> int:
 
 
 def slots_of(profile: Profile, block: WeightBlock) -> frozenset[str]:
-    """The slots of a block: no two options stream its weights."""
+    """The slots of a block: no two options stream its weights, and none runs what is around it in parts, for which it would bring them."""
     inside = profile.modules.modules_inside(block.path)
-    return frozenset(f"weights@{module}" for module in (block.path, *inside))
+    return frozenset(f"weights@{module}" for module in (block.path, *inside)) | {f"brings@{block.path}"}
 
 
 def not_hidden(

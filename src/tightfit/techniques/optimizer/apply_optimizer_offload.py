@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from tightfit.effects.state import devices_of
 from tightfit.engine.descriptors import close_gone
 from tightfit.engine.host_slab import HostSlab, unregister_gone
 from tightfit.engine.slab_notes import notes_on
@@ -63,7 +64,7 @@ def device_of_optimizers(session: Session) -> torch.device:
         ApplyError: there are several.
     """
     held = [p for optimizer in session.optimizers for group in optimizer.param_groups for p in group["params"]]
-    devices = {parameter.device for parameter in held}
+    devices = devices_of(held)
     if len(devices) != 1:
         found = ", ".join(sorted(map(str, devices))) or "none"
         raise ApplyError(f"states are offloaded from one device, and the parameters of the optimizers are on {found}")

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tightfit.analysis.modules import ModuleCalls
+from tightfit.analysis.modules import ModuleCalls, paths_below
 from tightfit.analysis.profile import Profile
 from tightfit.analysis.sequences import LayerRange, LayerSequence, saved_bytes, segments
 from tightfit.cost.classes import operator_class
@@ -52,6 +52,12 @@ def tiled_convolutions_options(technique: str, profile: Profile) -> Iterator[Opt
                         work=1 + mean_halo * (num_tiles - 1),
                     )
                     sides = account.added_sides(found)
+                    # Tiles inside of a chain would be given those of the chain, and layers of it do not bring their weights for each.
+                    modules = {
+                        s.removeprefix("activations@") for s in layer_range.slots if s.startswith("activations@")
+                    }
+                    slots = {f"tiles@{m}" for m in modules}
+                    slots |= {f"brings@{m}" for m in paths_below(layer_range.path, modules)}
                     yield Option(
                         technique=technique,
                         where=layer_range.path,
@@ -64,8 +70,7 @@ def tiled_convolutions_options(technique: str, profile: Profile) -> Iterator[Opt
                         seconds=profile.step.added(sides),
                         sides=sides,
                         exact=True,
-                        # Tiles inside of a chain would be given those of the chain.
-                        slots=layer_range.slots | {s.replace("activations@", "tiles@", 1) for s in layer_range.slots},
+                        slots=layer_range.slots | slots,
                     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from tightfit.analysis.modules import ModuleCall, ModuleCalls
+from tightfit.analysis.modules import ModuleCall, ModuleCalls, paths_below
 from tightfit.analysis.profile import Profile
 from tightfit.analysis.recomputable import input_kept
 from tightfit.analysis.sequences import saved_bytes
@@ -58,10 +58,9 @@ def tiled_tokens_options(technique: str, profile: Profile) -> Iterator[Option]:
             account = TileAccount(num_tiles=num_tiles, profile=profile)
             is_deep = largest.backward_bytes >= _DEEP * largest.output_bytes
             for recomputed in (False, True) if is_deep else (False,):
-                # A forward in tiles is not run in segments besides.
-                slots = {f"tiles@{m}" for m in modules} | {
-                    f"segments@{m}" for m in modules if m.rpartition(".")[0] == path
-                }
+                # A forward in tiles is not run in segments besides, and blocks inside do not bring their weights for parts of it.
+                slots = {f"tiles@{m}" for m in modules} | {f"brings@{m}" for m in paths_below(path, modules)}
+                slots |= {f"segments@{m}" for m in modules if m.rpartition(".")[0] == path}
                 if not recomputed:
                     slots |= {f"activations@{m}" for m in modules}
                 settings = {"num_tiles": num_tiles, **({"recomputed": True} if recomputed else {})}

@@ -17,6 +17,7 @@ from tightfit.effects.ambient import (
     takes_saved_tensor_hooks,
 )
 from tightfit.effects.bytecode.asked_of_saved import told
+from tightfit.effects.state import devices_of
 from tightfit.effects.values.saved_hooks import top_saved_hooks
 from tightfit.engine.disk.disk_copies import DiskSpace
 from tightfit.engine.saved.block_call import Selection
@@ -120,7 +121,7 @@ def engine_of(session: "Session", host_bytes: int, disk: DiskSpace | None = None
 
 
 def _device_of(session: "Session") -> torch.device:
-    devices = {parameter.device for parameter in session.model.parameters()}
+    devices = devices_of(session.model.parameters())
     if len(devices) != 1:
         found = ", ".join(sorted(map(str, devices))) or "none"
         raise ApplyError(f"activations are offloaded from one device, and the parameters of this model are on {found}")
