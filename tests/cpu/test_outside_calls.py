@@ -39,6 +39,8 @@ def test_what_writes_or_takes_away_is_seen_with_its_line(tmp_path: Path) -> None
             "execute": lambda: database.execute("create table calls (number integer)"),
             "tofile": lambda: torch.zeros(1).numpy().tofile(tmp_path / "array"),
             "signal": lambda: signal.signal(signal.SIGUSR1, signal.getsignal(signal.SIGUSR1)),
+            # It opens and writes a path in C++.
+            "torch.serialization": lambda: torch.save(torch.zeros(1), tmp_path / "saved.pt"),
             "setitimer": lambda: signal.setitimer(signal.ITIMER_VIRTUAL, 0),
         }
         for name, act in acts.items():
@@ -56,6 +58,7 @@ def test_what_is_shown_logged_read_or_handed_to_a_pool_is_not_seen(tmp_path: Pat
         log.warning("once")
         acts: list[Callable[[], object]] = [
             lambda: print("shown"),
+            lambda: torch.save(torch.zeros(1), io.BytesIO()),
             lambda: sys.stdout.write("shown"),
             lambda: log.warning("logged"),
             path.read_text,

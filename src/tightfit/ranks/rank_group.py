@@ -1,6 +1,7 @@
 """The ranks of one run, which all do the same in the same order, and are compared with each other."""
 
 import contextlib
+import os
 import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -22,7 +23,7 @@ class RankGroup:
     def __init__(self, store: Any, rank: int, size: int, *, on_cards: bool) -> None:
         self.rank, self.size, self.on_cards = rank, size, on_cards
         self.links = RankLinks(store, rank, size, on_cards=on_cards)
-        self._num_inside = 0
+        self._num_inside, self._process = 0, os.getpid()
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
@@ -35,8 +36,8 @@ class RankGroup:
 
     @property
     def is_inside(self) -> bool:
-        """Whether a part is under way."""
-        return bool(self._num_inside)
+        """Whether a part is under way. A process that the script has forked is no rank: what it trains it trains whole."""
+        return bool(self._num_inside) or os.getpid() != self._process
 
     @property
     def failure(self) -> TightfitError | None:
