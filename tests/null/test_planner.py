@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tightfit.planner.option import Change, Option
 from tightfit.planner.problem import Problem, build, parts_of, together, with_taken
-from tightfit.planner.reachable_peak import reachable_peak
+from tightfit.planner.reached_at_once import is_reached_at_once
 from tightfit.planner.sides import Sides
 from tightfit.planner.solution import Solution, validate
 from tightfit.planner.solve import Tricks, _Program, least, solve
@@ -198,17 +198,20 @@ def test_no_choice_is_faster_and_none_of_the_same_speed_holds_less(problem: Prob
 
 
 @settings(max_examples=60, deadline=None)
-@given(problem=problems())
-def test_a_peak_that_is_called_reachable_is_that_of_a_choice(problem: Problem) -> None:
-    peaks = {problem.peak_bytes(choice) for choice in _choices(problem)}
-    assert min(peaks) <= reachable_peak(problem) <= problem.peak_bytes(())
-    assert reachable_peak(problem) in peaks
+@given(problem=problems(), limit=st.integers(0, 45))
+def test_what_is_said_to_be_reached_at_once_can_be_reached(problem: Problem, limit: int) -> None:
+    least_bytes = min(problem.peak_bytes(choice) for choice in _choices(problem))
+    assert least_bytes <= limit * MIB or not is_reached_at_once(problem, limit * MIB)
+    assert is_reached_at_once(problem, problem.peak_bytes(()))
 
 
-def test_most_of_what_can_be_saved_is_found_at_once() -> None:
-    options = [option(str(block), (0, 2, -4), slots=(f"block{block}",)) for block in range(6)]
-    options += [option(str(block), (0, 2, -3), slots=(f"block{block}",)) for block in range(6)]
-    assert reachable_peak(build(timeline(40, 38), options)) == (40 - 6 * 4) * MIB
+def test_many_blocks_of_which_each_lowers_the_peak_a_little_reach_far() -> None:
+    base = [40] * 6
+    options = [option(str(block), (block, block + 1, -9), slots=(f"block{block}",)) for block in range(6)]
+    options += [option(str(block), (block, block + 1, -5), slots=(f"block{block}",)) for block in range(6)]
+    problem = build(timeline(*base), options)
+    assert is_reached_at_once(problem, 31 * MIB)
+    assert not is_reached_at_once(problem, 30 * MIB)
 
 
 @settings(max_examples=40, deadline=None)

@@ -16,7 +16,7 @@ from tightfit.fit.searching.variants import context_bytes
 from tightfit.fit.traced_runs import TracedRun, TracedRuns
 from tightfit.planner import problem as problems
 from tightfit.planner.option import Option
-from tightfit.planner.reachable_peak import reachable_peak
+from tightfit.planner.reached_at_once import is_reached_at_once
 from tightfit.planner.solve import least_peak
 from tightfit.tape import Tape
 
@@ -58,9 +58,15 @@ class LeastPeak:
 
     def could_reach(self, budget_bytes: int, start: TracedRun) -> bool:
         """Whether `budget_bytes` is well above what a variant is predicted to reach; `start` is the run with the free options."""
-        # What can be reached is known at once, and enough for most budgets; a lowest peak takes a solver.
-        reached = reachable_peak(self._candidates.variant(start).problem)
-        if _is_well_below(self._needed_bytes(reached, start), budget_bytes, start):
+        # Seen at once for most budgets; a lowest peak takes a solver, and those of all variants take it longer.
+        context = context_bytes(start)
+        plain = self._candidates.variant(start).problem
+        share = (
+            (budget_bytes - context) / (1 + _NEAR) / max(1, self._needed_bytes(plain.peak_bytes(()), start) - context)
+        )
+        if is_reached_at_once(plain, int(share * plain.peak_bytes(()))):
+            return True
+        if _is_well_below(self._prediction((), start).needed_bytes, budget_bytes, start):
             return True
         return _is_well_below(self.predictions(start)[0].needed_bytes, budget_bytes, start)
 
