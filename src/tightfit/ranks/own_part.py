@@ -139,7 +139,8 @@ class OwnPart:
         if proved is not None and not proved.holds_for(decided, way):
             proved = self._proofs.with_decisions(batch, parts, decided, way)
             if proved is None:
-                values = values_read(forward, batch, (begin, end), led, unseen=self.unseen)
+                with looking(self._refuse):
+                    values = values_read(forward, batch, (begin, end), led, unseen=self.unseen)
         if proved is None:
             # What a forward leaves behind that is not made of the examples is left once on each rank, as it is in the run on one card.
             with looking(self._refuse):
