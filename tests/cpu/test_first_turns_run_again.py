@@ -56,6 +56,17 @@ def test_a_larger_evaluation_of_a_later_turn_is_named_with_what_it_will_hold(tmp
     assert float(said[1]) == pytest.approx(whole.peak.allocated_bytes / (1 << 20), rel=0.01)
 
 
+IN_A_BRANCH = """
+for epoch in range(10):
+    if epoch % 2 == 0:
+        with torch.inference_mode():
+            model(torch.randn(1 << 14, 512, device="cuda"))
+    for i in range(100):
+        loss = model(torch.randn(64, 512, device="cuda")).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
 IN_A_METHOD = """
 class Run:
     def evaluate(self):
@@ -79,12 +90,18 @@ Run()()
 """
 
 
-def test_one_that_a_method_of_the_loop_calls_is_named_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("program", "call", "condition"),
+    [(IN_A_METHOD, "self.evaluate()", "if i % 5 == 0"), (IN_A_BRANCH, "model()", "if epoch % 2 == 0")],
+)
+def test_one_in_a_method_or_in_a_loop_around_is_named_too(
+    tmp_path: Path, program: str, call: str, condition: str
+) -> None:
     script = tmp_path / "train.py"
-    script.write_text(PROGRAM[: PROGRAM.index("def evaluate")] + IN_A_METHOD)
+    script.write_text(PROGRAM[: PROGRAM.index("def evaluate")] + program)
     words = estimate(str(script), "RTX 4090").coverage.words
-    assert "self.evaluate() again, then with about 120.4 MiB allocated" in words
-    assert "(if i % 5 == 0)" in words
+    assert f"not reached: {call} again, then with about 120.4 MiB allocated" in words
+    assert words.endswith(f"({condition})")
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ REFUSED = {
     "one_example": "a batch of 1 cannot be divided over 2 ranks",
     "gradient_of_an_output_beside_the_loss": "the gradient of what the model returns beside its loss",
     "hook_on_an_output_beside_the_loss": "the gradient of what the model returns beside its loss",
+    "reads_sharded_states": "the program reads the states of an optimizer, which are sharded",
     "states_of_all_at_once": "LBFGS is not known to update each parameter by itself",
     "data_by_the_process": "the batch must be the same on all ranks, and rank 1",
     "weights_by_the_process": "the weights must be the same on all ranks",

@@ -4,8 +4,10 @@ Exact for optimizers whose update of a parameter reads nothing of the others. `s
 """
 
 import io
+import threading
 import weakref
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +18,51 @@ from tightfit.techniques.wrappers.first_order import Refuse
 _ELEMENTWISE = frozenset(
     ["SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD", "Rprop"]
 )
+
+
+class _StatesOfShare(defaultdict[Any, Any]):
+    """The states of one rank's share of the parameters, for the optimizer's own code: the program would read them as if they were all."""
+
+    def __init__(self, states: Mapping[Any, Any], refuse: Refuse) -> None:
+        super().__init__(dict, states)
+        self.refuse, self.is_open = refuse, True
+
+    def _check(self) -> None:
+        if not self.is_open:
+            raise self.refuse(
+                "the program reads the states of an optimizer, which are sharded: optimizer.state_dict() has all of them"
+            )
+
+    def __getitem__(self, key: Any) -> Any:
+        self._check()
+        return super().__getitem__(key)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._check()
+        return super().__iter__()
+
+    def __len__(self) -> int:
+        self._check()
+        return super().__len__()
+
+    def __contains__(self, key: object) -> bool:
+        self._check()
+        return super().__contains__(key)
+
+    def items(self) -> Any:
+        """As of a dict, and likewise the next two."""
+        self._check()
+        return super().items()
+
+    def values(self) -> Any:
+        """The states."""
+        self._check()
+        return super().values()
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """The state of a parameter."""
+        self._check()
+        return super().get(key, default)
 
 
 class ShardedStates:
@@ -56,6 +103,7 @@ class ShardedStates:
             "the optimizer that steps": number_of(type(optimizer).__name__),
             "the set of parameters that have a gradient": number_of([p.grad is None for p, _ in owners]),
         })  # fmt: skip
+        self._open(is_open=True)
         own = {id(p) for p, rank in owners if rank == self._group.rank}
         self._groups = [group["params"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
@@ -70,7 +118,23 @@ class ShardedStates:
                 updated = [p for p, owner in self.owners() if owner == rank and p.grad is not None]
                 self._group.links.send_from(rank, updated)
 
+        self._drop_others()
+
+    def _open(self, *, is_open: bool) -> None:
+        """Whether the states may be read."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        if not isinstance(optimizer.state, _StatesOfShare):
+            # At the first step, and after loading: some optimizers make their states when they are made.
+            optimizer.state = _StatesOfShare(optimizer.state, self._refuse)
+        optimizer.state.is_open = is_open
+
     def _before_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise self._refuse(
+                "a thread reads the states of an optimizer, which are sharded and collected from all ranks in step"
+            )
+        self._open(is_open=True)
         owners = self.owners()
         self._group.agree("the states of an optimizer", {"the optimizer": number_of(type(optimizer).__name__)})
         for rank in range(self._group.size):
@@ -105,6 +169,7 @@ class ShardedStates:
         for parameter, rank in self.owners():
             if rank != self._group.rank:
                 optimizer.state.pop(parameter, None)
+        self._open(is_open=False)
 
 
 def _moved(state: dict[str, Any], device: str) -> dict[str, Any]:

@@ -254,3 +254,13 @@ def hook_on_an_output_beside_the_loss() -> Any:
         return loss
 
     return trained(model, data(3), None, loss_of)
+
+
+@program(shards_states=True)
+def reads_sharded_states() -> Any:
+    model, seen = mlp(), []
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(3):
+        trained(model, data(1), optimizer)
+        seen.append(sum(s["exp_avg"].abs().sum().item() for s in optimizer.state.values()))
+    return result_of(model, losses=seen)

@@ -24,7 +24,19 @@ _WORKS = re.compile(
 )
 _WORDS = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+")
 _NO_WORK_OF = frozenset({"random", "np", "numpy", "math", "json", "os", "logging", "logger", "rng", "plt", "pickle"})
-_NO_WORK = frozenset({"eval", "is_valid", "validate_args", "savefig", "save_hyperparameters", "save_pretrained"})
+_NO_WORK = frozenset(
+    {
+        "eval",
+        "inference_mode",
+        "is_inference_mode_enabled",
+        "is_inference",
+        "is_valid",
+        "validate_args",
+        "savefig",
+        "save_hyperparameters",
+        "save_pretrained",
+    }
+)
 _OF_TORCH = frozenset({"cat", "stack", "zeros", "ones", "empty", "rand", "randn", "full", "matmul", "einsum", "bmm"})
 _MADE_BY = frozenset({"zeros_like", "ones_like", "empty_like", "randn_like", "rand_like"})
 # A variable with one of these called on it is a module.
