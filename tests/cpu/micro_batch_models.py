@@ -162,6 +162,30 @@ def causal(batch: int = 8, autocast: bool = False) -> Iterator[torch.Tensor]:
         yield loss
 
 
+def accumulated(batch: int = 8, width: int = 2048) -> Iterator[torch.Tensor]:
+    """Two backward passes a step, of a model whose gradients are most of what it holds."""
+    model = Wide(width).cuda()
+    optimizer = torch.optim.SGD(model.parameters())
+    while True:
+        for _ in range(2):
+            loss = model(*torch.randn(2, batch * 256, width, device="cuda"))
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss
+
+
+class Wide(nn.Module):
+    """Layers with large weights, and a loss."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(6)))
+
+    def forward(self, values: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return functional.mse_loss(self.layers(values), target)
+
+
 def contrastive(batch: int = 64) -> Iterator[torch.Tensor]:
     """`Contrastive` on the card."""
     yield from _loop(Contrastive(), lambda: torch.randn(2, batch, 16, device="cuda"))

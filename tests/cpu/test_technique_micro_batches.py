@@ -223,6 +223,14 @@ def test_the_traced_saving_is_about_the_promised_one(workload: str) -> None:
         assert found == pytest.approx(promised, abs=MicroBatches.tolerance * (before - promised))
 
 
+def test_gradients_that_are_there_before_a_pass_are_held_beside_those_of_its_parts() -> None:
+    plain = traced(models.__file__, "accumulated")
+    option = next(iter(MicroBatches().options(Profile(plain, find(DEVICE)))))
+    found = int(timeline(traced(models.__file__, "accumulated", [option])).max())
+    promised = int((timeline(plain) + _by_event(option, len(plain.events))).max())
+    assert found == pytest.approx(promised, rel=0.05)
+
+
 def test_blocks_that_keep_their_products_run_in_parts_under_autocast() -> None:
     # Weights that a forward without gradients has cast would be missing when blocks are run again after the cache of casts was emptied.
     plain = traced(models.__file__, "causal", autocast=True)

@@ -142,7 +142,7 @@ def _roots(tape: Tape, operators: Column) -> list[str]:
 def _changes(run: OptimizerProfile, num_parts: int) -> tuple[Change, ...]:
     """All but one part of the storages made in the passes are gone, but for autocast's copies of weights; the gradients are allocated from the first part on.
 
-    Gradients of the previous step that are dropped between forward and backward pass stay allocated to the end of the pass, except in
+    Gradients that are added to in a pass are held beside those of its parts. Gradients of the previous step that are dropped between forward and backward pass stay allocated to the end of the pass, except in
     Lightning's steps, which drop them before.
     """
     drops = _is_of_loop(run) and run.tape.loop == "Lightning"
@@ -161,6 +161,10 @@ def _changes(run: OptimizerProfile, num_parts: int) -> tuple[Change, ...]:
     for begin, end in passes_of(run):
         new = gradients[(run.allocated_at[gradients] >= begin) & (run.allocated_at[gradients] < end)]
         early += changes(memory_timeline(np.full(len(new), begin), run.allocated_at[new], run.block_bytes[new]))
+        # A part's own is there until it is added to those of the parts before.
+        at = np.sort(run.allocated_at[new])
+        added = np.append(at[1:], end)[np.searchsorted(at, run.allocated_at[new])]
+        early += changes(memory_timeline(run.allocated_at[new], added, run.block_bytes[new]))
         old = gradients[
             (run.allocated_at[gradients] < begin) & (run.freed_at[gradients] > begin) & (run.freed_at[gradients] < end)
         ]
@@ -168,6 +172,9 @@ def _changes(run: OptimizerProfile, num_parts: int) -> tuple[Change, ...]:
         early += changes(
             held if drops else memory_timeline(run.freed_at[old], np.full(len(old), end), run.block_bytes[old])
         )
+        kept = gradients[(run.allocated_at[gradients] < begin) & (run.freed_at[gradients] >= end)]
+        # Put aside while the parts make theirs, which the program's own backward pass adds to them.
+        early += changes(memory_timeline(np.full(len(kept), begin), np.full(len(kept), end), run.block_bytes[kept]))
         copies = cached[(run.allocated_at[cached] >= begin) & (run.allocated_at[cached] < end)]
         early += changes(
             memory_timeline(np.full(len(copies), begin), run.allocated_at[copies], run.block_bytes[copies])
