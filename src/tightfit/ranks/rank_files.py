@@ -8,16 +8,13 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from tightfit.capture.processes.containment import redirection
 from tightfit.capture.processes.containment.file_copies import WRITES, FileCopies
+from tightfit.capture.processes.containment.library_saves import before_saves, lead_saves
 from tightfit.capture.processes.containment.policy import DROPPED, Containment, Policy
-from tightfit.capture.replace import replace
 
 _MADE = "made"
 _OF_PATHS = {"os.mkdir": 0, "os.rename": 1, "os.link": 1, "os.symlink": 1}
@@ -43,8 +40,7 @@ def note_made(folder: Path) -> None:
         _note(out, known, path)
 
     sys.addaudithook(look)
-    # Written by torch in C++, which Python does not see.
-    replace(torch, save=_saving(torch.save, lambda path: _note(out, known, path)))
+    before_saves(lambda path: _note(out, known, path))
 
 
 def _note(out: int, known: set[str], path: Any) -> None:
@@ -55,15 +51,6 @@ def _note(out: int, known: set[str], path: Any) -> None:
         if place not in known and not os.path.lexists(place):
             known.add(place)
             os.write(out, f"{place}\n".encode(errors="surrogateescape"))
-
-
-def _saving(real: Callable[..., None], before: Callable[[Any], object]) -> Callable[..., None]:
-    @functools.wraps(real)
-    def save(obj: Any, f: Any, *arguments: Any, **options: Any) -> None:
-        before(f)
-        real(obj, f, *arguments, **options)
-
-    return save
 
 
 def _place(path: str) -> str:
@@ -109,32 +96,4 @@ def drop_writes(folder: Path, rank: int) -> None:
         copies=functools.partial(CopiesOfRank, made=made),
         why="ranks other than the first write nothing",
     )
-    real = torch.save
-
-    def save(obj: Any, f: Any, *arguments: Any, **options: Any) -> None:
-        if not isinstance(f, str | os.PathLike):
-            real(obj, f, *arguments, **options)
-            return
-        # By Python's own function, which is led to a copy; torch opens a path in C++.
-        with open(f, "wb") as file:
-            real(obj, file, *arguments, **options)
-
-    replace(torch, save=functools.wraps(real)(save))
-    with contextlib.suppress(ImportError):
-        _lead_safetensors()
-
-
-def _lead_safetensors() -> None:
-    import safetensors.torch as library
-
-    as_bytes, from_bytes = library.save, library.load
-
-    def save_file(tensors: Any, filename: Any, metadata: Any = None) -> None:
-        with open(filename, "wb") as file:
-            file.write(as_bytes(tensors, metadata))
-
-    def load_file(filename: Any, device: Any = "cpu") -> Any:
-        with open(filename, "rb") as file:
-            return {name: tensor.to(device) for name, tensor in from_bytes(file.read()).items()}
-
-    replace(library, save_file=save_file, load_file=load_file)
+    lead_saves()
