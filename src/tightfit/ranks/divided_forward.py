@@ -26,8 +26,9 @@ from tightfit.ranks.divided_outputs import (
     weights_of,
 )
 from tightfit.ranks.own_part import OwnPart, RaisesInPart
-from tightfit.ranks.rank_batch import RankBatch, leaves_of, mapped, shares
+from tightfit.ranks.rank_batch import RankBatch, mapped, shares
 from tightfit.ranks.rank_group import RankGroup, number_of
+from tightfit.techniques.micro_batches.loaded_batch import leaves_of
 from tightfit.techniques.micro_batches.loss_means import LossWatch
 from tightfit.techniques.micro_batches.split_forward import (
     Numbers,

@@ -15,10 +15,11 @@ from tightfit.effects.reads import Reads
 from tightfit.effects.state import RegionState, differences, restore
 from tightfit.errors import TightfitError
 from tightfit.ranks.divided_outputs import ProvedCall, judged
-from tightfit.ranks.rank_batch import RankBatch, leaves_of
+from tightfit.ranks.rank_batch import RankBatch
 from tightfit.ranks.rank_group import RankGroup, number_of
 from tightfit.techniques.micro_batches.example_wise_check import BatchProofs, Proved
 from tightfit.techniques.micro_batches.led_parts import values_read
+from tightfit.techniques.micro_batches.loaded_batch import leaves_of
 from tightfit.techniques.micro_batches.loss_means import Decision, LossWatch
 from tightfit.techniques.micro_batches.split_forward import looking, no_steps
 from tightfit.techniques.wrappers.first_order import Refuse

@@ -1,13 +1,14 @@
 """The arguments of a model's call, and the part of them that one rank has."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from tightfit.errors import ApplyError
 from tightfit.techniques.micro_batches.batches import AbstractBatch, Instead, check_rows
+from tightfit.techniques.micro_batches.loaded_batch import leaves_of
 
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
 
@@ -93,17 +94,6 @@ class RankBatch(AbstractBatch):
             isinstance(each, torch.Tensor) for each in leaves_of(value)
         )
         return (is_row and bool(value)) or any(map(self._has_row_of_plain, value))
-
-
-def leaves_of(value: Any) -> Iterator[Any]:
-    """What lists, tuples and mappings hold, in their order; anything else is a leaf."""
-    if isinstance(value, Mapping):
-        value = value.values()
-    elif not isinstance(value, list | tuple):
-        yield value
-        return
-    for item in value:
-        yield from leaves_of(item)
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:

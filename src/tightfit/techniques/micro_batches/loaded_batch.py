@@ -20,12 +20,12 @@ class LoadedBatch(AbstractBatch):
 
     def __init__(self, args: Sequence[Any], _: Mapping[str, Any]) -> None:
         (self._batch,) = args
-        for leaf in _leaves(self._batch):
+        for leaf in leaves_of(self._batch):
             if isinstance(leaf, torch.Tensor):
                 check_rows("the batch", leaf)
         first = _first_tensor(self._batch)
         super().__init__(int(first.shape[0]), first.device)
-        for leaf in _leaves(self._batch):
+        for leaf in leaves_of(self._batch):
             if isinstance(leaf, torch.Tensor):
                 if leaf.dim() and leaf.shape[0] != self.num_examples:
                     raise ApplyError(
@@ -58,20 +58,21 @@ def num_examples(batch: Any) -> int:
 
 
 def _first_tensor(batch: Any) -> torch.Tensor:
-    for leaf in _leaves(batch):
+    for leaf in leaves_of(batch):
         if isinstance(leaf, torch.Tensor) and leaf.dim():
             return leaf
     raise ApplyError("the batch holds no tensor that could be split; leave micro_batches out")
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def leaves_of(value: Any) -> Iterator[Any]:
+    """What lists, tuples and mappings hold, in their order; anything else is a leaf."""
     if isinstance(value, Mapping):
         value = value.values()
     elif not isinstance(value, list | tuple):
         yield value
         return
     for item in value:
-        yield from _leaves(item)
+        yield from leaves_of(item)
 
 
 def _mapped(value: Any, cut: Callable[[Any], Any], is_leaf: Callable[[Any], bool]) -> Any:
