@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from tightfit.ranks.rank_group import RankGroup, number_of
+from tightfit.techniques.optimizer.updates.optimizer_steps import Innermost
 from tightfit.techniques.wrappers.first_order import Refuse
 
 _ELEMENTWISE = frozenset(
@@ -71,9 +72,12 @@ class ShardedStates:
     def __init__(self, optimizer: torch.optim.Optimizer, group: RankGroup, refuse: Refuse) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._group, self._refuse = group, refuse
-        self._groups: list[list[torch.Tensor]] = []
+        # Within the step: hooks of the program's, which clip say, see all parameters and gradients.
+        self._innermost = Innermost(self._of_others)
         optimizer.register_step_pre_hook(self._before_step)
-        optimizer.register_step_post_hook(self._after_step)
+        after = optimizer.register_step_post_hook(self._after_step)
+        hooks: Any = optimizer._optimizer_step_post_hooks
+        hooks.move_to_end(after.id, last=False)
         optimizer.register_state_dict_pre_hook(self._before_state_dict)
         optimizer.register_state_dict_post_hook(self._after_state_dict)
         optimizer.register_load_state_dict_post_hook(lambda _: self._drop_others())
@@ -91,33 +95,39 @@ class ShardedStates:
             held[rank] += parameters[at].numel()
         return [(parameter, owner[at]) for at, parameter in enumerate(parameters)]
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any]:
         if type(optimizer).__name__ not in _ELEMENTWISE or not type(optimizer).__module__.startswith("torch.optim"):
             raise self._refuse(
                 f"{type(optimizer).__name__} is not known to update each parameter by itself, and its states cannot be sharded"
             )
         if any(each is not None for each in (*args[1:], kwargs.get("closure"))):
             raise self._refuse("the optimizer steps with a closure, and its states cannot be sharded")
+        self._open(is_open=True)
+        given = self._innermost.before(optimizer, args, kwargs)
+        # Hooks of the program's follow.
+        self._open(is_open=False)
+        return given
+
+    def _of_others(self) -> list[torch.Tensor]:
+        """The parameters that the step of this rank leaves alone."""
+        optimizer = self._optimizer()
         owners = self.owners()
         self._group.agree("an optimizer's step", {
             "the optimizer that steps": number_of(type(optimizer).__name__),
             "the set of parameters that have a gradient": number_of([p.grad is None for p, _ in owners]),
         })  # fmt: skip
         self._open(is_open=True)
-        own = {id(p) for p, rank in owners if rank == self._group.rank}
-        self._groups = [group["params"] for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
-            group["params"] = [p for p in group["params"] if id(p) in own]
+        return [parameter for parameter, rank in owners if rank != self._group.rank]
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        groups, self._groups = self._groups, []
-        for group, parameters in zip(optimizer.param_groups, groups, strict=True):
-            group["params"] = parameters
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._innermost.after(optimizer, args, kwargs)
+        owners = self.owners()
         with torch.no_grad():
             for rank in range(self._group.size):
-                updated = [p for p, owner in self.owners() if owner == rank and p.grad is not None]
+                updated = [p for p, owner in owners if owner == rank and p.grad is not None]
                 self._group.links.send_from(rank, updated)
-
         self._drop_others()
 
     def _open(self, *, is_open: bool) -> None:

@@ -461,6 +461,28 @@ def sharded_states() -> Any:
     return found | {"sums": torch.tensor(sums), "steps": torch.stack([s["step"] for s in again.values()])}
 
 
+@program(shards_states=True)
+def hooks_around_a_sharded_step() -> Any:
+    """What the program hangs on a step sees all parameters and gradients: the norm that it clips to is that of all."""
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    seen = []
+
+    def every(stepped: torch.optim.Optimizer) -> list[torch.Tensor]:
+        return [p for group in stepped.param_groups for p in group["params"] if p.grad is not None]
+
+    def clip(stepped: torch.optim.Optimizer, *_: Any) -> None:
+        seen.append(nn.utils.clip_grad_norm_(every(stepped), 1e-2).double())
+
+    def count(stepped: torch.optim.Optimizer, *_: Any) -> None:
+        seen.append(torch.tensor(len(every(stepped))).double())
+
+    optimizer.register_step_pre_hook(clip)
+    optimizer.register_step_post_hook(count)
+    found = trained(model, data(4, 8), optimizer)
+    return found | {"seen": torch.stack(seen)}
+
+
 def checkpoint_file() -> str:
     """A run on ranks saves what its first rank has; the plain run has a file of its own."""
     return f"{os.environ['TEST_FOLDER']}/{'plain' if 'TEST_RANK' not in os.environ else 'ranks'}.pt"

@@ -110,8 +110,9 @@ def update_alone(optimizer: torch.optim.Optimizer) -> UpdateOne:
     return update
 
 
-class _Innermost:
-    """Runs `update` within the steps of one optimizer; it returns the parameters that torch's own loop is to skip."""
+class Innermost:
+    """Runs `update` within the steps of one optimizer; it returns the parameters that torch's own loop is to skip. `before` and `after` are hooks of its step, `after` the
+    first of its kind."""
 
     def __init__(self, update: Callable[[], Iterable[torch.Tensor]]) -> None:
         self._update = update
@@ -124,6 +125,7 @@ class _Innermost:
         self._is_over = True
 
     def before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments of the step, with a closure that runs `update` when all hooks before the step are through."""
         # Gradients that a step has left hidden were those of a step that was interrupted.
         self._hidden.clear()
         self._num_states = len(optimizer.state)
@@ -154,6 +156,7 @@ class _Innermost:
                 parameter.grad = None
 
     def after(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        """Puts back the gradients of what was skipped."""
         while self._hidden:
             parameter, gradient = self._hidden.pop()
             _put_gradient(parameter, gradient)
@@ -199,7 +202,7 @@ def update_within_step(
 
     The parameters that it returns are not updated by the step itself.
     """
-    innermost = _Innermost(update)
+    innermost = Innermost(update)
     session.when_undone(innermost.end)
     session.hook(optimizer.register_step_pre_hook, innermost.before)
     after = session.hook(optimizer.register_step_post_hook, innermost.after)
