@@ -12,7 +12,7 @@ from tightfit.devices.catalogue import find
 from tightfit.devices.nodes import node_of
 from tightfit.errors import UsageError
 from tightfit.fit import capture
-from tightfit.fit.layout_planning import plan_layout
+from tightfit.fit.layout_planning import plan_layouts
 from tightfit.layouts.layout_search import LayoutSearch
 from tightfit.layouts.model.model_parts import model_parts
 from tightfit.layouts.traced_step import layout_of_trace, with_traced_step
@@ -97,7 +97,7 @@ def test_a_batch_that_nothing_shows_is_asked_for(tmp_path: Path) -> None:
     path = tmp_path / "recurrent.py"
     path.write_text(RECURRENT)
     with pytest.raises(UsageError, match="give --global-batch"):
-        plan_layout(f"{path}:train", "h100", gpus=8)
+        plan_layouts(f"{path}:train", "h100", gpus=(8,))
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_it_takes_what_the_estimate_says(tmp_path: Path, parameters: tuple[str, 
 
 def test_a_plan_for_one_card_is_the_estimate(tmp_path: Path) -> None:
     tape = traced(tmp_path, "rounds=1")
-    plan = plan_layout(tape, "h100", gpus=1)
+    plan = plan_layouts(tape, "h100", gpus=(1,)).points[0]
     estimate = tightfit.estimate(tape, device="h100").to_json()
     assert plan.best is not None and plan.examples == BATCH
     assert plan.best.seconds.total <= estimate["seconds_per_step"] * 1.001

@@ -11,7 +11,7 @@ from tightfit.devices.catalogue import find
 from tightfit.devices.nodes import node_of
 from tightfit.errors import UsageError
 from tightfit.fit import capture
-from tightfit.fit.layout_planning import plan_layout, plan_layouts
+from tightfit.fit.layout_planning import plan_layouts
 from tightfit.layouts.layout import Layout
 from tightfit.layouts.layout_search import LayoutSearch
 from tightfit.layouts.model.model_parts import ModelParts, model_parts
@@ -174,18 +174,18 @@ def test_recomputation_is_taken_only_as_far_as_memory_asks_for(model: ModelParts
 
 def test_wrong_numbers_of_cards_are_refused(tape: Tape) -> None:
     for numbers, message in (
-        ({"gpus": 10, "nodes": 4}, "10 cannot be spread evenly over so many"),
-        ({"gpus": 64, "nodes": 4}, "are 16 a node, and DGX H100 has 8"),
-        ({"gpus": 0}, "--gpus 0: give the number"),
-        ({"gpus": 8, "nodes": 0}, "--nodes 0"),
-        ({"gpus": 8, "global_batch": 0}, "--global-batch"),
+        ({"gpus": (10,), "nodes": 4}, "10 cannot be spread evenly over so many"),
+        ({"gpus": (64,), "nodes": 4}, "are 16 a node, and DGX H100 has 8"),
+        ({"gpus": (0,)}, "--gpus 0: give the number"),
+        ({"gpus": (8,), "nodes": 0}, "--nodes 0"),
+        ({"gpus": (8,), "global_batch": 0}, "--global-batch"),
     ):
         with pytest.raises(UsageError, match=message):
-            plan_layout(tape, "H100", **numbers)  # type: ignore[arg-type]
+            plan_layouts(tape, "H100", **numbers)  # type: ignore[arg-type]
 
 
 def test_a_plan_is_an_object_of_json(tape: Tape) -> None:
-    found = plan_layout(tape, "H100", gpus=8, nodes=1, global_batch=64).to_json()
+    found = plan_layouts(tape, "H100", gpus=(8,), nodes=1, global_batch=64).points[0].to_json()
     assert found["fits"] and found["layout"]["dp"] >= 1 and found["tokens_per_second"] > 0
     assert {"rank", "role", "total_bytes", "bytes"} == found["ranks"][0].keys()
     assert found["ranks"][0]["total_bytes"] == sum(found["ranks"][0]["bytes"].values())
@@ -194,7 +194,7 @@ def test_a_plan_is_an_object_of_json(tape: Tape) -> None:
 def test_more_cards_are_a_curve_from_one_trace(tape: Tape, capsys: pytest.CaptureFixture[str]) -> None:
     numbers, total = (2, 8, 32), 3e11
     curve = plan_layouts(tape, "H100", gpus=numbers, global_batch=64, price="2.5", total=total, deadline_seconds=1e9)
-    alone = [plan_layout(tape, "H100", gpus=number, global_batch=64) for number in numbers]
+    alone = [plan_layouts(tape, "H100", gpus=(number,), global_batch=64).points[0] for number in numbers]
     assert [point.best for point in curve.points] == [plan.best for plan in alone]
     rates = [point.rate(point.best) for point in curve.points if point.best]
     assert rates == sorted(rates) and len(rates) == 3
@@ -249,7 +249,7 @@ def train():
         yield
 """
     )
-    found = plan_layout(f"{tmp_path / 'images.py'}:train", "H100", gpus=8, nodes=1)
+    found = plan_layouts(f"{tmp_path / 'images.py'}:train", "H100", gpus=(8,), nodes=1).points[0]
     assert found.examples == 24
     assert any("24 examples, the images that its loss is of" in text for text in found.assumptions)
 

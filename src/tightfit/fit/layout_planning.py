@@ -28,48 +28,6 @@ from tightfit.simulate.throughput import counts_of_step
 from tightfit.tape import Phase, Tape
 
 
-def plan_layout(
-    target: str | Tape,
-    device: str,
-    *,
-    gpus: int,
-    nodes: int | None = None,
-    node: str | os.PathLike[str] | None = None,
-    global_batch: int | None = None,
-    budget: str | int | None = None,
-    arguments: Sequence[str] = (),
-    parameters: Sequence[str] = (),
-    options: Mapping[str, Any] | None = None,
-    tracing: TraceSettings = AS_USUAL,
-    on_progress: OnProgress | None = None,
-    export: str | None = None,
-) -> LayoutPlan:
-    """The fastest layout of `target`, a program for one card, over `gpus` cards, traced once on a virtual GPU whose size does not matter.
-
-    `global_batch` is the number of examples in a step of all cards, by default the program's own. `node` names a kind of node or its TOML file.
-    `export` names a tool (`tightfit.layouts.exports.export_tools`): only layouts that it runs are considered, and the plan has its file.
-
-    Raises:
-        UsageError: numbers that do not go together, or a batch that the trace does not show and `global_batch` does not give.
-        CaptureError: the workload could not be traced.
-    """
-    return plan_layouts(
-        target,
-        device,
-        gpus=(gpus,),
-        nodes=nodes,
-        node=node,
-        global_batch=global_batch,
-        budget=budget,
-        arguments=arguments,
-        parameters=parameters,
-        options=options,
-        tracing=tracing,
-        on_progress=on_progress,
-        export=export,
-    ).points[0]
-
-
 @answering("the planner of layouts")
 def plan_layouts(
     target: str | Tape,
@@ -90,13 +48,15 @@ def plan_layouts(
     on_progress: OnProgress | None = None,
     export: str | None = None,
 ) -> LayoutCurve:
-    """The fastest layout over each of several numbers of cards, all from one trace, for the same number of examples in a step.
+    """The fastest layout of `target`, a program for one card, over each number of cards in `gpus`, from one trace on a virtual GPU whose size does not matter.
 
+    `global_batch` is the number of examples in a step of all cards, by default the program's own. `node` names a kind of node or its TOML file.
+    `export` names a tool (`tightfit.layouts.exports.export_tools`): only layouts that it runs are considered, and the plans have its file.
     `price` is a number per GPU and hour, or a TOML file (`tightfit.layouts.answers.layout_costs`), `total` the tokens of the whole training (examples where the program
-    has no tokens), to be done in `deadline_seconds`. The other parameters are those of `plan_layout`.
+    has no tokens), to be done in `deadline_seconds`.
 
     Raises:
-        UsageError: as `plan_layout`, or a price, a total or a deadline that cannot be.
+        UsageError: numbers that do not go together, a batch that the trace does not show and `global_batch` does not give, or a price or a deadline that cannot be.
         CaptureError: the workload could not be traced.
     """
     tool = None if export is None else tool_named(export)
@@ -111,9 +71,9 @@ def plan_layouts(
         target, device=device, arguments=arguments, parameters=parameters, options=options, tracing=tracing, on_progress=on_progress
     )  # fmt: skip
     model, examples, assumed = _traced_model(tape, on, global_batch)
+    budget_bytes = min(on.budget_bytes(budget), on.card.capacity_bytes)
     points = []
     for number, kind in zip(gpus, kinds, strict=True):
-        budget_bytes = min(on.budget_bytes(budget), on.card.capacity_bytes)
         search = LayoutSearch(model, on.card, kind, budget_bytes=budget_bytes, tool=tool)
         found = search.run(number, examples)
         found = dataclasses.replace(found, assumptions=_assumptions(search.model, kind.name, tool, assumed))
