@@ -15,6 +15,7 @@ import torch
 from tightfit.ranks.rank_group import RankGroup, number_of
 from tightfit.techniques.optimizer.updates.optimizer_steps import Innermost
 from tightfit.techniques.wrappers.first_order import Refuse
+from tightfit.torch_hooks.weak_references import WeakTable
 
 _ELEMENTWISE = frozenset(
     ["SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD", "Rprop"]
@@ -51,9 +52,14 @@ class _StatesOfShare(defaultdict[Any, Any]):
         return super().__contains__(key)
 
     def items(self) -> Any:
-        """As of a dict, and likewise the next two."""
+        """As of a dict, and likewise the next three."""
         self._check()
         return super().items()
+
+    def keys(self) -> Any:
+        """The parameters."""
+        self._check()
+        return super().keys()
 
     def values(self) -> Any:
         """The states."""
@@ -72,6 +78,7 @@ class ShardedStates:
     def __init__(self, optimizer: torch.optim.Optimizer, group: RankGroup, refuse: Refuse) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._group, self._refuse = group, refuse
+        self._owner: WeakTable[torch.Tensor, int] = WeakTable()
         # Within the step: hooks of the program's, which clip say, see all parameters and gradients.
         self._innermost = Innermost(self._of_others)
         optimizer.register_step_pre_hook(self._before_step)
@@ -83,17 +90,20 @@ class ShardedStates:
         optimizer.register_load_state_dict_post_hook(lambda _: self._drop_others())
 
     def owners(self) -> list[tuple[torch.Tensor, int]]:
-        """The rank of each parameter, in the optimizer's order: the one that has least so far, the largest parameters first."""
+        """The rank of each parameter, in the optimizer's order. New ones, the largest first, get the rank that has least so far; whose states a rank has stays with it."""
         optimizer = self._optimizer()
         assert optimizer is not None
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         held = [0] * self._group.size
-        owner: dict[int, int] = {}
-        for at in sorted(range(len(parameters)), key=lambda at: (-parameters[at].numel(), at)):
-            rank = held.index(min(held))
-            owner[at] = rank
-            held[rank] += parameters[at].numel()
-        return [(parameter, owner[at]) for at, parameter in enumerate(parameters)]
+        for parameter in parameters:
+            if parameter in self._owner:
+                held[self._owner[parameter]] += parameter.numel()
+        # Of equals the first: sorting is stable.
+        for parameter in sorted(parameters, key=lambda p: -p.numel()):
+            if parameter not in self._owner:
+                self._owner[parameter] = rank = held.index(min(held))
+                held[rank] += parameter.numel()
+        return [(parameter, self._owner[parameter]) for parameter in parameters]
 
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: dict[str, Any]

@@ -483,6 +483,20 @@ def hooks_around_a_sharded_step() -> Any:
     return found | {"seen": torch.stack(seen)}
 
 
+@program(shards_states=True)
+def parameters_that_join_an_optimizer() -> Any:
+    """Layers that unfreeze and are larger than those before: whose states a rank has stays with it."""
+    model = nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 64), nn.Linear(64, 4))
+    model[4:].requires_grad_(False)
+    optimizer = torch.optim.AdamW(model[:4].parameters(), lr=1e-2)
+    found = trained(model, data(4, 8), optimizer)
+    model[4:].requires_grad_(True)
+    optimizer.add_param_group({"params": list(model[4:].parameters()), "lr": 1e-3})
+    found |= trained(model, data(4, 8), optimizer)
+    states = optimizer.state_dict()["state"]
+    return found | {"steps": torch.stack([state["step"] for state in states.values()])}
+
+
 def checkpoint_file() -> str:
     """A run on ranks saves what its first rank has; the plain run has a file of its own."""
     return f"{os.environ['TEST_FOLDER']}/{'plain' if 'TEST_RANK' not in os.environ else 'ranks'}.pt"
