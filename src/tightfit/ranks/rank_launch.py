@@ -89,9 +89,8 @@ def _free_port() -> int:
 
 def _watch(ranks: Sequence["subprocess.Popen[bytes]"], folder: Path, say: Callable[[str], None]) -> int:
     """Waits until all ranks have ended well, or one has not; then the others are ended. Returns the exit code."""
-    while any(each.poll() is None for each in ranks):
-        if any(each.returncode for each in ranks):
-            break
+    # None of them can be left to notice the end of another one: the first may be at work of its own, or wait for ever for what was not sent.
+    while None in (codes := _codes(ranks)) and not any(codes):
         time.sleep(_POLL_SECONDS)
     failed = [rank for rank, each in enumerate(ranks) if each.returncode]
     if not failed:
@@ -163,8 +162,13 @@ def _end(ranks: Sequence["subprocess.Popen[bytes]"]) -> None:
 def _wait_for(ranks: Sequence["subprocess.Popen[bytes]"], seconds: float) -> None:
     """Until all have ended, and no longer than that."""
     until = time.monotonic() + seconds
-    while any(each.poll() is None for each in ranks) and time.monotonic() < until:
+    while None in _codes(ranks) and time.monotonic() < until:
         time.sleep(_POLL_SECONDS)
+
+
+def _codes(ranks: Sequence["subprocess.Popen[bytes]"]) -> list[int | None]:
+    """The exit code of each rank that has ended, as of now. All are asked, also where the first one still runs."""
+    return [each.poll() for each in ranks]
 
 
 def _signal(process: "subprocess.Popen[bytes]", number: int) -> None:
