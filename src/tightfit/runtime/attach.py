@@ -36,7 +36,7 @@ from tightfit.runtime.input_shapes import InputCheck, Inputs, Tell, input_shapes
 from tightfit.runtime.left_at_host import LeftAtHost
 from tightfit.runtime.predictions import Predictions
 from tightfit.techniques.recomputation.only_above import CallSizes
-from tightfit.techniques.session import CHECK_STEPS, Session
+from tightfit.techniques.session import CHECK_STEPS, Session, Verdict
 from tightfit.torch_hooks.calls import on_new_optimizer, on_outermost_call
 from tightfit.torch_hooks.replaced import Leave
 from tightfit.torch_hooks.weak_references import WeakTable
@@ -155,7 +155,13 @@ class Attachment:
         self._leaves: list[Leave] = []
         self._left_at_host = LeftAtHost(self._choices)
         self._calls = _OutermostCalls(self)
+        self._verdicts: list[Verdict] = []
         self.roots: list[Root] = []
+
+    @property
+    def failure(self) -> ApplyError | None:
+        """The first refusal of a session, which the program may have swallowed."""
+        return next((verdict.failure for verdict in self._verdicts if verdict.failure is not None), None)
 
     def install(self) -> Callable[[], None]:
         """Starts watching; returns a function that ends it.
@@ -274,6 +280,8 @@ class Attachment:
         return live
 
     def _keep(self, session: Session, choices: Sequence[Choice], planned: Inputs | None) -> InputCheck:
+        if choices:
+            self._verdicts.append(session.verdict)
         for optimizer in session.optimizers:
             self._optimizers.give(optimizer, session.model)
         if choices or planned is not None:
