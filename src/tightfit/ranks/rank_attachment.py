@@ -76,8 +76,9 @@ class RankAttachment:
     @property
     def failure(self) -> TightfitError | None:
         """The first refusal or disagreement, which the script may have swallowed."""
-        if self._failure is None and (refused := self._techniques.failure) is not None:
-            self.refuse(str(refused))
+        for verdict in self._techniques.verdicts:
+            if verdict.failure is not None and self._failure is None:
+                self.refuse(str(verdict.failure))
         return self._group.failure or self._failure
 
     def _check(self) -> None:

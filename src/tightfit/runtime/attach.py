@@ -122,7 +122,7 @@ class Attachment:
     """Choices that wait for their models. `planned` are the roots as the plan describes them, empty while it is being made.
 
     `check_steps` and `disk_folder` are as in `Session`: no checks on the virtual GPU. `on_apply` is called with each session, before the forward that it was made for;
-    `tell` with messages for the user.
+    `tell` with messages for the user. `verdicts` are those of its sessions: the program may have swallowed a refusal.
     """
 
     def __init__(
@@ -155,13 +155,8 @@ class Attachment:
         self._leaves: list[Leave] = []
         self._left_at_host = LeftAtHost(self._choices)
         self._calls = _OutermostCalls(self)
-        self._verdicts: list[Verdict] = []
+        self.verdicts: list[Verdict] = []
         self.roots: list[Root] = []
-
-    @property
-    def failure(self) -> ApplyError | None:
-        """The first refusal of a session, which the program may have swallowed."""
-        return next((verdict.failure for verdict in self._verdicts if verdict.failure is not None), None)
 
     def install(self) -> Callable[[], None]:
         """Starts watching; returns a function that ends it.
@@ -281,7 +276,7 @@ class Attachment:
 
     def _keep(self, session: Session, choices: Sequence[Choice], planned: Inputs | None) -> InputCheck:
         if choices:
-            self._verdicts.append(session.verdict)
+            self.verdicts.append(session.verdict)
         for optimizer in session.optimizers:
             self._optimizers.give(optimizer, session.model)
         if choices or planned is not None:
