@@ -11,6 +11,7 @@ says; a plan is then made without it. Exits with 1 if anything differs, or ends 
 
 import argparse
 import dataclasses
+import inspect
 import math
 import random
 import sys
@@ -94,7 +95,7 @@ def train(target: Target, options: Sequence[Option] = ()) -> Trained:
         target = dataclasses.replace(target, parameters={**target.parameters, "device": "cpu"})
     steps = generator_on(target, device="cpu")
     next(steps)
-    live = steps.gi_frame.f_locals
+    live = inspect.getgeneratorlocals(steps)
     model, optimizer = live["model"], live["optimizer"]
     before = _numbers(model)
     session = apply_choices([choice_of(option) for option in options], model, [optimizer])

@@ -28,7 +28,7 @@ parser.add_argument("--device", default="cuda")
 arguments = parser.parse_args()
 
 torch.manual_seed(0)
-torch.utils.deterministic.fill_uninitialized_memory = False
+torch.utils.deterministic.fill_uninitialized_memory = False  # pyrefly: ignore[missing-attribute] - torch sets the class of the module
 with torch.device(arguments.device):
     model = network_of(arguments.family, arguments.model, arguments.data, recompute=False)
 if arguments.precision == "bf16":

@@ -7,7 +7,7 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from benchmarks.plans.workloads import Workload
@@ -38,7 +38,7 @@ class StoredRuns(TracedRuns):
         self.num_traced = 0
         self.seconds_traced = 0.0
 
-    def run_with(self, options: Iterable[Option]) -> TracedRun:
+    def run_with(self, options: Iterable[Option], meanwhile: Callable[[], object] | None = None) -> TracedRun:
         """As `TracedRuns.run_with`, from disk if it is there."""
         options = tuple(options)
         key = frozenset(option.key for option in options)
@@ -51,7 +51,7 @@ class StoredRuns(TracedRuns):
             self._made[key] = self._costed(options, tape, said | {"call_sizes": {}})
             return self._made[key]
         started = time.monotonic()
-        made = super().run_with(options)
+        made = super().run_with(options, meanwhile)
         self.num_traced += 1
         self.seconds_traced += time.monotonic() - started
         print(

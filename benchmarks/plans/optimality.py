@@ -119,12 +119,12 @@ def against_all_traces(bench: StoredRuns) -> Iterator[Comparison]:
     """The search's answer, any technique allowed, against the traces of all choices for the blocks, with the optimizer as is fastest."""
     plain = bench.run_with(())
     search = Search(bench, 0, Allowed())
-    problem = part_of(search._variant(plain).problem, ENUMERATED)
+    problem = part_of(search.candidates.variant(plain).problem, ENUMERATED)
     optimizers = [i for i, o in enumerate(problem.options) if o.where == "optimizer"]
     always = min(optimizers, key=lambda i: (problem.seconds_of((i,)), problem.peak_bytes((i,))))
     blocks = {i for i, o in enumerate(problem.options) if not any(o.slots < other.slots for other in problem.options)}
     found = [chosen for chosen in combinations(problem) if always in chosen and set(chosen) <= blocks]
-    settings = [o for o in search._options(plain.tape) if o.alloc_conf]
+    settings = search.offers.of_the_allocator(plain.profile)
     needs, seconds = [], []
     for chosen in found:
         trial = bench.run_with(problem.options[i] for i in chosen)

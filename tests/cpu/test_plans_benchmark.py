@@ -62,6 +62,12 @@ def test_a_tape_that_was_kept_serves_again(runs: StoredRuns, folder: Path):
     assert bench_of(TINY, folder, 2)._place(frozenset()) != again._place(frozenset())
 
 
+def test_a_search_takes_kept_tapes(runs: StoredRuns):
+    plain = runs.run_with(())
+    assert Search(runs, 0, Allowed()).run().best.high_bytes <= plain.high_bytes
+    assert runs.num_traced > 1
+
+
 def test_the_solver_misses_no_combination_of_a_traced_model(runs: StoredRuns):
     for comparison in against_all_promises(runs):
         assert comparison.above == pytest.approx(0.0, abs=1e-4)

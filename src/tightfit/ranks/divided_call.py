@@ -14,7 +14,7 @@ from torch.autograd import grad  # torch's own, whatever the program puts in its
 
 from tightfit.effects.values.value_checks import bound_for, difference
 from tightfit.effects.values.written_past import WrittenPast
-from tightfit.errors import TightfitError
+from tightfit.errors import ApplyError, TightfitError
 from tightfit.ranks.content_hash import content_hash
 from tightfit.ranks.divided_outputs import Kind
 from tightfit.ranks.rank_group import RankGroup, number_of
@@ -121,6 +121,9 @@ class DividedCall:
                     allow_unused=True,
                     retain_graph=keeps_graph(),
                 )
+        except ApplyError as error:
+            # Of a block that is run again: the program may swallow it.
+            raise self.refuse(str(error)) from None
         except TightfitError:
             raise
         except Exception as error:

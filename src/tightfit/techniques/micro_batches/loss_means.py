@@ -52,9 +52,9 @@ class DecidedEnough(BaseException):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Term:
-    """One call of a loss function: its result, the number of terms of its mean (None: it is a sum), and the largest possible number."""
+    """One call of a loss function: its result (None where it is kept), the number of terms of its mean (None: it is a sum), and the largest possible number."""
 
-    loss: torch.Tensor
+    loss: torch.Tensor | None
     num_terms: torch.Tensor | int | None
     max_terms: int
     is_contrastive: bool
@@ -168,7 +168,8 @@ class LossWatch(TorchFunctionMode):
 
     def noted(self, term: Term, inputs: Mapping[str, Any], *, is_of_classes: bool) -> None:
         """Keeps a term; `inputs` are the arguments of the loss function."""
-        self.terms.append(term)
+        # Without its graph: a block that is run again keeps the modes around its first run, and its graph would keep itself.
+        self.terms.append(dataclasses.replace(term, loss=None))
 
 
 HANDLERS.add(LossWatch.__torch_function__.__code__)
