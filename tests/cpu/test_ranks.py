@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.cpu.ranks import recomputed, refused  # noqa: F401 - enter their programs
+from tests.cpu.ranks import handed_over, recomputed, refused  # noqa: F401 - enter their programs
 from tests.cpu.ranks.programs import PROGRAMS
 from tests.forked_python import forked_python
 
