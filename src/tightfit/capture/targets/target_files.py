@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import FunctionType
 
 from tightfit.errors import ProgramError, UsageError
 from tightfit.errors.program_errors import one_line, program_trace
@@ -31,9 +32,23 @@ def words_for_target(target: object) -> str:
     """
     if isinstance(target, str | os.PathLike):
         return os.fsdecode(target)
+    if isinstance(target, FunctionType):
+        raise UsageError(_named_instead(target))
     raise UsageError(
         f"the target is {str(target)[:80]}, a {type(target).__name__}: give the name of what runs, such as 'train.py', 'train.py:workload' or 'gpt2'"
     )
+
+
+def _named_instead(function: FunctionType) -> str:
+    """A function runs in a process of its own, which finds it by its file and its name."""
+    file, name = function.__code__.co_filename, function.__qualname__
+    head = "the target is a function: give the name of what runs"
+    if "<" in name:
+        return f"{head}, such as 'train.py', or of a function of a file, such as 'train.py:workload'"
+    # The cells of a notebook have names of files that there are not.
+    if not Path(file).is_file():
+        return f"{head}. Write this one to a file, with what it needs (in a notebook, %%writefile work.py as the first line of its cell), and give 'work.py:{name}'"
+    return f"{head}, '{file}:{name}'"
 
 
 def refuse_launcher(text: str) -> None:
