@@ -52,3 +52,16 @@ def test_what_a_plan_cannot_be_applied_to_is_said() -> None:
         tightfit.apply({}, torch.nn.Linear(2, 2))  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="a str, not a Module"):
         tightfit.apply(a_plan(), "model")  # type: ignore[arg-type]
+
+
+def test_a_command_that_a_package_installed_is_told_by_its_module(tmp_path: Path) -> None:
+    for text in ("pytest", str(tmp_path / "pytest")):
+        with pytest.raises(
+            UsageError,
+            match=r"give the module that it runs \(-m _pytest\S*\), or a script with the line: from ",
+        ):
+            tightfit.estimate(text, "RTX 4090")
+        (tmp_path / "pytest").write_text("#!/usr/bin/python\n")
+    (tmp_path / "train").write_text("#!/usr/bin/env python3\nprint()\n")
+    with pytest.raises(UsageError, match=r"is a Python script without the ending .*: copy it to train\.py"):
+        tightfit.estimate(tmp_path / "train", "RTX 4090")

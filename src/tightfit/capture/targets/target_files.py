@@ -4,6 +4,7 @@ Nothing of the program is imported for it: a package's `__init__.py` is the user
 """
 
 import difflib
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -99,6 +100,16 @@ def no_file(path: str) -> str:
     return f"there is no file {path}" + (f"; nearest: {', '.join(nearest)}" if nearest else "")
 
 
+def installed_command(text: str) -> str:
+    """What to give instead of a command that a package has installed (`my-train`); empty if `text` is none."""
+    name = Path(text).name
+    found = next(iter(importlib.metadata.entry_points(group="console_scripts", name=name)), None)
+    if found is None or (Path(text).exists() and Path(text).suffix):
+        return ""
+    script = f"a script with the line: from {found.module} import {found.attr.partition('.')[0]}; {found.attr}()"
+    return f"a command that a package has installed: give the module that it runs (-m {found.module}), or {script}"
+
+
 def check_syntax(path: str) -> None:
     """Compiles the script at `path`.
 
@@ -163,7 +174,13 @@ def _kind(path: Path) -> str:
     with path.open("rb") as file:
         start = file.read(_NUM_BYTES_READ)
     script = path.with_suffix(".py").name
+    command = installed_command(str(path))
     for is_it, kind in (
+        (bool(command), command),
+        (
+            start.startswith(b"#!") and b"python" in start.partition(b"\n")[0],
+            f"a Python script without the ending that tells it from others: copy it to {script}, and give that",
+        ),
         (
             path.suffix == ".ipynb",
             f"a notebook: make a script of it (jupyter nbconvert --to script {path.name}), and give {script}",

@@ -22,7 +22,13 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from tightfit.capture.targets.huggingface.known_names import refuse_unknown
-from tightfit.capture.targets.target_files import check_syntax, module_file, no_file, refuse_other_files
+from tightfit.capture.targets.target_files import (
+    check_syntax,
+    installed_command,
+    module_file,
+    no_file,
+    refuse_other_files,
+)
 from tightfit.errors import UsageError
 
 
@@ -101,6 +107,8 @@ def parse_target(
         return GeneratorFunction(
             location=location, function=function, parameters=dict(_parameter(p) for p in parameters)
         )
+    if command := installed_command(text):
+        raise UsageError(f"{text} is {command}")
     if arguments or parameters:
         raise UsageError(
             f"{text} is neither a script (FILE.py) nor a function (FILE.py:FUNCTION), so it takes neither -p nor arguments"
