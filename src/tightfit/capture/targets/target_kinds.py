@@ -22,6 +22,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from tightfit.capture.targets.huggingface.known_names import refuse_unknown
+from tightfit.capture.targets.huggingface.target import HuggingFaceTarget
 from tightfit.capture.targets.target_files import (
     check_syntax,
     installed_command,
@@ -114,6 +115,8 @@ def parse_target(
             f"{text} is neither a script (FILE.py) nor a function (FILE.py:FUNCTION), so it takes neither -p nor arguments"
         )
     refuse_unknown(text)
+    # Wrong values are said before transformers is loaded, which takes seconds.
+    HuggingFaceTarget(source=text, **(options or {}))
     return HuggingFaceConfig(source=text, options=dict(options or {}))
 
 
