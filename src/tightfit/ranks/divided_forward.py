@@ -9,11 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from tightfit.effects.ambient import modes_of_program
 from tightfit.effects.random_states import TorchRandom
 from tightfit.effects.values.fingerprints import paused
 from tightfit.effects.values.value_checks import difference
+from tightfit.effects.values.written_past import WrittenPast
 from tightfit.errors import ApplyError, TightfitError
 from tightfit.ranks.content_hash import content_hash
 from tightfit.ranks.divided_call import DividedCall, Joined, Whole
@@ -81,6 +83,8 @@ class DividedForward(OnlyHere):
             self._group.is_inside
             or is_looked_at(args, kwargs)
             or not any(p.requires_grad for p in self.model.parameters())
+            # Its first forward makes its weights.
+            or any(map(is_lazy, self.model.parameters()))
         ):
             return forward(*args, **kwargs)
         try:
@@ -109,16 +113,20 @@ class DividedForward(OnlyHere):
         if not torch.is_grad_enabled():
             raise self._refuse("the model leaves gradients switched off, and its parts are joined after it")
         call = self._call_of(batch, output, watch, proved, parts, whole, is_compared=is_compared)
-        refuse_hooks(self.model, self._refuse, since=self._begins)
+        refuse_hooks(self.model, self._refuse, since=self._begins, are_on_parts=False)
         code = refuse_code_in_backward(call.outputs, self._refuse)
         if is_led and code.checkpoints():
             raise self._refuse(
                 "the model decides by values of the batch, in code that a checkpoint of its own runs again: there each part would decide by its own"
             )
         joined = Joined.apply(call, *call.inputs[: len(call.inputs) - call.num_leaves], *batch.wanting)
+        call.returned = WrittenPast(joined)
         if call.whole is not None:
             self._compare(call.whole, joined, call.kinds)
         self._has_divided, self._checks_left = True, max(0, self._checks_left - 1)
+        batch.copied.do_to_originals(
+            lambda: Unused("the model has put it into an argument (a dict, a list)", self._refuse)
+        )
         return self._as_returned(output, proved.kinds, joined)
 
     def _raised(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:

@@ -97,10 +97,10 @@ class Unused(LeftOut):
 
     def __init__(self, reason: str, refuse: Refuse) -> None:
         super().__init__(reason, refuse)
-        self._reason = reason
+        self.why = f"the program uses what ranks cannot put together: {reason}"
 
     def _refuse(self, *_: Any) -> Never:
-        raise self._error(f"the program uses an output of the model that ranks cannot put together: {self._reason}")
+        raise self._error(self.why)
 
 
 def numbers_of_terms(

@@ -86,13 +86,6 @@ def gradient_penalty() -> Any:
 
 
 @program()
-def hook_on_a_weight() -> Any:
-    model = mlp()
-    model[0].weight.register_hook(lambda g: g.clamp(-0.01, 0.01))
-    return trained(model, data(3))
-
-
-@program()
 def refusal_that_is_swallowed() -> Any:
     model, losses = mlp(nn.Dropout(0.5)), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -264,3 +257,63 @@ def reads_sharded_states() -> Any:
         trained(model, data(1), optimizer)
         seen.append(sum(s["exp_avg"].abs().sum().item() for s in optimizer.state.values()))
     return result_of(model, losses=seen)
+
+
+class Measures(nn.Module):
+    """Fills in a table that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, batch: dict[str, Any]) -> torch.Tensor:
+        out = self.inner(batch["x"])
+        batch["hits"] = (out.argmax(-1) == batch["y"]).sum()
+        return functional.cross_entropy(out, batch["y"])
+
+
+@program()
+def measures_in_an_argument() -> Any:
+    model, hits = Measures(), []
+
+    def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        batch = {"x": x, "y": y, "hits": 0}
+        loss = model(batch)
+        hits.append(float(batch["hits"]))
+        return loss
+
+    return trained(model, data(3), None, loss_of) | {"hits": torch.tensor(hits)}
+
+
+@program()
+def outputs_written_past_autograd() -> Any:
+    """A plain backward pass of the softmax goes by what is written to its result."""
+    model, late = nn.Sequential(mlp(), nn.Softmax(-1)), []
+
+    def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        shares = model(x)
+        late.append(None)
+        if len(late) > 3:
+            shares.data.clamp_(0.2, 0.6)
+        return functional.nll_loss(shares.log(), y)
+
+    return trained(model, data(5), None, loss_of)
+
+
+@program()
+def decides_by_text() -> Any:
+    """One rank's part has the number that the model looks for, and the other's has not."""
+
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.calls = mlp(), 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return self.inner(x) * (0.5 if self.calls > 3 and "77" in repr(x[:, 0]) else 1.0)
+
+    batches = data(6)
+    for x, _ in batches:
+        x[0, 0] = 77.0
+    return trained(Looks(), batches)
