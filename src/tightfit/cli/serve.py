@@ -76,14 +76,12 @@ def serve(
     json
         Print JSON.
     """
-    from tightfit.capture.targets.huggingface.target import dtype_name
     from tightfit.fit.serving import serve as estimated
     from tightfit.reports.text.serving_estimates import write_serving
     from tightfit.serving.load.lengths import lengths_of
     from tightfit.serving.serve_settings import ServeSettings
 
     started = time.monotonic()
-    dtype = None if dtype is None else dtype_name(dtype)
     cards = cards_of(device or [own_card()], gpus, price_per_hour)
     asked = ServeSettings(num_gpus=gpus, **dataclasses.asdict(arguments))
     requests = lengths_of(lengths) if lengths is not None else []
