@@ -59,7 +59,7 @@ class DividedForward(OnlyHere):
         self._allows_randomness = allows_randomness
         self._refuse = refuse
         self._part = OwnPart(model, group, allows_randomness=allows_randomness, refuse=refuse)
-        self._checks_left = check_steps
+        self._checks_left = self._check_steps = check_steps
         self._has_divided = False
         self._num_calls = 0
         self._begins = moment()
@@ -108,6 +108,10 @@ class DividedForward(OnlyHere):
         try:
             whole = self._whole(forward, batch, args, kwargs) if self._checks_left else None
             output, watch, proved, is_led = self._part.run(forward, batch, parts)
+            if self._part.has_proved and whole is None and self._check_steps:
+                # Another way through the code, such as a loss that begins later: a proof does not see all of Python's numbers.
+                with self._part.as_before():
+                    whole = self._whole(forward, batch, args, kwargs)
         except RaisesInPart as raised:
             return self._raised(forward, args, kwargs, raised.error)
         if not torch.is_grad_enabled():
@@ -127,7 +131,8 @@ class DividedForward(OnlyHere):
         batch.copied.do_to_originals(
             lambda: Unused("the model has put it into an argument (a dict, a list)", self._refuse)
         )
-        return self._as_returned(output, proved.kinds, joined)
+        begin, end = parts[self._group.rank]
+        return self._as_returned(output, proved.kinds, joined, end - begin)
 
     def _raised(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
         """What raises for a part raises for the whole too, with all that the program sees of it, or is refused."""
@@ -239,7 +244,9 @@ class DividedForward(OnlyHere):
                     f"the {'loss' if kind.name == 'total' else 'outputs'} of the parts and of the whole batch differ in a step that was compared: the model mixes the examples of a batch"
                 )
 
-    def _as_returned(self, output: Any, kinds: Sequence[Kind], joined: Sequence[torch.Tensor]) -> Any:
+    def _as_returned(
+        self, output: Any, kinds: Sequence[Kind], joined: Sequence[torch.Tensor], num_examples: int
+    ) -> Any:
         kinds_left, results = iter(kinds), iter(joined)
 
         def put(leaf: Any) -> Any:
@@ -248,7 +255,9 @@ class DividedForward(OnlyHere):
                 return Unused(kind.reason, self._refuse)
             if isinstance(leaf, torch.Tensor):
                 return next(results)
-            # A number of the examples, say, is that of the whole.
-            return kind.value
+            found = kind.of_whole(leaf, num_examples)
+            if found is None and leaf is not None:
+                return Unused("it returns a number that depends on how many examples there are", self._refuse)
+            return found
 
         return mapped(output, put)

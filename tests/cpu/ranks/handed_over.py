@@ -1,5 +1,6 @@
 """Programs that hang hooks on their weights, and whose models write to what they are called with."""
 
+import types
 from typing import Any
 
 import torch
@@ -56,3 +57,31 @@ def arguments_that_are_written() -> Any:
         return loss * (2 if "y" in batch else 1)
 
     return trained(model, data(6), None, loss_of) | {"left": torch.tensor(left)}
+
+
+class Annealed(nn.Module):
+    """Returns numbers beside its logits: one that the loop changes where no snapshot of the model sees it, and how many examples there are."""
+
+    def __init__(self, options: Any) -> None:
+        super().__init__()
+        self.inner, self.options = mlp(), options
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.inner(x), self.options["temperature"], len(x), None
+
+
+@program()
+def numbers_beside_logits() -> Any:
+    """Logits are written to in place, as those of a plain run may be."""
+    options = {"temperature": 1.0}
+    model = Annealed(types.MappingProxyType(options))
+
+    def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        options["temperature"] *= 0.7
+        logits, temperature, count, nothing = model(x)
+        assert nothing is None
+        logits /= temperature
+        logits[:, 0] = -5.0
+        return functional.cross_entropy(logits, y.clamp(1)) * count
+
+    return trained(model, data(6, 5), None, loss_of)

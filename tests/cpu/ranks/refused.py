@@ -1,6 +1,7 @@
 """Programs that cannot be divided over ranks, or whose ranks differ as real processes do: each is to be refused, or noticed."""
 
 import os
+import types
 from typing import Any
 
 import numpy as np
@@ -317,3 +318,28 @@ def decides_by_text() -> Any:
     for x, _ in batches:
         x[0, 0] = 77.0
     return trained(Looks(), batches)
+
+
+class Scales(nn.Module):
+    def __init__(self, options: Any) -> None:
+        super().__init__()
+        self.inner, self.options = mlp(), options
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        by_rows, constant = torch.ones(1), torch.ones(1)
+        by_rows.numpy()[0] = len(x) * 0.1
+        return self.inner(x) * (by_rows if self.options["by rows"] else constant)
+
+
+@program()
+def scales_by_examples_later() -> Any:
+    """What goes another way after the first steps is compared with the whole batch once more: no proof sees what numpy writes."""
+    options, calls = {"by rows": False}, []
+    model = Scales(types.MappingProxyType(options))
+
+    def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        calls.append(None)
+        options["by rows"] = len(calls) > 3
+        return functional.cross_entropy(model(x), y)
+
+    return trained(model, data(6), None, loss_of)
