@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.cpu.ranks import refused  # noqa: F401 - enters its programs
+from tests.cpu.ranks import handed_over, recomputed, refused  # noqa: F401 - enter their programs
 from tests.cpu.ranks.programs import PROGRAMS
 from tests.forked_python import forked_python
 
@@ -26,7 +26,10 @@ REFUSED = {
     "contrastive_inside": "it compares them with each other",
     "running_mean": "writes to a tensor from outside",
     "gradient_penalty": "create_graph=True",
-    "hook_on_a_weight": "0.weight has a hook on its gradient",
+    "measures_in_an_argument": "the model has put it into an argument",
+    "outputs_written_past_autograd": "was written to past autograd",
+    "scales_by_examples_later": "in a step that was compared",
+    "decides_by_text": "does so otherwise for one part of it than for another",
     "refusal_that_is_swallowed": "draws random numbers",
     "examples_in_the_second_dimension": "parts of the batch may not give what the whole gives",
     "overwritten_batch": "writes to a tensor from outside",
@@ -41,14 +44,25 @@ REFUSED = {
     "targets_by_the_process": "what the loss makes of the model's outputs",
     "fewer_steps_on_one": "rank 0 is at a forward pass, rank 1 at the end of the script",
     "skips_a_step_on_one": "rank 0 is at a backward pass, rank 1 at a forward pass",
+    "recomputed_with_a_buffer_that_changes": "Buffered.blocks.0 cannot be run a second time: since its forward Scaled.scale was written to",
+    "recomputed_elsewhere": "the layout recomputes Blocks.blocks.7, which this Blocks does not have",
     "error_on_one": "RankLost: another rank has ended",
+}
+
+
+LAYOUT = {
+    **{"dp": 2, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "zero_stage": 0, "sharded_over": 2, "num_recomputed": 0},
+    **{"accumulation": 1, "micro_batch": 8},
 }
 
 
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     out = tmp_path_factory.mktemp("ranks") / "verdicts.json"
-    forked_python("-W", "ignore", "-m", "tests.cpu.ranks.driver", str(out), env={"OMP_NUM_THREADS": "1"}, check=True)
+    # The ranks of a program wait for each other, which takes a multiple on a machine that is busy.
+    forked_python(
+        "-W", "ignore", "-m", "tests.cpu.ranks.driver", str(out), env={"OMP_NUM_THREADS": "1"}, check=True, timeout=600
+    )
     return json.loads(out.read_text())
 
 
@@ -69,7 +83,10 @@ def test_five_architectures_and_more_are_trained() -> None:
 def test_ranks_end_with_one_that_is_killed(tmp_path: Path) -> None:
     """Files are those of the first rank, and of a run that sees what it writes; no seed is given, and numbers and sets are the same on both."""
     script = Path(__file__).parent / "ranks" / "checkpointing.py"
-    words = ["run", "--gpus", "2", "--on", "cpu", str(script), "--", "out", "none.pt", "forever"]
+    plan = tmp_path.with_suffix(".json")
+    told = {"layout": {**LAYOUT, "recompute": "full", "num_recomputed": 1}, "recomputed": ["Sequential.0"]}
+    plan.write_text(json.dumps(told))
+    words = ["run", "--gpus", "2", "--on", "cpu", "--plan", str(plan), str(script), "--", "out", "none.pt", "forever"]
     with subprocess.Popen(
         [sys.executable, "-m", "tightfit", *words],
         cwd=tmp_path,
@@ -94,19 +111,15 @@ def test_ranks_end_with_one_that_is_killed(tmp_path: Path) -> None:
     assert not any(Path(f"/proc/{child}").exists() for child in children)
 
 
-LAYOUT = {
-    **{"dp": 2, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "zero_stage": 0, "sharded_over": 2, "num_recomputed": 0},
-    **{"accumulation": 1, "micro_batch": 8},
-}
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"tp": 2}, "it is for dp2 x tp2"),
         ({"dp": 4}, "it is for dp4"),
         ({"zero_stage": 3}, "it shards weights and gradients"),
-        ({"num_recomputed": 3}, "it recomputes blocks"),
+        ({"num_recomputed": 3, "recompute": "selective"}, "it recomputes parts of blocks"),
+        ({"num_recomputed": 3, "recompute": "full"}, "does not say which 3 blocks"),
+        ({"dp": "two"}, "has no layout"),
         ({"accumulation": 2}, "it accumulates"),
     ],
 )

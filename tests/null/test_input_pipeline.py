@@ -2,13 +2,14 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
-from tests.timelines import Kernel, Row, priced_steps, read
+from tests.timelines import Copy, Kernel, Row, priced_steps, read
 
 from tightfit.devices.catalogue import find
 from tightfit.diagnosis.suggestions.from_loading import suggestions_on_loading
 from tightfit.simulate.input_pipeline import InputPipeline, LoaderCost, input_pipeline
-from tightfit.tape import Tape
+from tightfit.tape import Phase, Tape
 from tightfit.tape.loader_use import LoaderUse
 from tightfit.units import MIB
 
@@ -29,9 +30,15 @@ def use(*seconds: float, batches: tuple[int, ...] = (), num_workers: int = 0) ->
     )
 
 
-def pipeline_of(step: list[Row], *loaders: LoaderUse) -> InputPipeline:
-    prices = priced_steps(step, step, step, step)
-    found = input_pipeline(dataclasses.replace(prices, tape=dataclasses.replace(prices.tape, loaders=loaders)), CARD)
+def pipeline_of(step: list[Row], *loaders: LoaderUse, num_steps: int = 4, backward: int | None = None) -> InputPipeline:
+    prices = priced_steps(*[step] * num_steps)
+    tape = dataclasses.replace(prices.tape, loaders=loaders)
+    if backward is not None:
+        # One operator of each step.
+        phase = np.zeros(len(tape.operators), np.int8)
+        phase[backward :: len(phase) // num_steps] = Phase.BACKWARD
+        tape = dataclasses.replace(tape, operators=dataclasses.replace(tape.operators, phase=phase))
+    found = input_pipeline(dataclasses.replace(prices, tape=tape), CARD)
     assert found is not None
     return found
 
@@ -61,6 +68,24 @@ def test_a_loader_that_steps_take_nothing_from_costs_nothing() -> None:
     prices = priced_steps([Kernel()], [Kernel()])
     tape = dataclasses.replace(prices.tape, loaders=(use(5, 5, batches=(0,)), use(5, 5)))
     assert input_pipeline(dataclasses.replace(prices, tape=tape), CARD) is None
+
+
+@pytest.mark.parametrize(
+    ("batches", "evaluated"),
+    [
+        # Three steps of two operators, each behind the copy of its batch; the loop goes on, or an evaluation follows with a loader of its own.
+        ((0, 2, 5, 8), ()),
+        ((0, 2, 5), (8, 9, 9)),
+    ],
+)
+def test_a_loader_of_an_evaluation_behind_the_steps_feeds_none_of_them(batches, evaluated) -> None:
+    step: list[Row] = [Kernel(seconds=2), Kernel(seconds=2), Copy(seconds=1, is_blocking=True)]
+    training, evaluation = use(5, 5, 5, batches=batches), use(7, 7, 7, batches=evaluated)
+    found = pipeline_of(step, training, evaluation, num_steps=3, backward=1)
+    (cost,) = found.loaders
+    assert cost.use == training and cost.batches == 1 and cost.load_seconds == 5
+    # The copy at the end of the last step is the evaluation's there.
+    assert found.step_seconds == 5 and found.with_loading_seconds == 10
 
 
 def test_a_tape_keeps_its_loaders(tmp_path) -> None:

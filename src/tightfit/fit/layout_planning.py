@@ -145,6 +145,8 @@ def _run_of(plan: LayoutPlan, best: PricedLayout, model: ModelParts, command: tu
         stored_dtype=model.stored_dtype,
         computed_dtype=model.computed_dtype,
         command=command,
+        device=plan.device,
+        recomputed=plan.recomputed,
     )
 
 

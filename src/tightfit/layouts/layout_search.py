@@ -19,7 +19,7 @@ from tightfit.layouts.model.model_parts import ModelParts
 from tightfit.layouts.part_seconds import PricedParts
 from tightfit.layouts.rank_bytes import rank_bytes
 from tightfit.layouts.rank_seconds import StepClock
-from tightfit.layouts.stages import Stage, stages_of
+from tightfit.layouts.stages import Stage, recomputed_paths, stages_of
 
 NUM_ALTERNATIVES = 3
 
@@ -78,6 +78,7 @@ class LayoutSearch:
             alternatives=tuple(self.priced_layout(p.layout) for p in ordered[1 : NUM_ALTERNATIVES + 1]),
             refused=tuple(self.priced_layout(p.layout) for p in least[:NUM_ALTERNATIVES]),
             num_priced=self.num_priced,
+            recomputed=recomputed_paths(self.model, ordered[0].layout) if ordered else (),
         )
 
     def priced_layout(self, layout: Layout) -> PricedLayout:

@@ -51,6 +51,15 @@ def stages_of(model: ModelParts, layout: Layout) -> tuple[Stage, ...]:
     )
 
 
+def recomputed_paths(model: ModelParts, layout: Layout) -> tuple[str, ...]:
+    """The blocks that a rank recomputes, in the order of the model; nothing with a pipeline, whose ranks have other blocks. Those of the first classes, as the bytes of a rank are counted,
+    and the first of a class: they wait longest for their backward pass."""
+    if layout.pp > 1 or layout.recompute == "none":
+        return ()
+    by_class = sorted(range(len(model.order)), key=lambda at: model.order[at])
+    return tuple(model.paths[at] for at in sorted(by_class[: layout.num_recomputed]))
+
+
 def stage_sizes(num_blocks: int, num_stages: int) -> tuple[int, ...]:
     """The blocks of each stage, in the order of the model. Stages differ by one block at most; the first and the last, which have more to do besides, are the shorter ones."""
     each, left = divmod(num_blocks, num_stages)

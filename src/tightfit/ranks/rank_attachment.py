@@ -1,4 +1,7 @@
-"""Finds the models of a script as they are called with gradients, and has each run on this rank's part of its batches."""
+"""Finds the models of a script as they are called with gradients, and has each run on this rank's part of its batches.
+
+Blocks that a layout recomputes get the technique that a plan of one card puts on them, with its checks, inside of what divides the model: each rank runs them again within its part.
+"""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -7,14 +10,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.utils.parametrize import ParametrizationList
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tightfit.errors import ApplyError, TightfitError
 from tightfit.ranks.content_hash import content_hash
 from tightfit.ranks.divided_call import AskedGradients
 from tightfit.ranks.divided_forward import DividedForward
 from tightfit.ranks.rank_group import RankGroup
+from tightfit.ranks.rank_plan import RankPlan
 from tightfit.ranks.sharded_states import ShardedStates
-from tightfit.runtime.apply import innermost
+from tightfit.runtime.apply import innermost, root_of
+from tightfit.runtime.attach import Attachment
 from tightfit.techniques.micro_batches.split_forward import WRAPPERS
 from tightfit.techniques.wrappers.forwards import wrap_forward
 from tightfit.torch_hooks.backward import on_backward
@@ -30,7 +36,7 @@ _IS_DISTRIBUTED = (
 
 
 class RankAttachment:
-    """What makes a script of one card run on the ranks of `group`; with `shards_states` each keeps the optimizer states of its share of the parameters."""
+    """What makes a script of one card run on the ranks of `group`, as is `asked`."""
 
     def __init__(
         self,
@@ -38,18 +44,21 @@ class RankAttachment:
         *,
         allows_randomness: bool,
         check_steps: int,
-        shards_states: bool,
+        asked: RankPlan,
         tell: Callable[[str], None],
     ) -> None:
         self._group = group
         self._allows_randomness = allows_randomness
         self._check_steps = check_steps
-        self._shards_states = shards_states
+        self._asked = asked
         self._tell = tell
         self._met: WeakTable[torch.nn.Module, None] = WeakTable()
         self._states: WeakTable[torch.optim.Optimizer, ShardedStates] = WeakTable()
         self._lock = threading.RLock()
-        self._asked = AskedGradients()
+        self._gradients = AskedGradients()
+        self._choices = asked.choices()
+        # In the first steps a plain run of the whole batch comes before that of the part.
+        self._techniques = Attachment(self._choices, tell=tell, check_steps=2 * check_steps)
         self._leaves: list[Leave] = []
         self._failure: ApplyError | None = None
         self._models: WeakTable[torch.nn.Module, None] = WeakTable()
@@ -57,13 +66,29 @@ class RankAttachment:
 
     def begin(self) -> None:
         """Models and optimizers are watched from now on, for the rest of the process."""
-        asked = on_backward(self._asked), on_tensor_hooks(self._asked)
+        asked = on_backward(self._gradients), on_tensor_hooks(self._gradients)
         self._leaves = [on_outermost_call(self), on_new_optimizer(self), *asked]
+        # What was swallowed must not be followed by an update.
+        self._leaves.append(register_optimizer_step_pre_hook(lambda *_: self._check()).remove)
+        if self._choices:
+            self._leaves.append(self._techniques.install())
 
     @property
     def failure(self) -> TightfitError | None:
         """The first refusal or disagreement, which the script may have swallowed."""
+        for verdict in self._techniques.verdicts:
+            if verdict.failure is not None and self._failure is None:
+                self.refuse(str(verdict.failure))
         return self._group.failure or self._failure
+
+    def _check(self) -> None:
+        """Raises what was refused before.
+
+        Raises:
+            TightfitError: something was.
+        """
+        if self.failure is not None:
+            raise self.failure
 
     def end(self) -> None:
         """At the end of the script, which all ranks are to reach with the same weights.
@@ -71,8 +96,7 @@ class RankAttachment:
         Raises:
             TightfitError: they do not, or something was refused that the script has swallowed, or nothing was divided.
         """
-        if self.failure is not None:
-            raise self.failure
+        self._check()
         weights = [tensor for model, _ in self._models.items() for tensor in (*model.parameters(), *model.buffers())]
         self._group.agree("the end of the script", {
             "the number of models that were trained": self.num_models,
@@ -80,11 +104,15 @@ class RankAttachment:
         })  # fmt: skip
         if not self.num_models:
             raise ApplyError("the script called no model with gradients that could be divided over ranks")
+        if self._choices:
+            self._techniques.report()
 
     def refuse(self, why: str) -> ApplyError:
         """The error to raise, on all ranks: it is raised again by whatever the script calls next."""
         if self._failure is None:
-            said = why.removesuffix(_OF_MICRO_BATCHES).removesuffix("; leave it out")
+            said = why.removesuffix(_OF_MICRO_BATCHES).partition("; leave it out")[0]
+            if "--without checkpointing@" in why:
+                said += "; the layout has it run again in the backward pass: plan one without recomputation (more GPUs, a smaller batch)"
             if "draws random numbers" in said and "--allow" not in said:
                 said += "; --allow micro_batches lets each rank draw for its own part"
             self._failure = ApplyError(f"this script cannot be divided over {self._group.size} ranks: {said}")
@@ -92,7 +120,7 @@ class RankAttachment:
 
     def after_optimizer_was_made(self, optimizer: torch.optim.Optimizer) -> None:
         """A new optimizer."""
-        if self._shards_states:
+        if self._asked.shards_states:
             with self._lock:
                 self._states[optimizer] = ShardedStates(optimizer, self._group, self.refuse)
 
@@ -103,8 +131,7 @@ class RankAttachment:
             TightfitError: something was refused before.
         """
         with self._lock:
-            if self.failure is not None:
-                raise self.failure
+            self._check()
             if not torch.is_grad_enabled() or self._group.is_inside:
                 return
             if dist.is_available() and dist.is_initialized():
@@ -127,6 +154,12 @@ class RankAttachment:
             raise self.refuse(
                 f"{type(module).__name__} is scripted (torch.jit), and nothing can be put around its forward"
             )
+        name, paths = type(module).__name__, {path for path, _ in module.named_modules()}
+        for choice in self._choices:
+            if root_of(choice.where) == name and choice.where.partition(".")[2] not in paths:
+                raise self.refuse(
+                    f"the layout recomputes {choice.where}, which this {name} does not have; plan it anew"
+                )
         divided = DividedForward(
             module,
             self._group,

@@ -12,6 +12,7 @@ from tightfit.capture.processes.containment import linux
 from tightfit.capture.targets.target_kinds import Script, run_script
 from tightfit.errors import ApplyError, TightfitError, UsageError
 from tightfit.ranks.rank_launch import FOLDER, SEED
+from tightfit.ranks.rank_plan import RankPlan
 from tightfit.torch_hooks import manifest
 
 # What torchrun sets: with it libraries would take this for a distributed run of theirs.
@@ -25,8 +26,8 @@ def run_rank(
     num_ranks: int,
     say: Callable[[str], None],
     *,
+    asked: RankPlan,
     on_cards: bool,
-    shards_states: bool,
     allows_randomness: bool,
     check_steps: int,
 ) -> None:
@@ -59,7 +60,7 @@ def run_rank(
         group,
         allows_randomness=allows_randomness,
         check_steps=check_steps,
-        shards_states=shards_states,
+        asked=asked,
         tell=say if rank == 0 else lambda _: None,
     )
     _seed(group.links.bytes_from(0, os.environ.get(SEED, str(random.getrandbits(32))).encode()))

@@ -36,7 +36,7 @@ from tightfit.runtime.input_shapes import InputCheck, Inputs, Tell, input_shapes
 from tightfit.runtime.left_at_host import LeftAtHost
 from tightfit.runtime.predictions import Predictions
 from tightfit.techniques.recomputation.only_above import CallSizes
-from tightfit.techniques.session import CHECK_STEPS, Session
+from tightfit.techniques.session import CHECK_STEPS, Session, Verdict
 from tightfit.torch_hooks.calls import on_new_optimizer, on_outermost_call
 from tightfit.torch_hooks.replaced import Leave
 from tightfit.torch_hooks.weak_references import WeakTable
@@ -122,7 +122,7 @@ class Attachment:
     """Choices that wait for their models. `planned` are the roots as the plan describes them, empty while it is being made.
 
     `check_steps` and `disk_folder` are as in `Session`: no checks on the virtual GPU. `on_apply` is called with each session, before the forward that it was made for;
-    `tell` with messages for the user.
+    `tell` with messages for the user. `verdicts` are those of its sessions: the program may have swallowed a refusal.
     """
 
     def __init__(
@@ -155,6 +155,7 @@ class Attachment:
         self._leaves: list[Leave] = []
         self._left_at_host = LeftAtHost(self._choices)
         self._calls = _OutermostCalls(self)
+        self.verdicts: list[Verdict] = []
         self.roots: list[Root] = []
 
     def install(self) -> Callable[[], None]:
@@ -274,6 +275,8 @@ class Attachment:
         return live
 
     def _keep(self, session: Session, choices: Sequence[Choice], planned: Inputs | None) -> InputCheck:
+        if choices:
+            self.verdicts.append(session.verdict)
         for optimizer in session.optimizers:
             self._optimizers.give(optimizer, session.model)
         if choices or planned is not None:

@@ -14,7 +14,7 @@ from tightfit.devices.calibration import Calibration
 from tightfit.devices.device import Device
 from tightfit.simulate.step_work import PricedTape, priced
 from tightfit.simulate.timeline import seconds_of_steps
-from tightfit.tape import Column, CopyDirection, Tape, WaitKind
+from tightfit.tape import Column, CopyDirection, Phase, Tape, WaitKind
 from tightfit.tape.loader_use import LoaderUse
 from tightfit.units import KIB
 
@@ -37,7 +37,7 @@ class LoaderCost:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class InputPipeline:
-    """Of the last step: `step_seconds` as it is estimated, without loading; with loading on this machine (`with_loading_seconds`); and without waiting for copies
+    """Of the last step that has the copies of a batch: `step_seconds` as it is estimated, without loading; with loading on this machine (`with_loading_seconds`); and without waiting for copies
     (`async_seconds`), which `copy_line` makes and of which `num_pageable` are from memory that is not pinned.
     """
 
@@ -72,19 +72,20 @@ class InputPipeline:
 
 
 def input_pipeline(prices: PricedTape, device: Device, calibration: Calibration | None = None) -> InputPipeline | None:
-    """The costs of the last step of a tape that is priced on `device`; None where it has no step, or nothing that a step takes from outside of the card."""
+    """The costs of a step, the last one where it has the copies of a batch, of a tape that is priced on `device`; None where it has no step, or nothing that a step takes from outside of the card."""
     tape = prices.tape
     ranges = step_operators(tape)
     if not ranges:
         return None
-    begin, end = ranges[-1]
+    step = _last_with_its_copies(tape, ranges)
+    begin, end = ranges[step]
     waited = _waited_for(tape, begin, end)
-    costs = tuple(cost for use in tape.loaders if (cost := _cost(tape, use, ranges)) is not None)
+    costs = tuple(cost for use in tape.loaders if (cost := _cost(tape, use, ranges, step)) is not None)
     if not costs and not waited.any():
         return None
     if len(costs) > 1:
         costs = tuple(dataclasses.replace(cost, batch_bytes=0) for cost in costs)
-    seconds = _last(prices)
+    seconds = seconds_of_steps(prices)[step]
     copies = tape.copies
     rows = np.flatnonzero(waited)
     line = (
@@ -92,20 +93,47 @@ def input_pipeline(prices: PricedTape, device: Device, calibration: Calibration 
     )
     loading = sum(cost.load_seconds for cost in costs if not cost.use.num_workers)
     beside = max((cost.seconds_per_step for cost in costs if cost.use.num_workers), default=0.0)
-    with_loading = _last(_with_host_work(prices, begin, loading)) if loading else seconds
+    with_loading = seconds_of_steps(_with_host_work(prices, begin, loading))[step] if loading else seconds
     return InputPipeline(
         loaders=costs,
         step_seconds=seconds,
         with_loading_seconds=max(with_loading, beside),
-        async_seconds=_last(priced(_without_waiting(tape, waited), device, calibration)) if len(rows) else seconds,
+        async_seconds=seconds_of_steps(priced(_without_waiting(tape, waited), device, calibration))[step]
+        if len(rows)
+        else seconds,
         copied_bytes=int(copies.num_bytes[rows].sum()),
         copy_line=line,
         num_pageable=int((~copies.is_pinned[rows].astype(bool)).sum()),
     )
 
 
-def _last(prices: PricedTape) -> float:
-    return seconds_of_steps(prices)[-1]
+def _period(tape: Tape, ranges: list[tuple[int, int]]) -> tuple[int, int, int]:
+    """The operators `[begin, end)` in which steps take their batches, and how many steps' batches that is: from the last operator of one step's backward pass or optimizer to
+    that of the last step. What comes behind it is the batch of a step that was not traced, or an evaluation with a loader of its own."""
+    if len(ranges) == 1:
+        return (*ranges[0], 1)
+    return _end_of_work(tape, ranges[0]), _end_of_work(tape, ranges[-1]), len(ranges) - 1
+
+
+def _end_of_work(tape: Tape, of_step: tuple[int, int]) -> int:
+    """Behind the last operator of a step's backward pass or optimizer; its end if it has none."""
+    begin, end = of_step
+    phase = tape.operators.phase[begin:end]
+    rows = np.flatnonzero((phase == Phase.BACKWARD) | (phase == Phase.OPTIMIZER))
+    return begin + int(rows[-1]) + 1 if len(rows) else end
+
+
+def _num_taken(use: LoaderUse, begin: int, end: int) -> int:
+    """How many batches were taken in a range of operators."""
+    return sum(begin <= operator < end for operator in use.batches)
+
+
+def _last_with_its_copies(tape: Tape, ranges: list[tuple[int, int]]) -> int:
+    """The last step after which one of the loaders that feed steps was asked again: the copies of that batch are in the step's range, those of an evaluation are not."""
+    begin, end, _ = _period(tape, ranges)
+    feeding = [use for use in tape.loaders if _num_taken(use, begin, end)]
+    is_last = not feeding or any(_num_taken(use, *ranges[-1]) for use in feeding)
+    return len(ranges) - 1 if is_last or len(ranges) == 1 else len(ranges) - 2
 
 
 def _waited_for(tape: Tape, begin: int, end: int) -> Column:
@@ -115,16 +143,15 @@ def _waited_for(tape: Tape, begin: int, end: int) -> Column:
     return inside & (copies.direction == CopyDirection.TO_CARD) & copies.is_blocking.astype(bool)
 
 
-def _cost(tape: Tape, use: LoaderUse, ranges: list[tuple[int, int]]) -> LoaderCost | None:
+def _cost(tape: Tape, use: LoaderUse, ranges: list[tuple[int, int]], step: int) -> LoaderCost | None:
     """None for a loader that steps take nothing from."""
-    # Those of the first step were taken before its first operator.
-    after = ranges[0][0] if len(ranges) == 1 else ranges[0][1]
-    taken = sum(after <= operator < ranges[-1][1] for operator in use.batches)
+    begin, end, num_steps = _period(tape, ranges)
+    taken = _num_taken(use, begin, end)
     if not taken or not use.seconds_per_batch:
         return None
-    batches = taken / max(1, len(ranges) - 1)
+    batches = taken / num_steps
     copies = tape.copies
-    begin, end = ranges[-1]
+    begin, end = ranges[step]
     inside = (copies.operator >= begin) & (copies.operator < end) & (copies.direction == CopyDirection.TO_CARD)
     num_bytes = int(copies.num_bytes[inside].sum() / batches)
     return LoaderCost(use=use, batches=batches, load_seconds=batches * use.seconds_per_batch, batch_bytes=num_bytes)

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.cpu.ranks import refused  # noqa: F401 - enters its programs
+from tests.cpu.ranks import handed_over, recomputed, refused  # noqa: F401 - enter their programs
 from tests.cpu.ranks.programs import PROGRAMS
 
 from tightfit.ranks.rank_attachment import RankAttachment
 from tightfit.ranks.rank_group import RankGroup
+from tightfit.ranks.rank_plan import RankPlan
 
 _BOUND = 2e-6
 
@@ -41,14 +42,18 @@ def main(out: str, names: list[str]) -> None:
 def verdict_of(program: Callable[[], Any], options: dict[str, Any]) -> str:
     """How a run on ranks compares with the plain one."""
     options = dict(options)
-    num_ranks, compares = options.pop("ranks", 2), options.pop("compares", True)
+    num_ranks, compares, is_as_saved = (
+        options.pop("ranks", 2),
+        options.pop("compares", True),
+        options.pop("is_as_saved", False),
+    )
     with tempfile.TemporaryDirectory() as folder:
+        found = _on_ranks(program, num_ranks, folder, options)
         plain = _results([_forked(lambda: _run_plain(program, f"{folder}/plain"))], [f"{folder}/plain"])[0]
-        paths = [f"{folder}/{rank}" for rank in range(num_ranks)]
-        pids = [
-            _forked(lambda rank=rank: _run_rank(program, rank, num_ranks, folder, options)) for rank in range(num_ranks)
-        ]
-        found = _results(pids, paths)
+    if is_as_saved and not any("error" in each for each in found):
+        # Bit for bit what the same ranks give that save everything.
+        with tempfile.TemporaryDirectory() as folder:
+            found += _on_ranks(program, num_ranks, folder, {**options, "recomputes": ()})[:1]
     errors = [each["error"] for each in found if "error" in each]
     if errors:
         return " / ".join(dict.fromkeys(errors))
@@ -65,6 +70,13 @@ def verdict_of(program: Callable[[], Any], options: dict[str, Any]) -> str:
             if one.shape != other.shape or not torch.allclose(one, other, rtol=bound, atol=bound, equal_nan=True):
                 return f"{key} differs by {(one - other).abs().max().item():.2e}"
     return "same"
+
+
+def _on_ranks(program: Callable[[], Any], num_ranks: int, folder: str, options: dict[str, Any]) -> list[dict[str, Any]]:
+    pids = [
+        _forked(lambda rank=rank: _run_rank(program, rank, num_ranks, folder, options)) for rank in range(num_ranks)
+    ]
+    return _results(pids, [f"{folder}/{rank}" for rank in range(num_ranks)])
 
 
 def _forked(run: Callable[[], None]) -> int:
@@ -99,7 +111,7 @@ def _run_rank(program: Callable[[], Any], rank: int, num_ranks: int, folder: str
         group,
         allows_randomness=options.get("allows_randomness", False),
         check_steps=options.get("check_steps", 2),
-        shards_states=options.get("shards_states", False),
+        asked=RankPlan(shards_states=options.get("shards_states", False), recomputed=options.get("recomputes", ())),
         tell=lambda _: None,
     )
     attachment.begin()

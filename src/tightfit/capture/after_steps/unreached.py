@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from tightfit.capture.after_steps.changing_sizes import Sizes
+from tightfit.capture.after_steps.names_of_modules import last_name, names_of_modules
 from tightfit.capture.after_steps.rewriting import called
 from tightfit.capture.after_steps.rewritten_program import RewrittenProgram
 from tightfit.capture.observe.attribution import short
@@ -22,6 +23,7 @@ _WORKS = re.compile(
     r"visuali\w*|render|fid|forward",
     re.IGNORECASE,
 )
+_MAX_NAME = 40
 _WORDS = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+")
 _NO_WORK_OF = frozenset({"random", "np", "numpy", "math", "json", "os", "logging", "logger", "rng", "plt", "pickle"})
 _NO_WORK = frozenset(
@@ -37,11 +39,45 @@ _NO_WORK = frozenset(
         "save_pretrained",
     }
 )
-_OF_TORCH = frozenset({"cat", "stack", "zeros", "ones", "empty", "rand", "randn", "full", "matmul", "einsum", "bmm"})
+_OF_TORCH = frozenset(
+    {"cat", "concat", "concatenate", "stack", "vstack", "hstack", "zeros", "ones", "empty", "rand", "randn", "full"}
+    | {
+        "matmul",
+        "einsum",
+        "bmm",
+        "mm",
+        "addmm",
+        "cdist",
+        "tensordot",
+        "outer",
+        "kron",
+        "topk",
+        "sort",
+        "argsort",
+        "cov",
+    }
+    | {"corrcoef", "softmax", "log_softmax", "logsumexp", "cosine_similarity", "pairwise_distance", "svd", "meshgrid"}
+)
 _MADE_BY = frozenset({"zeros_like", "ones_like", "empty_like", "randn_like", "rand_like"})
-# A variable with one of these called on it is a module.
-_OF_MODULES = frozenset(
-    {"parameters", "zero_grad", "train", "eval", "load_state_dict", "requires_grad_", "named_parameters"}
+_PARTS_OF_TORCH = frozenset({"functional", "F", "linalg", "fft", "special", "func"})
+# Given a module, these do nothing on the card.
+_LOOK_AT_MODULES = frozenset(
+    {
+        "print",
+        "isinstance",
+        "len",
+        "type",
+        "id",
+        "hasattr",
+        "getattr",
+        "setattr",
+        "vars",
+        "repr",
+        "str",
+        "callable",
+        "issubclass",
+    }
+    | {"append", "info", "debug", "warning", "log", "watch", "add_graph", "unwrap_model", "ref", "WeakSet"}
 )
 _STATIC_CALLS = frozenset(
     {"isinstance", "hasattr", "getattr", "len", "callable", "is_available", "get_rank", "is_main_process", "bool"}
@@ -118,9 +154,16 @@ def _is_once(test: ast.expr) -> bool:
     return isinstance(test.ops[0], ast.Eq | ast.Is) and isinstance(test.left, ast.Name | ast.Attribute)
 
 
-def _named(call: ast.Call, file: str, condition: str) -> NotReached:
+def _named(call: ast.expr, file: str, condition: str) -> NotReached:
+    if not isinstance(call, ast.Call):
+        text = " ".join(ast.unparse(call).split())
+        return NotReached(
+            what=text if len(text) <= _MAX_NAME else "a matrix product",
+            where=f"{short(file)}:{call.lineno}",
+            condition=condition,
+        )
     name = " ".join(ast.unparse(call.func).split())
-    name = name if len(name) <= 40 else f"...{called(call)}"
+    name = name if len(name) <= _MAX_NAME else f"...{called(call)}"
     return NotReached(what=f"{name}()", where=f"{short(file)}:{call.lineno}", condition=condition)
 
 
@@ -129,7 +172,7 @@ class _Source:
 
     def __init__(self, program: RewrittenProgram) -> None:
         self.functions: dict[str, list[ast.AST]] = {}
-        self.modules: set[str] = set()
+        self._modules, self._callable = names_of_modules(program.trees.values())
         self.changing: set[str] = set()
         self._works: dict[str, bool] = {}
         for tree in program.trees.values():
@@ -139,23 +182,23 @@ class _Source:
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 self.functions.setdefault(node.name, []).append(node)
-            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _OF_MODULES:
-                self.modules.add(_last(node.func.value))
             elif isinstance(node, ast.AugAssign):
-                self.changing.add(_last(node.target))
+                self.changing.add(last_name(node.target))
             elif isinstance(node, ast.For | ast.While):
                 for inside in ast.walk(node):
                     is_bound = isinstance(inside, ast.Name | ast.Attribute) and isinstance(inside.ctx, ast.Store)
-                    self.changing |= {_last(inside)} if is_bound else set()
-        self.modules -= {"", "self"}
+                    self.changing |= {last_name(inside)} if is_bound else set()
 
-    def works(self, statements: Iterable[ast.stmt]) -> Iterator[ast.Call]:
+    def works(self, statements: Iterable[ast.stmt]) -> Iterator[ast.expr]:
         """The calls in `statements`, in order, that can use the GPU; a call inside of another one is part of it."""
         for statement in statements:
             yield from self._works_in(statement)
 
-    def _works_in(self, node: ast.AST) -> Iterator[ast.Call]:
+    def _works_in(self, node: ast.AST) -> Iterator[ast.expr]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+            return
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
+            yield node
             return
         if isinstance(node, ast.Call) and self._is_work(node):
             yield node
@@ -164,7 +207,8 @@ class _Source:
             yield from self._works_in(child)
 
     def _is_work(self, call: ast.Call) -> bool:
-        name = called(call)
+        # `models["ema"](x)` is a call of `models`.
+        name = called(call) or last_name(call.func)
         owner = _first(call.func)
         if not name or name in _NO_WORK or (isinstance(call.func, ast.Attribute) and owner in _NO_WORK_OF):
             return False
@@ -173,9 +217,18 @@ class _Source:
             return False
         if name in self.functions:
             return self._leads_to_work(name)
-        if name in self.modules or name in _MADE_BY or (owner == "torch" and name in _OF_TORCH):
+        is_of_torch = owner == "torch" and name in _OF_TORCH
+        is_of_part = isinstance(call.func, ast.Attribute) and last_name(call.func.value) in _PARTS_OF_TORCH
+        if name in self._callable or name in _MADE_BY or is_of_torch or is_of_part:
+            return True
+        if self._is_given_module(call) and name not in _LOOK_AT_MODULES:
             return True
         return any(_WORKS.fullmatch(word) for word in _WORDS.findall(name))
+
+    def _is_given_module(self, call: ast.Call) -> bool:
+        """Whether a module is among the arguments: a library's function that is given one may call it."""
+        values = [*call.args, *(each.value for each in call.keywords)]
+        return any(isinstance(each, ast.Name | ast.Attribute) and last_name(each) in self._modules for each in values)
 
     def _leads_to_work(self, name: str) -> bool:
         if name not in self._works:
@@ -209,7 +262,7 @@ class _Source:
         for node in ast.walk(test):
             if isinstance(node, ast.Call) and called(node) not in _STATIC_CALLS:
                 return True
-            if isinstance(node, ast.Name | ast.Attribute) and _last(node) in self.changing:
+            if isinstance(node, ast.Name | ast.Attribute) and last_name(node) in self.changing:
                 return True
         if in_loop:
             return False
@@ -303,13 +356,6 @@ def _body(tree: ast.Module, place: RunningLine) -> Sequence[ast.stmt]:
             if first == place.first_line:
                 return node.body
     return ()
-
-
-def _last(node: ast.AST) -> str:
-    """`step` for `step`, `self.step` and `counts["step"]`."""
-    while isinstance(node, ast.Subscript):
-        node = node.value
-    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
 def _first(node: ast.AST) -> str:

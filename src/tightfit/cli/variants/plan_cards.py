@@ -37,8 +37,8 @@ class Cards:
     global_batch
         Examples in a step of all cards together. Default: the program's own.
     export
-        Print the layout as a file for torchtitan, accelerate, deepspeed, megatron, torchrun, slurm or kubernetes, or write it with --output. Only layouts
-        that this tool runs are considered.
+        Print the layout as a file for torchtitan, accelerate, deepspeed, megatron, torchrun, slurm, kubernetes or tightfit (tightfit run --gpus --plan), or
+        write it with --output. Only layouts that this tool runs are considered.
     price
         What a GPU costs in an hour (2.5), or a TOML file with the prices of nodes or GPUs; the answer has the tokens for the money.
     total

@@ -14,8 +14,11 @@ from tightfit.capture.targets.target_kinds import Script
 from tightfit.cli.arguments.programs import exit_code_of
 from tightfit.cli.shared.local_cards import local_cards
 from tightfit.errors import UsageError
+from tightfit.layouts.exports.own_ranks import ranks_refusal
+from tightfit.layouts.layout import Layout
 from tightfit.ranks.rank_errors import RankLost
 from tightfit.ranks.rank_launch import LOST, is_rank, run_ranks
+from tightfit.ranks.rank_plan import RankPlan
 
 _DRAWS = "micro_batches"
 
@@ -28,7 +31,7 @@ class Ranks:
     Parameters
     ----------
     gpus
-        Run the script as so many processes, one per GPU, and divide each of its batches over them. --plan is then what tightfit plan --gpus --json has printed; by default optimizer states
+        Run the script as so many processes, one per GPU, and divide each of its batches over them. --plan is then what tightfit plan --gpus --export tightfit has written; by default optimizer states
         are on each GPU.
     on
         gpu, or cpu for processes on this machine without GPUs, to try it.
@@ -65,9 +68,9 @@ def run_on_ranks(
             f"with --gpus only --allow {_DRAWS} has a meaning: random numbers (dropout) are then drawn by each GPU for its own part"
         )
     on_cards = ranks.on == "gpu"
-    shards_states = plan is not None and _layout_of(plan, ranks, is_said=not is_rank())
+    asked = RankPlan() if plan is None else _layout_of(plan, ranks, is_said=not is_rank())
     if is_rank():
-        return _run_rank(script, ranks.gpus, allow, check_steps, on_cards=on_cards, shards_states=shards_states)
+        return _run_rank(script, ranks.gpus, allow, check_steps, asked, on_cards=on_cards)
     if on_cards and len(local_cards()) < ranks.gpus:
         raise UsageError(
             f"--gpus {ranks.gpus}, and this machine has {len(local_cards()) or 'no'} GPUs: for several machines start it with torchrun on each "
@@ -82,8 +85,8 @@ def run_on_ranks(
     return run_ranks(command, ranks.gpus, say, on_cards=on_cards)
 
 
-def _layout_of(plan: Path, ranks: Ranks, *, is_said: bool) -> bool:
-    """Whether the layout shards optimizer states.
+def _layout_of(plan: Path, ranks: Ranks, *, is_said: bool) -> RankPlan:
+    """What the layout in a file asks of the ranks.
 
     Raises:
         UsageError: the file has no layout, or one that is not run here, or it is for others than these GPUs.
@@ -94,44 +97,50 @@ def _layout_of(plan: Path, ranks: Ranks, *, is_said: bool) -> bool:
         raise UsageError(f"--plan {plan}: {error.strerror}") from error
     except ValueError as error:
         raise UsageError(f"--plan {plan} is no JSON file: {error}") from error
-    layout = found.get("layout") if isinstance(found, dict) else None
-    if not isinstance(layout, dict) or "zero_stage" not in layout:
+    layout = _layout_in(found)
+    if layout is None:
         raise UsageError(
-            f"--plan {plan} has no layout: with --gpus it is what tightfit plan --gpus N --json prints, and a plan of techniques is for one GPU"
+            f"--plan {plan} has no layout: with --gpus it is what tightfit plan --gpus N --export tightfit writes, and a plan of techniques is for one GPU"
         )
-    degrees = {name: layout.get(name, 1) for name in ("tp", "pp", "cp", "ep")}
-    split = [f"{name}{degree}" for name, degree in degrees.items() if degree > 1]
-    reason = ""
-    if layout["dp"] != ranks.gpus or split:
-        told = " x ".join([f"dp{layout['dp']}", *split])
-        reason = f"it is for {told}, and an unmodified script is run with dp{ranks.gpus} alone"
-    elif layout["zero_stage"] >= 2 and layout["sharded_over"] > 1:
-        reason = "it shards weights and gradients, which an unmodified script holds whole"
-    elif layout["num_recomputed"]:
-        reason = "it recomputes blocks, and techniques are not put on several GPUs yet"
-    elif layout["accumulation"] > 1:
-        reason = "it accumulates over micro-batches, which the script would have to do"
-    elif layout["zero_stage"] == 1 and layout["sharded_over"] not in (1, ranks.gpus):
-        reason = "it shards states over some of the GPUs"
+    reason = ranks_refusal(layout)
+    if layout.dp != ranks.gpus and not reason.startswith("it is for"):
+        reason = f"it is for dp{layout.dp}, and --gpus is {ranks.gpus}"
     if reason:
         raise UsageError(
-            f"--plan {plan} cannot be run by tightfit: {reason}; tightfit plan --gpus {ranks.gpus} --export hands it to a tool that does"
+            f"--plan {plan} cannot be run by tightfit: {reason}; tightfit plan --gpus {ranks.gpus} --export tightfit finds one that can, and other tools of --export run others"
+        )
+    recomputed = found.get("recomputed") or []
+    if len(recomputed) != layout.num_recomputed or not all(isinstance(each, str) for each in recomputed):
+        raise UsageError(
+            f"--plan {plan} does not say which {layout.num_recomputed} blocks are recomputed: make it anew with tightfit plan --gpus {ranks.gpus} --export tightfit"
         )
     cards = {card.known_as for card in local_cards()} if ranks.on == "gpu" else set()
     if cards and found.get("device") not in cards:
         raise UsageError(
             f"--plan {plan} is for {found.get('device')}, and this machine has {', '.join(sorted(map(str, cards)))}"
         )
-    shards = layout["zero_stage"] == 1 and layout["sharded_over"] > 1
+    shards = layout.zero_stage == 1 and layout.sharded_over > 1
     if is_said:
+        blocks = f", {len(recomputed)} blocks recomputed" if recomputed else ""
         say(
-            f"{'data parallel, optimizer states sharded (ZeRO-1)' if shards else 'data parallel'} on {ranks.gpus}, as {plan} says"
+            f"{'data parallel, optimizer states sharded (ZeRO-1)' if shards else 'data parallel'}{blocks} on {ranks.gpus}, as {plan} says"
         )
-    return shards
+    return RankPlan(shards_states=shards, recomputed=tuple(recomputed))
+
+
+def _layout_in(found: Any) -> Layout | None:
+    """The layout in a file's JSON; None where there is none."""
+    layout = found.get("layout") if isinstance(found, dict) else None
+    fields = {field.name: field.type for field in dataclasses.fields(Layout)}
+    if not isinstance(layout, dict) or not layout.keys() >= {"dp", "zero_stage"} or not layout.keys() <= fields.keys():
+        return None
+    if any((fields[name] is int) != (type(value) is int) for name, value in layout.items()):
+        return None
+    return Layout(**layout)
 
 
 def _run_rank(
-    script: Script, num_ranks: int, allow: tuple[str, ...], check_steps: int, *, on_cards: bool, shards_states: bool
+    script: Script, num_ranks: int, allow: tuple[str, ...], check_steps: int, asked: RankPlan, *, on_cards: bool
 ) -> int:
     from tightfit.ranks.rank_process import run_rank
 
@@ -142,7 +151,7 @@ def _run_rank(
                 num_ranks,
                 say,
                 on_cards=on_cards,
-                shards_states=shards_states,
+                asked=asked,
                 allows_randomness=bool(allow),
                 check_steps=check_steps,
             ),

@@ -46,7 +46,7 @@ class PricedLayout:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutPlan:
-    """The fastest layout that fits, the next ones, and the fastest of those that do not. `examples` make one step of all cards; `tokens_per_example` is 0 where there are no tokens."""
+    """The fastest layout that fits, the next ones, and the fastest of those that do not. `recomputed` are the modules of the blocks that each rank of the first recomputes. `examples` make one step of all cards; `tokens_per_example` is 0 where there are no tokens."""
 
     device: str
     node: str
@@ -60,6 +60,7 @@ class LayoutPlan:
     alternatives: tuple[PricedLayout, ...]
     refused: tuple[PricedLayout, ...]
     num_priced: int
+    recomputed: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
     exports: tuple[Export, ...] = ()
     cost: LayoutCost | None = None
@@ -87,6 +88,7 @@ class LayoutPlan:
             "global_batch": self.examples,
             "fits": self.fits,
             "layout": best.layout.to_json() if best else None,
+            "recomputed": list(self.recomputed),
             "seconds_per_step": best.seconds.total if best else None,
             "seconds": best.seconds.parts() if best else None,
             key: self.rate(best) if best else None,

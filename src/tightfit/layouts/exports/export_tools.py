@@ -5,11 +5,12 @@ from tightfit.layouts.exports.accelerate import Accelerate
 from tightfit.layouts.exports.deepspeed import DeepSpeed
 from tightfit.layouts.exports.launchers import LAUNCHERS
 from tightfit.layouts.exports.megatron import Megatron
+from tightfit.layouts.exports.own_ranks import OwnRanks
 from tightfit.layouts.exports.tool import AbstractTool
 from tightfit.layouts.exports.torchtitan import Torchtitan
 
 TOOLS: dict[str, AbstractTool] = {
-    tool.name: tool for tool in (Torchtitan(), Accelerate(), DeepSpeed(), Megatron(), *LAUNCHERS)
+    tool.name: tool for tool in (Torchtitan(), Accelerate(), DeepSpeed(), Megatron(), OwnRanks(), *LAUNCHERS)
 }
 
 

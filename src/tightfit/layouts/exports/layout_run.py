@@ -12,7 +12,7 @@ class LayoutRun:
     """One layout on the nodes that it uses.
 
     `stage_blocks` are the blocks of each stage of a pipeline in the order of the model, `block_classes` the names of their classes. `stored_dtype` and `computed_dtype` are those of
-    the program's weights and products ("float32", "bfloat16", "float16"). `command` is the script with its arguments, empty where the traced program is none.
+    the program's weights and products ("float32", "bfloat16", "float16"). `recomputed` are the modules of the blocks that each rank recomputes. `command` is the script with its arguments, empty where the traced program is none.
     """
 
     layout: Layout
@@ -25,6 +25,8 @@ class LayoutRun:
     stored_dtype: str
     computed_dtype: str
     command: tuple[str, ...] = ()
+    device: str = ""
+    recomputed: tuple[str, ...] = ()
 
     @property
     def num_blocks(self) -> int:

@@ -73,7 +73,7 @@ class ModelPart:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModelParts:
-    """A step of one card as parts. `order` has the place in `blocks` of each block, in the order of the forward pass. `tied_bytes` are weights that the parts
+    """A step of one card as parts. `order` has the place in `blocks` of each block, in the order of the forward pass, `paths` the modules. `tied_bytes` are weights that the parts
     before and after the blocks both use, an embedding that is the head's weight too: a rank that has both parts has them once.
 
     Bytes of gradients and optimizer states are per byte of trained parameters; `gathered_per_parameter` is what a gathered byte of weights takes: 0.5 where autocast converts them.
@@ -91,6 +91,7 @@ class ModelParts:
     order: tuple[int, ...]
     batch: BatchOfTape
     num_rounds: int
+    paths: tuple[str, ...]
     gathered_per_parameter: float
     gradients_per_parameter: float
     states_per_parameter: float
@@ -172,6 +173,7 @@ class _Reader:
             order=order,
             batch=batch_of(tape, embedding, weights),
             num_rounds=rounds,
+            paths=tuple(call.path for call in units),
             gathered_per_parameter=weights.gathered_per_parameter,
             gradients_per_parameter=gradients / trained,
             states_per_parameter=states / trained,

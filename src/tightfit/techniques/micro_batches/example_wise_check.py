@@ -353,6 +353,7 @@ class _ProofWatch(LossWatch):
         super().noted(term, inputs, is_of_classes=is_of_classes)
         if not isinstance(self._run, Flow):
             return
+        assert term.loss is not None
         # CLIP and SimCLR compare each example with all others of the batch: the scores are (examples,
         # examples), and parts would have fewer negatives.
         if term.is_contrastive:

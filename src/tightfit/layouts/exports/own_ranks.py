@@ -1,0 +1,74 @@
+"""What `tightfit run --gpus --plan` runs of an unmodified script of one card: data parallelism and ZeRO-1 over all GPUs, with blocks recomputed as a whole."""
+
+import dataclasses
+import json
+import shlex
+from collections.abc import Sequence
+from importlib.metadata import version as installed_version
+
+from tightfit.layouts.exports.layout_run import Export, LayoutRun
+from tightfit.layouts.exports.tool import AbstractTool, first_reason
+from tightfit.layouts.layout import Layout, Recomputation
+from tightfit.layouts.model.model_parts import ModelParts
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OwnRanks(AbstractTool):
+    """tightfit's own ranks (`tightfit.ranks`)."""
+
+    name: str = "tightfit"
+    version: str = installed_version("tightfit")
+
+    def refusal(self, layout: Layout, model: ModelParts) -> str:
+        """Why an unmodified script cannot be run so."""
+        return ranks_refusal(layout)
+
+    def recomputed(self, kind: Recomputation, layout: Layout, most: int) -> Sequence[int]:
+        """Any number of blocks, as a whole."""
+        return range(1, most + 1) if kind == "full" else ()
+
+    def stored(self, model: ModelParts) -> ModelParts:
+        """As traced. Gradients are there a second time while they are summed, as in the buckets of DistributedDataParallel."""
+        return model
+
+    def export(self, run: LayoutRun) -> Export:
+        """The JSON file that `--plan` reads."""
+        told = {
+            "device": run.device,
+            "layout": run.layout.to_json(),
+            "recomputed": list(run.recomputed),
+            "global_batch": run.examples,
+        }
+        command = ["tightfit", "run", "--gpus", str(run.layout.num_gpus), "--plan", "layout.json", run.script[0]]
+        rest = ["--", *run.script[1:]] if run.script[1:] else []
+        return Export(
+            tool=self.name,
+            version=self.version,
+            file_name="layout.json",
+            text=json.dumps(told, indent=2) + "\n",
+            notes=(f"run it with {shlex.join([*command, *rest])}",),
+        )
+
+
+def ranks_refusal(layout: Layout) -> str:
+    """Why an unmodified script cannot be run with this layout; empty if it can."""
+    degrees = {name: getattr(layout, name) for name in ("tp", "pp", "cp", "ep")}
+    split = [f"{name}{degree}" for name, degree in degrees.items() if degree > 1]
+    told = " x ".join([f"dp{layout.dp}", *split])
+    return first_reason(
+        (layout.num_gpus == 1, "it is for one GPU, for which tightfit plan without --gpus is"),
+        (bool(split), f"it is for {told}, and an unmodified script is run with dp{layout.dp} alone"),
+        (
+            layout.zero_stage >= 2 and layout.sharded_over > 1,
+            "it shards weights and gradients, which an unmodified script holds whole",
+        ),
+        (layout.accumulation > 1, "it accumulates over micro-batches, which the script would have to do"),
+        (
+            layout.zero_stage == 1 and layout.sharded_over not in (1, layout.dp),
+            "it shards states over some of the GPUs",
+        ),
+        (
+            layout.num_recomputed > 0 and layout.recompute != "full",
+            "it recomputes parts of blocks, and on several GPUs whole ones are",
+        ),
+    )
