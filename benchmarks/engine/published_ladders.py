@@ -70,8 +70,8 @@ def _offloads(
         workload="decoder",
         parameters={"name": model, "batch_size": 1, "num_tokens": num_tokens, "lora_rank": rank},
         items_per_step=num_tokens,
-        # Its chunks are not described: of 1,024 tokens, and 8 as in torchtune give the same differences.
-        base=(_chunked(num_tokens // 1024), _CHECKPOINTED),
+        # Its chunks are not described: as many as torchtune's.
+        base=(_chunked(8), _CHECKPOINTED),
         rungs=(
             Rung(name="recomputation", gib=before[0], items_per_second=before[1]),
             Rung(
