@@ -59,7 +59,9 @@ LAYOUT = {
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     out = tmp_path_factory.mktemp("ranks") / "verdicts.json"
-    forked_python("-W", "ignore", "-m", "tests.cpu.ranks.driver", str(out), env={"OMP_NUM_THREADS": "1"}, check=True)
+    words = ("-W", "ignore", "-m", "tests.cpu.ranks.driver", str(out))
+    # All of its programs, on a machine that may have other jobs.
+    forked_python(*words, env={"OMP_NUM_THREADS": "1"}, timeout=600, check=True)
     return json.loads(out.read_text())
 
 

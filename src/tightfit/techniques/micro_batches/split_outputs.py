@@ -194,6 +194,7 @@ class LeftOut:
         next(a for a in (*args, *(kwargs or {}).values()) if isinstance(a, LeftOut))._refuse()
 
     __getitem__ = __iter__ = __len__ = __add__ = __mul__ = __sub__ = __matmul__ = __truediv__ = _refuse
+    __radd__ = __rmul__ = __rsub__ = __rmatmul__ = __rtruediv__ = __neg__ = __pow__ = _refuse
 
 
 class _Beside(torch.autograd.Function):
