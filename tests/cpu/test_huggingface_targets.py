@@ -20,6 +20,7 @@ from tightfit.capture.targets.huggingface import target as huggingface
 from tightfit.capture.targets.huggingface import tasks as huggingface_tasks
 from tightfit.capture.targets.huggingface.known_names import in_one_spelling, possible_model_types, refuse_unknown
 from tightfit.capture.targets.huggingface.target import HuggingFaceTarget, is_huggingface_source, load_config, workload
+from tightfit.capture.targets.target_kinds import parse_target
 from tightfit.errors import MissingExtra, UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -227,6 +228,21 @@ def test_a_wrong_argument_is_one_line_with_the_choices(narrow_gpt2, change, says
     with pytest.raises(UsageError, match=says) as caught:
         next(workload(HuggingFaceTarget(**{"source": narrow_gpt2, **change}), device="cpu"))
     assert "\n" not in str(caught.value)
+
+
+def test_wrong_options_are_told_before_transformers_is_loaded():
+    for options, says in (
+        ({"dtype": "int4"}, "no dtype 'int4'"),
+        ({"optimizer": "lion"}, "no optimizer"),
+        ({"lora_rank": 0}, "at least 1"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            parse_target("gpt2", options=options)
+    named = {
+        HuggingFaceTarget(source="gpt2", dtype=name).dtype for name in ("bf16", "BF16", "torch.bfloat16", "bfloat16")
+    }
+    assert named == {"bfloat16"}
+    assert HuggingFaceTarget(source="gpt2", autocast="fp16").autocast == "float16"
 
 
 def test_a_missing_package_is_named_with_its_installation(narrow_gpt2, monkeypatch):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.cpu.ranks import accumulated, recomputed, refused  # noqa: F401 - enter their programs
+from tests.cpu.ranks import accumulated, handed_over, recomputed, refused  # noqa: F401 - enter their programs
 from tests.cpu.ranks.programs import PROGRAMS
 from tests.forked_python import forked_python
 
@@ -26,7 +26,10 @@ REFUSED = {
     "contrastive_inside": "it compares them with each other",
     "running_mean": "writes to a tensor from outside",
     "gradient_penalty": "create_graph=True",
-    "hook_on_a_weight": "0.weight has a hook on its gradient",
+    "measures_in_an_argument": "the model has put it into an argument",
+    "outputs_written_past_autograd": "was written to past autograd",
+    "scales_by_examples_later": "in a step that was compared",
+    "decides_by_text": "does so otherwise for one part of it than for another",
     "refusal_that_is_swallowed": "draws random numbers",
     "examples_in_the_second_dimension": "parts of the batch may not give what the whole gives",
     "overwritten_batch": "writes to a tensor from outside",

@@ -1,11 +1,13 @@
 """`serve`: the cache of a request and the weights are those of the real model on the host, and what an engine makes of them."""
 
 import json
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tightfit.capture.inference.inference_model import input_width
 from tightfit.cli.main import run
 from tightfit.errors import UsageError
 from tightfit.fit import serving
@@ -136,6 +138,27 @@ def test_a_model_without_a_cache_or_a_limit_is_refused(tmp_path: Path) -> None:
         estimated(config_file(tmp_path, "llama"), max_model_len=128, lengths=[(150, 50)])
 
 
+def test_what_the_engine_refuses_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        UsageError, match=r"--max-model-len 200: the model has 100 positions, and the engine refuses more"
+    ):
+        estimated(config_file(tmp_path, "llama", max_position_embeddings=100), max_model_len=200)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "positions"),
+    [
+        ({"rope_type": "default"}, 100),
+        ({"rope_type": "linear", "factor": 2.0}, 200),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 50}, 200),
+        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 50}, 100),
+    ],
+)
+def test_positions_are_counted_with_their_scaling(scaling: dict[str, Any], positions: int) -> None:
+    text = types.SimpleNamespace(max_position_embeddings=100, rope_parameters=scaling)
+    assert input_width(types.SimpleNamespace(get_text_config=lambda decoder: text)) == positions
+
+
 PAIRS: dict[str, dict[str, Any]] = {
     "bart": {"d_model": 64, "encoder_layers": 4, "decoder_layers": 5, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "vocab_size": 99},
     "t5": {"d_model": 64, "d_ff": 96, "d_kv": 16, "num_layers": 4, "num_decoder_layers": 5, "num_heads": 4, "vocab_size": 99},
@@ -221,7 +244,9 @@ def test_the_command_prints_json_and_its_exit_code_says_whether_it_starts(
     assert load["first_token"]["p50"] >= answer["speed"]["first_token"]["low"]
     assert load["share_within"] == 1.0
     assert load["largest_rate"] > 5
-    assert run(["serve", source, "--device", "L4", "--max-model-len", "99999999"]) == 1
+    (tmp_path / "long").mkdir()
+    long = config_file(tmp_path / "long", "llama", max_position_embeddings=99_999_999)
+    assert run(["serve", long, "--device", "L4"]) == 1
     said = capfd.readouterr().out
     assert said.startswith("does not start: one request of 99,999,999 tokens needs")
     assert "lower --max-model-len" in said

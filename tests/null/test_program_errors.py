@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tightfit.capture.child_process.child import line_that_says_most
 from tightfit.errors.package_folders import package_folders
 from tightfit.errors.program_errors import one_line
 
@@ -58,3 +59,19 @@ def test_packages_are_found_wherever_the_path_has_them(tmp_path: Path, monkeypat
     assert f"{tmp_path}/libs/" in package_folders()
     assert f"{tmp_path}/project/" not in package_folders()
     package_folders.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("printed", "said"),
+    [
+        ("usage: x\nx: error: argument --epoch\n", "x: error: argument --epoch"),
+        (
+            'Error executing job\nTraceback (most recent call last):\n  File "a.py", line 1, in main\n    f()\nValueError: no data\n\nSet HYDRA_FULL_ERROR=1\n',
+            "ValueError: no data",
+        ),
+        ("Traceback (most recent call last):\n  cut", "cut"),
+        ("", ""),
+    ],
+)
+def test_the_error_that_a_program_printed_is_told(printed: str, said: str) -> None:
+    assert line_that_says_most(printed.splitlines()) == said

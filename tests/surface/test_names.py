@@ -48,7 +48,7 @@ def test_parameters(name: str) -> None:
 
 def test_an_estimate_is_frozen_and_knows_how_to_show_itself() -> None:
     assert tightfit.Estimate.__dataclass_params__.frozen  # type: ignore[attr-defined]
-    for method in ("to_json", "explain", "__rich__", "_repr_html_"):
+    for method in ("to_json", "explain", "__rich__", "_repr_html_", "_repr_pretty_"):
         assert callable(getattr(tightfit.Estimate, method))
     assert [field.name for field in dataclasses.fields(tightfit.Estimate)] == [
         "target",

@@ -20,9 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tightfit.effects.dispatched import dispatched
 from tightfit.effects.users_code import FILES_OF_OURS
+from tightfit.effects.values.contents import content_of
 
 # What a call says of how rows are taken: sizes, dimensions, indices, equations. Factors too, for the code may take them from the number of rows.
 _TOLD = frozenset({int, bool, str, type(None)})
+# A tensor that is made of a number of Python's or numpy's, or of few.
+_MAKES_TENSOR = torch.ops.aten.lift_fresh.default
+_LARGEST_NUMBERS_BYTES = 64
 # Of arrays that tensors are made of: tables, and not data.
 _LARGEST_TOLD_BYTES = 1 << 12
 # By exact type first: `isinstance` takes longer, and most of what calls are given is one of these.
@@ -83,6 +87,10 @@ class CallTrail:
             for each in result:
                 self.made(each)
         return result
+
+    def add_content(self, content: bytes | int | None) -> None:
+        """Adds what a tensor is made of."""
+        self._calls.append(content)
 
     def number(self) -> int:
         """The same for the same calls."""
@@ -178,6 +186,9 @@ class Operators(TorchDispatchMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         self._calls.note(func, args, kwargs)
+        if func is _MAKES_TENSOR and args[0].nbytes <= _LARGEST_NUMBERS_BYTES:
+            # `torch.from_numpy` is no function that protocols see.
+            self._calls.add_content(content_of(args[0]))
         return self._calls.made(func(*args, **kwargs) if kwargs else func(*args))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.capture.targets.huggingface.known_names import presets, refuse_unknown
-from tightfit.capture.targets.huggingface.target import is_huggingface_source
+from tightfit.capture.targets.huggingface.target import dtype_name, is_huggingface_source
 from tightfit.capture.targets.target_kinds import GeneratorFunction
 from tightfit.capture.trace import Preparation, trace
 from tightfit.devices.catalogue import find
@@ -149,6 +149,7 @@ def traced_model(
     if not is_huggingface_source(model) or Path(model).name == _ADAPTER:
         raise UsageError(_no_config(model))
     refuse_unknown(model)
+    dtype = None if dtype is None else dtype_name(dtype)
     if dtype not in _DTYPES:
         raise UsageError(f"--dtype {dtype}: one of bfloat16, float16, float32")
     parameters: dict[str, Any] = {

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from tightfit.reports.html.fragment import estimate_fragment, framed_page
 from tightfit.reports.verdicts import verdict_of_answer
+from tightfit.units import format_bytes
 
 
 class Shell(Protocol):
@@ -67,7 +68,7 @@ def _estimate(words: list[str]) -> NotebookResult | None:
 
 
 def _in_a_line(answer: dict[str, Any]) -> str:
-    return f"{answer['target']} {verdict_of_answer(answer)[0]} on {answer['device']['name']}: peak {answer['peak']['device_bytes']:,} bytes"
+    return f"{answer['target']} {verdict_of_answer(answer)[0]} on {answer['device']['name']}: peak {format_bytes(answer['peak']['device_bytes'])}"
 
 
 def _report(words: list[str]) -> NotebookResult | None:

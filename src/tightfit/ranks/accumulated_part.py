@@ -39,6 +39,11 @@ class RankMicroBatches(RankBatch):
         self._rank = rank
         if any(tensor.requires_grad for tensor in self.tensors()):
             raise ApplyError("an argument wants a gradient of its own, which micro-batches do not give it")
+        changeable = [type(each).__name__ for each in (*args, *kwargs.values()) if isinstance(each, Mapping | list)]
+        if changeable:
+            raise ApplyError(
+                f"an argument is a {changeable[0]}, which the model may change, and each micro-batch has a copy of it: give the model its tensors one by one"
+            )
 
     def parts(self, num_parts: int) -> Iterator[tuple[int, int]]:
         """The micro-batches of all ranks."""
@@ -133,7 +138,7 @@ class AccumulatedPart:
         group = self._group
         group.agree("a backward pass", {
             "the set of parameters that have a gradient": number_of([each is None for each in sums.gradients]),
-            "what the model returns": number_of([str(key) for key in outputs.keys]),
+            "what the model returns": number_of([(str(key), key in (outputs.none or ())) for key in outputs.keys]),
         })  # fmt: skip
         factor = sums.combine(group.links.of_each)
         there = [each if factor == 1.0 else each * factor for each in sums.gradients if each is not None]

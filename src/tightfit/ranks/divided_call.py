@@ -6,13 +6,14 @@ and returns the sums over the ranks: whoever reads a gradient, clips it or scale
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.autograd import grad  # torch's own, whatever the program puts in its place later
 
 from tightfit.effects.values.value_checks import bound_for, difference
+from tightfit.effects.values.written_past import WrittenPast
 from tightfit.errors import ApplyError, TightfitError
 from tightfit.ranks.content_hash import content_hash
 from tightfit.ranks.divided_outputs import Kind
@@ -66,6 +67,7 @@ class DividedCall:
     num_leaves: int
     whole: Whole | None
     is_compared: bool
+    returned: WrittenPast | None = None
 
     def joined(self) -> list[torch.Tensor]:
         """The outputs for the whole batch."""
@@ -102,13 +104,17 @@ class DividedCall:
         self.group.agree("a backward pass", {
             "the order of backward passes": self.number, "the set of outputs that a loss is of": which, "what the loss makes of the model's outputs (its targets, say)": found
         })  # fmt: skip
+        if self.returned is not None and self.returned.is_any():
+            raise self.refuse(
+                "what the model returned was written to past autograd (through .data, say) before the backward pass, and the parts that it was made of were not"
+            )
         given = [
             (output, self._of_part(at, gradient))
             for at, (output, gradient) in enumerate(zip(self.outputs, grad_outputs, strict=True))
             if gradient is not None and output.requires_grad
         ]
         try:
-            with of_a_part(), self.group.inside():
+            with of_a_part(), self.group.inside(), _without_hooks(self.inputs):
                 parts = grad(
                     [output for output, _ in given],
                     self.inputs,
@@ -166,7 +172,7 @@ class DividedCall:
         given = [(o, g) for o, g in zip(whole.outputs, grad_outputs, strict=True) if g is not None and o.requires_grad]
         trained = self.inputs[: len(self.inputs) - self.num_leaves]
         # A checkpoint of the program's runs its code once more there.
-        with whole.unseen(), of_a_part(), self.group.inside():
+        with whole.unseen(), of_a_part(), self.group.inside(), _without_hooks(trained):
             plain = grad(
                 [o for o, _ in given],
                 [*trained, *whole.wanting],
@@ -182,6 +188,19 @@ class DividedCall:
                 raise self.refuse(
                     "the gradients of the parts do not add up to those of the whole batch in a step that was compared: the model mixes the examples of a batch"
                 )
+
+
+@contextlib.contextmanager
+def _without_hooks(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Hooks on weights are called with the gradient of the whole batch, where that of `Joined` arrives, and not with that of a part too."""
+    kept = [(hooks, dict(hooks)) for leaf in leaves if (hooks := leaf._backward_hooks)]
+    for hooks, _ in kept:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in kept:
+            hooks.update(before)
 
 
 class Joined(torch.autograd.Function):

@@ -9,11 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from tightfit.effects.ambient import modes_of_program
 from tightfit.effects.random_states import TorchRandom
 from tightfit.effects.values.fingerprints import paused
 from tightfit.effects.values.value_checks import difference
+from tightfit.effects.values.written_past import WrittenPast
 from tightfit.errors import ApplyError, TightfitError
 from tightfit.ranks.accumulated_part import AccumulatedPart, loss_of
 from tightfit.ranks.content_hash import content_hash
@@ -77,7 +79,7 @@ class DividedForward(OnlyHere):
                 check_steps=check_steps,
                 refuse=refuse,
             )
-        self._checks_left = check_steps
+        self._checks_left = self._check_steps = check_steps
         self._has_divided = False
         self._num_calls = 0
         self._begins = moment()
@@ -101,6 +103,8 @@ class DividedForward(OnlyHere):
             self._group.is_inside
             or is_looked_at(args, kwargs)
             or not any(p.requires_grad for p in self.model.parameters())
+            # Its first forward makes its weights.
+            or any(map(is_lazy, self.model.parameters()))
         ):
             return forward(*args, **kwargs)
         try:
@@ -130,22 +134,31 @@ class DividedForward(OnlyHere):
                 self._end_call()
                 return given
             output, watch, proved, is_led = self._part.run(forward, batch, parts)
+            if self._part.has_proved and whole is None and self._check_steps:
+                # Another way through the code, such as a loss that begins later: a proof does not see all of Python's numbers.
+                with self._part.as_before():
+                    whole = self._whole(forward, batch, args, kwargs)
         except RaisesInPart as raised:
             return self._raised(forward, args, kwargs, raised.error)
         if not torch.is_grad_enabled():
             raise self._refuse("the model leaves gradients switched off, and its parts are joined after it")
         call = self._call_of(batch, output, watch, proved, parts, whole, is_compared=is_compared)
-        refuse_hooks(self.model, self._refuse, since=self._begins)
+        refuse_hooks(self.model, self._refuse, since=self._begins, are_on_parts=False)
         code = refuse_code_in_backward(call.outputs, self._refuse)
         if is_led and code.checkpoints():
             raise self._refuse(
                 "the model decides by values of the batch, in code that a checkpoint of its own runs again: there each part would decide by its own"
             )
         joined = Joined.apply(call, *call.inputs[: len(call.inputs) - call.num_leaves], *batch.wanting)
+        call.returned = WrittenPast(joined)
         if call.whole is not None:
             self._compare(call.whole, joined, call.kinds)
         self._end_call()
-        return self._as_returned(output, proved.kinds, joined)
+        batch.copied.do_to_originals(
+            lambda: Unused("the model has put it into an argument (a dict, a list)", self._refuse)
+        )
+        begin, end = parts[self._group.rank]
+        return self._as_returned(output, proved.kinds, joined, end - begin)
 
     def _end_call(self) -> None:
         self._has_divided, self._checks_left = True, max(0, self._checks_left - 1)
@@ -264,7 +277,9 @@ class DividedForward(OnlyHere):
                     f"the {'loss' if kind.name == 'total' else 'outputs'} of the parts and of the whole batch differ in a step that was compared: the model mixes the examples of a batch"
                 )
 
-    def _as_returned(self, output: Any, kinds: Sequence[Kind], joined: Sequence[torch.Tensor]) -> Any:
+    def _as_returned(
+        self, output: Any, kinds: Sequence[Kind], joined: Sequence[torch.Tensor], num_examples: int
+    ) -> Any:
         kinds_left, results = iter(kinds), iter(joined)
 
         def put(leaf: Any) -> Any:
@@ -273,7 +288,9 @@ class DividedForward(OnlyHere):
                 return Unused(kind.reason, self._refuse)
             if isinstance(leaf, torch.Tensor):
                 return next(results)
-            # A number of the examples, say, is that of the whole.
-            return kind.value
+            found = kind.of_whole(leaf, num_examples)
+            if found is None and leaf is not None:
+                return Unused("it returns a number that depends on how many examples there are", self._refuse)
+            return found
 
         return mapped(output, put)

@@ -1,11 +1,11 @@
 """What a model returns for its part of a batch, and how the parts of all ranks make up what it returns for the whole.
 
 A tensor with a row for each example is put together from all; a loss that is one mean or sum over the examples is summed with the weights of the parts;
-what does not depend on the examples is every rank's own. What is none of these may be returned, but not used.
+what does not depend on the examples is every rank's own, and a number is that of the whole where it was so in the proof. What is none of these may be returned, but not used.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Never
 
 import torch
@@ -27,15 +27,24 @@ _EXACT, _ROUNDED = 1e-12, 1e-6
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """What an output is: `rows` along `dim`, so many of each example next to each other; a `total` over the examples with the means that it is over; the `same` for any examples, with its value
-    if that is no tensor; or `unknown`, for `reason`."""
+    """What an output is: `rows` along `dim`, so many of each example next to each other; a `total` over the examples with the means that it is over; the `same` for any examples; or `unknown`, for `reason`.
+    What is no tensor has its `value` for the whole batch in the proof, and by the number of examples those for parts."""
 
     name: Literal["rows", "total", "same", "unknown"]
     dim: int = 0
     num_of_each: int = 1
     means: frozenset[int] = frozenset()
     value: Any = None
+    of_parts: Mapping[int, Any] = dataclasses.field(default_factory=dict)
     reason: str = ""
+
+    def of_whole(self, own: Any, num_examples: int) -> Any:
+        """What is no tensor, for the whole batch, where a part of so many examples has its `own`: a temperature is that of this call, and a number of examples that of the proof. None where neither is known."""
+        values = [self.value, *self.of_parts.values()]
+        if all(type(each) is type(own) for each in values) and not any(each != self.value for each in values):
+            return own
+        known = self.of_parts.get(num_examples)
+        return self.value if type(known) is type(own) and known == own else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +62,13 @@ def judged(proof: FollowedRun, model: torch.nn.Module) -> ProvedCall:
     """
     output, _ = proof.result
     leaves = list(leaves_of(output))
-    kinds = tuple(_kind_of(proof.flow, leaf) for leaf in leaves)
+    of_parts = {size: list(leaves_of(result[0])) for size, result in proof.of_parts.items()}
+    if any(len(each) != len(leaves) for each in of_parts.values()):
+        raise Mixes("it returns another number of results for a part of the batch")
+    kinds = tuple(
+        _kind_of(proof.flow, leaf, {size: each[at] for size, each in of_parts.items()})
+        for at, leaf in enumerate(leaves)
+    )
     known = [
         leaf
         for leaf, kind in zip(leaves, kinds, strict=True)
@@ -66,10 +81,15 @@ def judged(proof: FollowedRun, model: torch.nn.Module) -> ProvedCall:
     return ProvedCall(joined=frozenset(), means=frozenset(), kinds=kinds)
 
 
-def _kind_of(flow: Flow, leaf: Any) -> Kind:
+def _kind_of(flow: Flow, leaf: Any, of_parts: Mapping[int, Any]) -> Kind:
     if not isinstance(leaf, torch.Tensor):
         is_plain = isinstance(leaf, _PLAIN)
-        return Kind(name="same", value=leaf) if is_plain else _unknown(f"it returns a {type(leaf).__name__}")
+        known = {size: each for size, each in of_parts.items() if isinstance(each, _PLAIN)}
+        return (
+            Kind(name="same", value=leaf, of_parts=known)
+            if is_plain
+            else _unknown(f"it returns a {type(leaf).__name__}")
+        )
     state = flow.rows.state(leaf)
     if isinstance(state, Total):
         return Kind(name="total", means=state.means)
@@ -97,10 +117,10 @@ class Unused(LeftOut):
 
     def __init__(self, reason: str, refuse: Refuse) -> None:
         super().__init__(reason, refuse)
-        self._reason = reason
+        self.why = f"the program uses what ranks cannot put together: {reason}"
 
     def _refuse(self, *_: Any) -> Never:
-        raise self._error(f"the program uses an output of the model that ranks cannot put together: {self._reason}")
+        raise self._error(self.why)
 
 
 def numbers_of_terms(

@@ -12,7 +12,7 @@ from tightfit.effects.graph_shapes import graph_shape
 from tightfit.effects.outside_calls import without_outside_calls
 from tightfit.effects.random_states import TorchRandom
 from tightfit.effects.reads import Reads
-from tightfit.effects.state import RegionState, differences, restore
+from tightfit.effects.state import RegionState, Snapshot, differences, restore
 from tightfit.errors import TightfitError
 from tightfit.ranks.divided_outputs import ProvedCall, judged
 from tightfit.ranks.rank_batch import RankBatch
@@ -47,6 +47,9 @@ class OwnPart:
         self._allows_randomness = allows_randomness
         self._refuse = refuse
         self._state = RegionState()
+        self._before: Snapshot | None = None
+        # Whether the last run went a way that was not proved before.
+        self.has_proved = False
         self._proofs = BatchProofs(
             model, allows_randomness=allows_randomness, refuse=refuse, unseen=self.unseen, judge=judged
         )
@@ -69,8 +72,9 @@ class OwnPart:
         self, forward: Forward, batch: RankBatch, parts: Sequence[tuple[int, int]]
     ) -> tuple[Any, LossWatch, ProvedCall, bool]:
         led: tuple[Decision, ...] = ()
+        self.has_proved = False
         while True:
-            before = self._state.snapshot(self.model)
+            self._before = before = self._state.snapshot(self.model)
             try:
                 output, watch, values, known = self._once(forward, batch, parts, led)
             except RaisesInPart:
@@ -148,6 +152,7 @@ class OwnPart:
                 with looking(self._refuse):
                     values = values_read(forward, batch, (begin, end), led, unseen=self.unseen)
         if proved is None:
+            self.has_proved = True
             # What a forward leaves behind that is not made of the examples is left once on each rank, as it is in the run on one card.
             with looking(self._refuse):
                 proved = self._proofs.prove(forward, batch, parts, decided, values, way, may_leave=True, led=led)
@@ -161,6 +166,17 @@ class OwnPart:
         outside = without_outside_calls(lambda why: self._refuse(f"the model {why}"), is_on=is_watched)
         with outside, no_steps(self._refuse), self._group.inside():
             yield
+
+    @contextlib.contextmanager
+    def as_before(self) -> Iterator[None]:
+        """The model's state is that of before the last run, for a block."""
+        now = self._state.snapshot(self.model)
+        assert self._before is not None
+        restore(self._before)
+        try:
+            yield
+        finally:
+            restore(now)
 
     @contextlib.contextmanager
     def unseen(self) -> Iterator[None]:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 from tightfit.errors import ApplyError
+from tightfit.ranks.divided_outputs import Unused
+from tightfit.ranks.written_arguments import CopiedArguments
 from tightfit.techniques.micro_batches.batches import AbstractBatch, Instead, check_rows
 from tightfit.techniques.micro_batches.loaded_batch import leaves_of
 
@@ -47,6 +49,8 @@ class RankBatch(AbstractBatch):
                     )
                 if leaf.requires_grad and not self._is_split(leaf):
                     raise ApplyError(f"argument {name} is shared by all examples and wants a gradient of its own")
+            elif isinstance(leaf, Unused):
+                raise ApplyError(leaf.why)
             elif not isinstance(leaf, _PLAIN):
                 raise ApplyError(f"argument {name} is a {type(leaf).__name__}, which is not known how to split")
         for name, value in (*enumerate(args), *kwargs.items()):
@@ -56,6 +60,7 @@ class RankBatch(AbstractBatch):
                 )
         self.wanting: list[torch.Tensor] = []
         self.leaves: list[torch.Tensor] = []
+        self.copied = CopiedArguments([], [])
 
     def part(self, begin: int, end: int, instead: Instead | None = None) -> tuple[list[Any], dict[str, Any]]:
         """The arguments for the examples in `range(begin, end)`; with `instead`, its result for each tensor that is split."""
@@ -80,7 +85,9 @@ class RankBatch(AbstractBatch):
             self.leaves.append(rows)
             return rows
 
-        return self.part(begin, end, cut)
+        args, kwargs = self.part(begin, end, cut)
+        self.copied = CopiedArguments([*self._args, *self._kwargs.values()], [*args, *kwargs.values()])
+        return args, kwargs
 
     def _is_split(self, tensor: torch.Tensor) -> bool:
         return bool(tensor.dim()) and tensor.shape[0] == self.num_examples

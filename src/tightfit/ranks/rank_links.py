@@ -43,7 +43,8 @@ class RankLinks:
             moved = torch.cat([moved, moved.new_zeros((longest - len(moved), *moved.shape[1:]))])
         found = self._gathered(moved)
         whole = torch.cat([each[:length] for each, length in zip(found, lengths, strict=True)])
-        return whole.movedim(0, dim)
+        # No view: the program may write to it (`logits /= temperature`).
+        return whole if not dim else whole.movedim(0, dim).clone(memory_format=torch.contiguous_format)
 
     def of_each(self, value: torch.Tensor) -> list[torch.Tensor]:
         """A tensor of one shape from each rank, in their order."""

@@ -17,5 +17,7 @@ def kind_of(start: bytes) -> str | None:
     """A sentence on a file that begins with `start`; None where it may be a pickle."""
     if not start:
         return "it is empty"
+    if start.startswith(b"PK") and b"head.npy" in start[:64]:
+        return "it is a trace that --save-tape wrote: tightfit estimate, doctor, report and diff read it; --save-recording writes a recording"
     stripped = start.lstrip()
     return next((said for begin, said in _BEGINS if stripped.startswith(begin)), None)

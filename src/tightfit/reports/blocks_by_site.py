@@ -120,7 +120,10 @@ def line_and_function(stack: tuple[str, ...]) -> tuple[str, str]:
     """The user's own line in `stack`, as `file.py:41`, or the next best description; and the operator, or else the function there."""
     place = place_of(stack)
     line, function = split_frame(user_frame(stack))
-    return place.name or line, place.operator.removeprefix("aten.") or place.function or function
+    operator = place.operator.removeprefix("aten.")
+    # What no line asked for is named by its operator.
+    is_operator = bool(operator) and (place.name or line) == place.operator
+    return (operator, "") if is_operator else (place.name or line, operator or place.function or function)
 
 
 def split_frame(frame: str) -> tuple[str, str]:

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from tightfit.planner import plan as plain
 from tightfit.planner.explain import groups, reached_limit, sentences, verdict
+from tightfit.reports.printer import Printer
 from tightfit.reports.text.estimates import MAX_WIDTH, TIMES_ARE_ESTIMATED, console, fitted
 from tightfit.reports.text.table_columns import Column, shorten_module
 from tightfit.units import format_bytes, format_bytes_change, format_seconds, format_seconds_change
@@ -36,6 +37,10 @@ class Plan(plain.Plan):
         page = Console(record=True, file=io.StringIO(), width=_NOTEBOOK_WIDTH, highlight=False)
         page.print(PlanText(self))
         return page.export_html(inline_styles=True, code_format=_HTML)
+
+    def _repr_pretty_(self, printer: Printer, cycle: bool) -> None:
+        """What IPython shows in a terminal; all fields are in `repr`."""
+        printer.text(self.explain())
 
 
 class PlanText:

@@ -5,6 +5,7 @@ from typing import Self
 
 from tightfit.reports.advice import largest_holders, to_try
 from tightfit.reports.html.fragment import estimate_fragment
+from tightfit.reports.printer import Printer
 from tightfit.reports.text.estimates import EstimateText
 from tightfit.reports.verdicts import named_phase, verdict_words
 from tightfit.simulate import estimate as simulated
@@ -42,3 +43,7 @@ class Estimate(simulated.Estimate):
 
     def _repr_html_(self) -> str:
         return estimate_fragment(self.to_json())
+
+    def _repr_pretty_(self, printer: Printer, cycle: bool) -> None:
+        """What IPython shows in a terminal; all fields are in `repr`."""
+        printer.text(self.explain())

@@ -168,7 +168,10 @@ def _refusal(kv_bytes: int, longest: int, share: int, settings: ResolvedSettings
             " are free beside the CUDA context: lower --gpu-memory-utilization"
         )
     if kv_bytes <= 0:
-        return f"no memory is left for the cache: {format_bytes(-kv_bytes)} are missing; raise --gpu-memory-utilization, quantise, or use more cards"
+        # The engine refuses a share of more than is free beside its context.
+        unused = device.capacity_bytes - device.context_bytes - share
+        raised = "raise --gpu-memory-utilization, " if unused > -kv_bytes else ""
+        return f"no memory is left for the cache: {format_bytes(-kv_bytes)} are missing; {raised}quantise, or use more cards"
     if kv_bytes < longest:
         return (
             f"one request of {settings.max_model_len:,} tokens needs {format_bytes(longest)} of cache, and {format_bytes(kv_bytes)} are left:"

@@ -3,6 +3,7 @@
 import types
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from tests.attacks.models import NUM_CLASSES, WIDTH, Block, Net, sgd, tokens
 from tests.attacks.registry import attack
@@ -88,3 +89,11 @@ def mean_of_sum_by_tensor_later(t: Trial) -> None:
         return total / (of_rows if OPTIONS["by rows"] else constant)
 
     _train(t, _Summed(scaled))
+
+
+@attack("parts", "a factor is read from numpy, and is the number of tokens from the fourth step on")
+def factor_of_numpy_later(t: Trial) -> None:
+    def scaled(h: torch.Tensor, n: int) -> torch.Tensor:
+        return h * torch.from_numpy(np.array([n * 0.1 if OPTIONS["by rows"] else 1.0])).to(h.dtype)
+
+    _blocks(t, scaled)

@@ -1,6 +1,7 @@
 """Programs that cannot be divided over ranks, or whose ranks differ as real processes do: each is to be refused, or noticed."""
 
 import os
+import types
 from typing import Any
 
 import numpy as np
@@ -83,13 +84,6 @@ def gradient_penalty() -> Any:
         return functional.cross_entropy(out, y) + slope.pow(2).mean()
 
     return trained(model, data(3), None, loss_of)
-
-
-@program()
-def hook_on_a_weight() -> Any:
-    model = mlp()
-    model[0].weight.register_hook(lambda g: g.clamp(-0.01, 0.01))
-    return trained(model, data(3))
 
 
 @program()
@@ -264,3 +258,88 @@ def reads_sharded_states() -> Any:
         trained(model, data(1), optimizer)
         seen.append(sum(s["exp_avg"].abs().sum().item() for s in optimizer.state.values()))
     return result_of(model, losses=seen)
+
+
+class Measures(nn.Module):
+    """Fills in a table that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, batch: dict[str, Any]) -> torch.Tensor:
+        out = self.inner(batch["x"])
+        batch["hits"] = (out.argmax(-1) == batch["y"]).sum()
+        return functional.cross_entropy(out, batch["y"])
+
+
+@program()
+def measures_in_an_argument() -> Any:
+    model, hits = Measures(), []
+
+    def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        batch = {"x": x, "y": y, "hits": 0}
+        loss = model(batch)
+        hits.append(float(batch["hits"]))
+        return loss
+
+    return trained(model, data(3), None, loss_of) | {"hits": torch.tensor(hits)}
+
+
+@program()
+def outputs_written_past_autograd() -> Any:
+    """A plain backward pass of the softmax goes by what is written to its result."""
+    model, late = nn.Sequential(mlp(), nn.Softmax(-1)), []
+
+    def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        shares = model(x)
+        late.append(None)
+        if len(late) > 3:
+            shares.data.clamp_(0.2, 0.6)
+        return functional.nll_loss(shares.log(), y)
+
+    return trained(model, data(5), None, loss_of)
+
+
+@program()
+def decides_by_text() -> Any:
+    """One rank's part has the number that the model looks for, and the other's has not."""
+
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.calls = mlp(), 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return self.inner(x) * (0.5 if self.calls > 3 and "77" in repr(x[:, 0]) else 1.0)
+
+    batches = data(6)
+    for x, _ in batches:
+        x[0, 0] = 77.0
+    return trained(Looks(), batches)
+
+
+class Scales(nn.Module):
+    def __init__(self, options: Any) -> None:
+        super().__init__()
+        self.inner, self.options = mlp(), options
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        by_rows, constant = torch.ones(1), torch.ones(1)
+        by_rows.numpy()[0] = len(x) * 0.1
+        return self.inner(x) * (by_rows if self.options["by rows"] else constant)
+
+
+@program()
+def scales_by_examples_later() -> Any:
+    """What goes another way after the first steps is compared with the whole batch once more: no proof sees what numpy writes."""
+    options, calls = {"by rows": False}, []
+    model = Scales(types.MappingProxyType(options))
+
+    def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        calls.append(None)
+        options["by rows"] = len(calls) > 3
+        return functional.cross_entropy(model(x), y)
+
+    return trained(model, data(6), None, loss_of)

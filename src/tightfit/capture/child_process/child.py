@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -383,7 +383,19 @@ def quiet(show_output: bool) -> Iterator[Callable[[], str]]:
 def _last_line(file: int) -> str:
     sys.stderr.flush()
     end = os.pread(file, _MOST_BYTES_SAID, max(0, os.fstat(file).st_size - _MOST_BYTES_SAID))
-    return next((line.strip() for line in reversed(end.decode(errors="replace").splitlines()) if line.strip()), "")
+    return line_that_says_most(end.decode(errors="replace").splitlines())
+
+
+def line_that_says_most(lines: Sequence[str]) -> str:
+    """The error of the last traceback that a program has printed, which may add a hint of its own behind it (hydra); else its last line."""
+    begins = [number for number, line in enumerate(lines) if line.strip() == "Traceback (most recent call last):"]
+    if begins:
+        # The lines of a traceback are indented; the error is not.
+        behind = (line for line in lines[begins[-1] + 1 :] if line.strip() and not line.startswith((" ", "\t", "|")))
+        error = next(behind, "")
+        if error:
+            return error.strip()
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
 def _ended_itself(label: str, code: object, said: str) -> str:

@@ -21,6 +21,7 @@ _BFLOAT16 = (8, 0)
 _ENCODERS = "MODEL_FOR_MASKED_LM_MAPPING_NAMES"
 # What configs call the tokens beyond which a layer keeps no more.
 _WINDOWS = ("window", "chunk", "local")
+_SCALED_BEYOND = frozenset({"linear", "dynamic", "yarn"})
 _POSITIONS = (
     "max_position_embeddings",
     "n_positions",
@@ -77,9 +78,15 @@ def dtype_of(config: Any) -> str:
 
 
 def input_width(config: Any) -> int | None:
-    """How many positions the model has, None where it names no limit."""
+    """How many positions the model has as engines read its config, with the scaling of its rotary positions; None where it names no limit."""
     text = config.get_text_config(decoder=True)
-    return next((int(getattr(text, name)) for name in _POSITIONS if isinstance(getattr(text, name, None), int)), None)
+    found = next((int(getattr(text, name)) for name in _POSITIONS if isinstance(getattr(text, name, None), int)), None)
+    scaling = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    factor = scaling.get("factor")
+    # The others name the scaled length (vllm/config/model.py, _get_and_verify_max_len).
+    if found is None or not factor or scaling.get("rope_type", scaling.get("type")) not in _SCALED_BEYOND:
+        return found
+    return int(scaling.get("original_max_position_embeddings", found) * factor)
 
 
 def widest_window(config: Any) -> int:

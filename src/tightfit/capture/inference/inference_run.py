@@ -67,6 +67,18 @@ def prepare(_: None) -> Callable[[], dict[str, Any]]:
     return lambda: REPORT
 
 
+def refuse_beyond(max_model_len: int | None, positions: int | None) -> None:
+    """Refuses requests that are longer than a model of so many positions (None: it names no limit) takes.
+
+    Raises:
+        UsageError: `max_model_len` is more.
+    """
+    if max_model_len is not None and positions is not None and max_model_len > positions:
+        raise UsageError(
+            f"--max-model-len {max_model_len}: the model has {positions:,} positions, and the engine refuses more"
+        )
+
+
 def start_up(**fields: Any) -> Iterator[None]:
     """Loads the model, runs the largest batches of an engine and samples from them, then what shows its speed; a step for each entry of `REPORT["steps"]`.
 
@@ -74,6 +86,7 @@ def start_up(**fields: Any) -> Iterator[None]:
     """
     request = InferenceRequest(**fields)
     run = _Run(request)
+    refuse_beyond(request.max_model_len, input_width(run.config))
     REPORT.update(steps=[], refused={})
     with torch.inference_mode():
         run.lengths()

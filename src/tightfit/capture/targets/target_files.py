@@ -4,12 +4,14 @@ Nothing of the program is imported for it: a package's `__init__.py` is the user
 """
 
 import difflib
+import importlib.metadata
 import importlib.util
 import json
 import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import FunctionType
 
 from tightfit.errors import ProgramError, UsageError
 from tightfit.errors.program_errors import one_line, program_trace
@@ -31,9 +33,23 @@ def words_for_target(target: object) -> str:
     """
     if isinstance(target, str | os.PathLike):
         return os.fsdecode(target)
+    if isinstance(target, FunctionType):
+        raise UsageError(_named_instead(target))
     raise UsageError(
         f"the target is {str(target)[:80]}, a {type(target).__name__}: give the name of what runs, such as 'train.py', 'train.py:workload' or 'gpt2'"
     )
+
+
+def _named_instead(function: FunctionType) -> str:
+    """A function runs in a process of its own, which finds it by its file and its name."""
+    file, name = function.__code__.co_filename, function.__qualname__
+    head = "the target is a function: give the name of what runs"
+    if "<" in name:
+        return f"{head}, such as 'train.py', or of a function of a file, such as 'train.py:workload'"
+    # The cells of a notebook have names of files that there are not.
+    if not Path(file).is_file():
+        return f"{head}. Write this one to a file, with what it needs (in a notebook, %%writefile work.py as the first line of its cell), and give 'work.py:{name}'"
+    return f"{head}, '{file}:{name}'"
 
 
 def refuse_launcher(text: str) -> None:
@@ -82,6 +98,16 @@ def no_file(path: str) -> str:
     names = [each.name for each in folder.glob(f"*{Path(path).suffix}")] if folder.is_dir() else []
     nearest = [str(folder / each) for each in difflib.get_close_matches(name, names, cutoff=_ALIKE)]
     return f"there is no file {path}" + (f"; nearest: {', '.join(nearest)}" if nearest else "")
+
+
+def installed_command(text: str) -> str:
+    """What to give instead of a command that a package has installed (`my-train`); empty if `text` is none."""
+    name = Path(text).name
+    found = next(iter(importlib.metadata.entry_points(group="console_scripts", name=name)), None)
+    if found is None or (Path(text).exists() and Path(text).suffix):
+        return ""
+    script = f"a script with the line: from {found.module} import {found.attr.partition('.')[0]}; {found.attr}()"
+    return f"a command that a package has installed: give the module that it runs (-m {found.module}), or {script}"
 
 
 def check_syntax(path: str) -> None:
@@ -148,7 +174,13 @@ def _kind(path: Path) -> str:
     with path.open("rb") as file:
         start = file.read(_NUM_BYTES_READ)
     script = path.with_suffix(".py").name
+    command = installed_command(str(path))
     for is_it, kind in (
+        (bool(command), command),
+        (
+            start.startswith(b"#!") and b"python" in start.partition(b"\n")[0],
+            f"a Python script without the ending that tells it from others: copy it to {script}, and give that",
+        ),
         (
             path.suffix == ".ipynb",
             f"a notebook: make a script of it (jupyter nbconvert --to script {path.name}), and give {script}",

@@ -22,7 +22,14 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from tightfit.capture.targets.huggingface.known_names import refuse_unknown
-from tightfit.capture.targets.target_files import check_syntax, module_file, no_file, refuse_other_files
+from tightfit.capture.targets.huggingface.target import HuggingFaceTarget
+from tightfit.capture.targets.target_files import (
+    check_syntax,
+    installed_command,
+    module_file,
+    no_file,
+    refuse_other_files,
+)
 from tightfit.errors import UsageError
 
 
@@ -101,11 +108,15 @@ def parse_target(
         return GeneratorFunction(
             location=location, function=function, parameters=dict(_parameter(p) for p in parameters)
         )
+    if command := installed_command(text):
+        raise UsageError(f"{text} is {command}")
     if arguments or parameters:
         raise UsageError(
             f"{text} is neither a script (FILE.py) nor a function (FILE.py:FUNCTION), so it takes neither -p nor arguments"
         )
     refuse_unknown(text)
+    # Wrong values are said before transformers is loaded, which takes seconds.
+    HuggingFaceTarget(source=text, **(options or {}))
     return HuggingFaceConfig(source=text, options=dict(options or {}))
 
 

@@ -195,6 +195,10 @@ class _Seen:
             & (self.phases == Phase.FORWARD)
             & np.isin(self.operators, ("aten.mm", "aten.addmm", "aten.bmm", "aten.linear"))
         )
+        is_forward = same_size & (self.phases == Phase.FORWARD)
+        if not makes.any() and np.char.startswith(self.operators[is_forward], "aten.convolution").any():
+            # Classes of pixels: there are no tokens, and no product to compute again.
+            return
         seconds = None
         if self.costs is not None:
             steps = max(1, len(np.unique(self.step_of[makes])))

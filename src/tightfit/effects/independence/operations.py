@@ -13,6 +13,7 @@ import torch
 from torch._ops import OpOverload
 
 from tightfit.effects.independence.rows import Mixes
+from tightfit.effects.values.contents import content_of
 
 aten = torch.ops.aten
 Found = TypeVar("Found")
@@ -25,7 +26,7 @@ _VIEWS = {aten._unsafe_view.default: aten.view.default, aten._reshape_alias.defa
 class Operation:
     """One operator for the comparison: the function and its plain arguments must be equal; sizes and shapes are compared as multiples.
 
-    `given` is the shape of its first argument.
+    `given` is the shape of its first argument, and `made_of` the content of a small tensor that the code makes of Python's numbers.
     """
 
     func: Any
@@ -33,6 +34,7 @@ class Operation:
     sizes: tuple[Any, ...]
     shapes: tuple[tuple[int, ...], ...]
     given: tuple[int, ...] = ()
+    made_of: bytes | int | None = None
 
     def for_one_row(self, num_rows: int, given: tuple[int, ...] | None) -> "Operation | None":
         """This operation for one row, on a tensor of shape `given`, if it does nothing there; None for all others."""
@@ -121,6 +123,7 @@ def operation_of(func: Any, arguments: Mapping[str, Any], outputs: Sequence[torc
         sizes=tuple(sizes),
         shapes=tuple(tuple(o.shape) for o in outputs),
         given=tuple(first.shape) if isinstance(first, torch.Tensor) else (),
+        made_of=content_of(first) if func is aten.lift_fresh.default and isinstance(first, torch.Tensor) else None,
     )
 
 
@@ -182,6 +185,9 @@ def compare_one(mine: Operation, its: Operation, num_mine: int, num_its: int) ->
         raise Mixes(f"runs {_name(mine.func)} {rows}, where the other runs {_name(its.func)}: other operators")
     if len(mine.values) != len(its.values) or not all(map(_same, mine.values, its.values)):
         raise Mixes(f"hands other numbers to {_name(mine.func)} {rows}")
+    # One of another length may have a number for each row.
+    if mine.given == its.given and mine.made_of != its.made_of:
+        raise Mixes(f"makes a tensor of other numbers {rows}")
     pairs = [*zip(mine.sizes, its.sizes, strict=True)]
     for first, second in zip(mine.shapes, its.shapes, strict=True):
         if len(first) != len(second):

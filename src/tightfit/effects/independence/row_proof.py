@@ -12,7 +12,7 @@ import sys
 import traceback
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,11 +42,12 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FollowedRun:
-    """The run with all rows, its inputs and its result."""
+    """The run with all rows, its inputs and its result, and the results of runs with fewer rows by their number."""
 
     flow: Flow
     inputs: Sequence[torch.Tensor]
     result: Any
+    of_parts: Mapping[int, Any] = dataclasses.field(default_factory=dict)
 
 
 class Leaves(Mixes):
@@ -98,16 +99,17 @@ def prove(subject: Computation, num_rows: int, parts: Iterable[int], reads: Sequ
         "allows_randomness": subject.allows_randomness,
         "allows_votes": subject.allows_votes,
     }
-    runs, lefts = list[FakeRun](), list[Left]()
+    runs, lefts, of_parts = list[FakeRun](), list[Left](), dict[int, Any]()
     for size in sizes:
         runs.append(FakeRun(size, **settings))
-        lefts.append(_run(subject, runs[-1], num_rows)[2])
+        _, of_parts[size], left_by_part = _run(subject, runs[-1], num_rows)
+        lefts.append(left_by_part)
         compare(runs[0], runs[-1])
     flow = Flow(num_rows, runs[0], RULES, **settings)
     inputs, result, left = _run(subject, flow, num_rows)
     for run in runs:
         compare(flow, run)
-    proof = FollowedRun(flow=flow, inputs=inputs, result=result)
+    proof = FollowedRun(flow=flow, inputs=inputs, result=result, of_parts=of_parts)
     told = next((str(each) for each in [*lefts, left] if str(each)), "")
     if told:
         why = depends_on_rows(flow, [*lefts, left])

@@ -106,7 +106,10 @@ def _start(diagnosis: Diagnosis) -> str:
 
 def _when(moment: Moment) -> str:
     """The step, the time since the start, and the allocation made then."""
-    where = " ".join(part for part in (_file_and_line(moment.where), moment.operator.removeprefix("aten.")) if part)
+    operator = moment.operator.removeprefix("aten.")
+    # What no line asked for is named by its operator.
+    line = "" if moment.where == moment.operator else _file_and_line(moment.where)
+    where = " ".join(part for part in (line, operator) if part)
     parts = [
         f"in {moment.step}" if moment.step else "",
         f"{format_seconds(moment.seconds)} after the start" if moment.seconds else "",

@@ -32,7 +32,11 @@ _OF_ELEMENTS = {
     functional.binary_cross_entropy,
     functional.binary_cross_entropy_with_logits,
 }
-_DECIDES = frozenset({"__bool__", "item", "__int__", "__float__", "__index__", "equal", "allclose", "is_nonzero"})
+_DECIDES = frozenset(
+    {"__bool__", "__contains__", "item", "__int__", "__float__", "__index__", "equal", "allclose", "is_nonzero"}
+)
+# Answers that are a text or a list, which nobody is led by: where they differ between parts, that is all there is to know.
+_TELLS = frozenset({"tolist", "__repr__", "__format__"})
 _DROPOUTS = frozenset(
     {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "dropout_"}
 )
@@ -104,19 +108,21 @@ class LossWatch(TorchFunctionMode):
             raise self._refusal(
                 f"{name} draws random numbers, which would be others in parts of the batch; --allow micro_batches takes that"
             )
-        if name in _DECIDES and len(self.decisions) < len(self._led) and not is_called_by_us():
+        asks = name in _DECIDES or name in _TELLS
+        if asks and len(self.decisions) < len(self._led) and not is_called_by_us():
             return self._lead(name)
         result = self.calls.made(func(*args, **kwargs))
         if func in _OF_CLASSES or func in _OF_ELEMENTS:
             self._note(func, args, kwargs, result)
-        elif name in _DECIDES and isinstance(result, bool | int | float) and not is_called_by_us():
-            self._decided(name, None if result != result else result)  # noqa: PLR0124 - not a number
+        elif asks and isinstance(result, bool | int | float | str | list) and not is_called_by_us():
+            is_number = isinstance(result, bool | int | float) and result == result  # noqa: PLR0124 - not a number
+            self._decided(name, result if is_number else (repr(result),))
         return result
 
     def known_decisions(self) -> tuple[Decision, ...]:
         """All that was decided, up to what is not a number."""
         pairs = zip(self.asked, self.decisions, strict=True)
-        return tuple(itertools.takewhile(lambda pair: pair[1] is not None, pairs))
+        return tuple(itertools.takewhile(lambda pair: not isinstance(pair[1], tuple), pairs))
 
     def _lead(self, name: str) -> Any:
         asked, value = self._led[len(self.decisions)]
@@ -187,7 +193,15 @@ def _is_of_no_interest(func: Callable[..., Any]) -> bool:
 @functools.cache
 def _is_name_of_no_interest(name: str) -> bool:
     losses = {function.__name__ for function in (*_OF_CLASSES, *_OF_ELEMENTS)}
-    others = ("batch_norm", "instance_norm", "scaled_dot_product_attention", "gumbel_softmax", *_DROPOUTS, *_DECIDES)
+    others = (
+        "batch_norm",
+        "instance_norm",
+        "scaled_dot_product_attention",
+        "gumbel_softmax",
+        *_DROPOUTS,
+        *_DECIDES,
+        *_TELLS,
+    )
     return name not in losses and name not in others and not draws(name)
 
 

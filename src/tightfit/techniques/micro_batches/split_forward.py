@@ -427,8 +427,9 @@ class _GradientsAside:
             parameter.grad = gradient
 
 
-def refuse_hooks(model: torch.nn.Module, refuse: Refuse, *, since: int) -> None:
-    for name, parameter in model.named_parameters():
+def refuse_hooks(model: torch.nn.Module, refuse: Refuse, *, since: int, are_on_parts: bool = True) -> None:
+    """Refuses hooks that would see parts; those on weights do where `are_on_parts`."""
+    for name, parameter in model.named_parameters() if are_on_parts else ():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise refuse(
                 f"{name} has a hook on its gradient, which would see each part's instead of the batch's; leave micro_batches out"

@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from tightfit.effects.global_settings import precisions
 from tightfit.effects.independence.totals import ROWS
+from tightfit.effects.values.written_past import WrittenPast
 from tightfit.errors import ApplyError
 from tightfit.techniques.micro_batches.loss_means import Term
 from tightfit.techniques.micro_batches.saved_by_parts import SavedByParts, Unchanged
@@ -33,6 +34,7 @@ class Sums:
         self.refuse: Refuse = ApplyError
         self.before_backward: Callable[[torch.Tensor | None], None] | None = None
         self.unchanged: Unchanged | None = None
+        self.beside: WrittenPast | None = None
         self.saved = SavedByParts()
         self._losses: list[torch.Tensor] = []
         self._weights: list[torch.Tensor] = []
@@ -128,12 +130,24 @@ class Outputs:
     loss_key: Any = None
     values: dict[Any, list[torch.Tensor]] = dataclasses.field(default_factory=dict)
     absent: set[Any] = dataclasses.field(default_factory=set)
+    # What was none of the time in each part: code asks for that by `is`, which no stand-in sees.
+    none: set[Any] | None = None
     num_bytes: int = 0
 
     def add(self, output: Any, num_examples: int, loss_key: Any, joined: frozenset[Any]) -> None:
         """Keeps the outputs that can be concatenated, detached: those in `joined`, which have a row for each example, if they are small."""
         items = items_of(output)
+        if self.keys and self.keys != list(items):
+            raise self.refuse(
+                "the model returns other outputs for one part of the batch than for another; leave micro_batches out"
+            )
         self.kind, self.keys, self.loss_key = type(output), list(items), loss_key
+        none = {key for key, value in items.items() if value is None}
+        if self.none is not None and self.none != none:
+            raise self.refuse(
+                "an output of the model is None for one part of the batch and not for another; leave micro_batches out"
+            )
+        self.none = none
         for key, value in items.items():
             if key == self.loss_key or key in self.absent:
                 continue
@@ -164,7 +178,10 @@ class Outputs:
         keys = list(self.values)
         loss = _Joined.apply(sums, *parameters)
         found: dict[Any, Any] = {key: _Beside.apply(sums.refuse, self.values[key], *parameters) for key in keys}
+        # A plain graph may have saved them, and goes by what is written there.
+        sums.beside = WrittenPast(found.values())
         found[self.loss_key] = loss
+        found |= dict.fromkeys(self.none or ())
         items = {key: found[key] if key in found else LeftOut(key, self.refuse) for key in self.keys}
         if issubclass(self.kind, torch.Tensor):
             return loss
@@ -193,8 +210,21 @@ class LeftOut:
     def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         next(a for a in (*args, *(kwargs or {}).values()) if isinstance(a, LeftOut))._refuse()
 
-    __getitem__ = __iter__ = __len__ = __add__ = __mul__ = __sub__ = __matmul__ = __truediv__ = _refuse
-    __radd__ = __rmul__ = __rsub__ = __rmatmul__ = __rtruediv__ = __neg__ = __pow__ = _refuse
+    def __hash__(self) -> int:
+        # As a key of a table it is only kept.
+        return id(self)
+
+    def _used(self, *_: Any) -> Never:
+        self._refuse()
+
+    __getitem__ = __iter__ = __len__ = __contains__ = __call__ = __bool__ = _used
+    # A name is compared, a number counted with or printed.
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _used  # pyrefly: ignore[bad-override]
+    __str__ = __format__ = __float__ = __int__ = __index__ = __complex__ = __round__ = _used
+    __neg__ = __pos__ = __abs__ = __invert__ = _used
+    __add__ = __sub__ = __mul__ = __matmul__ = __truediv__ = __floordiv__ = __mod__ = __pow__ = _used
+    __radd__ = __rsub__ = __rmul__ = __rmatmul__ = __rtruediv__ = __rfloordiv__ = __rmod__ = __rpow__ = _used
+    __and__ = __or__ = __xor__ = __rand__ = __ror__ = __rxor__ = _used
 
 
 class _Beside(torch.autograd.Function):
@@ -253,6 +283,8 @@ class _Joined(torch.autograd.Function):
         if sums is None:
             raise ctx.refuse("the program runs one loss backwards twice, which micro_batches cannot; leave it out")
         changed = "" if sums.unchanged is None else sums.unchanged.what_changed()
+        if sums.beside is not None and sums.beside.is_any():
+            changed = changed or "what the model returned was written to past autograd (through .data, say)"
         if changed:
             raise ctx.refuse(
                 f"{changed} between the forward and the backward pass, and micro_batches has run both; leave it out"

@@ -48,6 +48,7 @@ NUM_CHARACTERS = 32
 """The vocabulary of a speech recogniser whose config names none (`vocab_size` of facebook/wav2vec2-base-960h)."""
 
 DTYPES = ("float32", "bfloat16", "float16")
+_ALSO_CALLED = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 
 LEFT_OPEN: list[str] = []
 """What was assumed of the configs that this process has loaded."""
@@ -82,12 +83,22 @@ class HuggingFaceTarget:
     def __post_init__(self) -> None:
         _one_of("optimizer", self.optimizer, tuple(OPTIMIZERS))
         _one_of("task", self.task, tuple(huggingface_tasks.TASKS))
+        for name in ("dtype", "autocast"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                object.__setattr__(self, name, dtype_name(value))
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("autocast dtype", self.autocast, DTYPES[1:])
         for name in ("batch_size", "sequence_length", "lora_rank", "image_size"):
             number = getattr(self, name)
             if number is not None and number < 1:
                 raise UsageError(f"{name} is {number}; it must be at least 1")
+
+
+def dtype_name(text: str) -> str:
+    """`bfloat16` for `bf16` and `torch.bfloat16`; what is no dtype is as it was."""
+    name = text.removeprefix("torch.").lower()
+    return _ALSO_CALLED.get(name, name if name in DTYPES else text)
 
 
 def is_huggingface_source(text: str) -> bool:
