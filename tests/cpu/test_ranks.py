@@ -62,9 +62,10 @@ LAYOUT = {
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     out = tmp_path_factory.mktemp("ranks") / "verdicts.json"
-    words = ("-W", "ignore", "-m", "tests.cpu.ranks.driver", str(out))
-    # All of its programs, on a machine that may have other jobs.
-    forked_python(*words, env={"OMP_NUM_THREADS": "1"}, timeout=600, check=True)
+    # The ranks of a program wait for each other, which takes a multiple on a machine that is busy.
+    forked_python(
+        "-W", "ignore", "-m", "tests.cpu.ranks.driver", str(out), env={"OMP_NUM_THREADS": "1"}, check=True, timeout=600
+    )
     return json.loads(out.read_text())
 
 
