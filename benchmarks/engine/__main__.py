@@ -43,6 +43,7 @@ def main() -> int:
     parser.add_argument("--host", default="64GiB")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--places", type=int, default=12)
+    parser.add_argument("--only", nargs="*", default=(), help="ladders of published")
     parser.add_argument("--csv", type=Path)
     given = parser.parse_args()
     if given.what == "traffic":
@@ -60,7 +61,7 @@ def main() -> int:
     elif given.what == "batches":
         batches(given.csv)
     elif given.what == "published":
-        published(given.csv)
+        published(given.csv, given.only)
     elif given.what == "growth":
         return int(growth(given.steps or 1000, given.csv) > 0)
     elif given.what == "convergence":

@@ -133,7 +133,8 @@ def train_wide(settings, optimizer):
 @pytest.mark.parametrize("more", [{}, IN_BACKWARD])
 def test_the_plan_names_it_and_promises_what_is_traced_with_fewer_kernels(more):
     plain = traced(num_blocks=8)
-    options = {tuple(o.settings.items()): o for o in LowBitStates().options(Profile(plain, find(DEVICE)))}
+    # Where ours are not compiled.
+    options = {tuple(o.settings.items()): o for o in LowBitStates().options(Profile(plain, find("MI210")))}
     theirs, ours = (options[tuple((settings | more).items())] for settings in (THEIRS, OURS))
     # A second backward pass takes as long with either.
     assert theirs.seconds < (1.0 if more else 0.5) * ours.seconds

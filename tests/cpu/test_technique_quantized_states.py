@@ -236,14 +236,16 @@ USED_UP = "in_backward:True+clips:False"
         (LOW_BIT, "bits:4+kernel:fused", 0.0),
         (LOW_BIT, f"bits:4+kernel:fused+{USED_UP}", 0.0),
         (LOW_BIT, "bits:8+in_backward:True+clips:True", 1.0),
+        (LOW_BIT, "bits:8+compiled:True", 0.0),
+        (LOW_BIT, f"bits:4+compiled:True+kernel:fused+{USED_UP}", 0.0),
     ],
 )
 def test_the_promised_saving_is_the_traced_one(name, settings_text, max_norm):
     plain = traced(num_blocks=8, max_norm=max_norm)
     kind = LowBitStates if name == LOW_BIT else FactoredStates
-    options = {
-        "+".join(f"{k}:{v}" for k, v in o.settings.items()): o for o in kind().options(Profile(plain, find(DEVICE)))
-    }
+    # By torch's operators where Triton is not sure to be.
+    device = find("MI210" if name == LOW_BIT and "compiled" not in settings_text else DEVICE)
+    options = {"+".join(f"{k}:{v}" for k, v in o.settings.items()): o for o in kind().options(Profile(plain, device))}
     actual = traced(num_blocks=8, technique=name, settings=settings_text, max_norm=max_norm)
     saved = peak_bytes(plain) - peak_bytes(actual)
     promised = peak_bytes(plain) - peak_bytes(plain, [options[settings_text]])

@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 
 from tightfit.techniques.optimizer.states.bitsandbytes_codec import BitsandbytesCodec
+from tightfit.techniques.optimizer.states.kernel_codec import KernelCodec
 from tightfit.techniques.optimizer.states.quantized_states import encode_states
 from tightfit.techniques.optimizer.states.state_codecs import AbstractCodec, BlockCodec
+from tightfit.techniques.optimizer.states.state_sizes import Bits
 from tightfit.techniques.session import Session
 from tightfit.techniques.technique import ChosenOption, the_only
 
@@ -20,4 +22,7 @@ def apply_low_bit_states(session: Session, chosen: Sequence[ChosenOption]) -> No
 def _codec(session: Session, choice: ChosenOption) -> AbstractCodec:
     if choice.settings.get("library"):
         return BitsandbytesCodec(next(session.model.parameters()))
-    return BlockCodec(4 if int(choice.settings["bits"]) == 4 else 8)
+    bits: Bits = 4 if int(choice.settings["bits"]) == 4 else 8
+    if choice.settings.get("compiled"):
+        return KernelCodec(bits, next(session.model.parameters()), session.notes.append)
+    return BlockCodec(bits)

@@ -1,6 +1,7 @@
 """Quantised optimizer states: 8 or 4 bits between steps; see `tightfit.techniques.optimizer.states.state_codecs` for the format and its sources.
 
-Nothing has to be installed: quantisation uses torch operators. If bitsandbytes is installed, its kernels can be used for 8 bits.
+Quantisation is by Triton kernels on NVIDIA GPUs (torch's wheels for Linux bring Triton), by torch operators elsewhere and where these cannot be used. If bitsandbytes
+is installed, its kernels can be used for 8 bits.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,9 +10,10 @@ from typing import TYPE_CHECKING, Any, final
 from tightfit.analysis.gradient_readers import updates_in_backward
 from tightfit.analysis.optimizer_algorithm import family_of
 from tightfit.analysis.profile import Profile
+from tightfit.devices.device import Device
 from tightfit.planner.option import Option
 from tightfit.techniques.optimizer.states.quantized_state_options import Coding, coded_options
-from tightfit.techniques.optimizer.states.state_sizes import BLOCK_SIZE, LIBRARY, is_installed
+from tightfit.techniques.optimizer.states.state_sizes import BLOCK_SIZE, LIBRARY, Bits, is_installed
 from tightfit.techniques.technique import AbstractTechnique, ChosenOption, Needs
 
 if TYPE_CHECKING:
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 # Of each piece: absolute values, their maxima, quotients, codes in 32 bits and in few, written and read again; then codes in 32 bits, looked
 # up, scaled, rounded. 4 bits are also packed and unpacked. Lookups and maxima reach less of the bandwidth than what is read in order, so more
 # bytes are counted for them: as many as the same operators are priced at where they are traced.
-_CODINGS = {
+_CODINGS: dict[Bits, Coding] = {
     8: Coding(
         bytes_kept=1 + 4 / BLOCK_SIZE[8],
         bytes_moved=80,
@@ -37,6 +39,18 @@ _CODINGS = {
         bytes_between=8,
         bytes_more_in_16_bits=4,
     ),
+}
+# One kernel each way: codes written and read, and the element itself.
+_CODINGS_OF_KERNELS: dict[Bits, Coding] = {
+    bits: Coding(
+        bytes_kept=bits / 8 + 4 / BLOCK_SIZE[bits],
+        bytes_moved=bits // 4,
+        num_passes=2,
+        kernels_per_piece=2,
+        numbers_per_piece=2**31,
+        bytes_between=0,
+    )
+    for bits in _CODINGS
 }
 _CODING_OF_LIBRARY = Coding(
     bytes_kept=1 + 4 / BLOCK_SIZE[8],
@@ -66,7 +80,11 @@ class LowBitStates(AbstractTechnique):
             return []
         if not len(run.state(run.step_ranges[-1])):
             return []
-        codings: list[tuple[dict[str, Any], Coding]] = [({"bits": bits}, coding) for bits, coding in _CODINGS.items()]
+        codings: list[tuple[dict[str, Any], Coding]]
+        if _has_kernels(profile.device):
+            codings = [({"bits": bits, "compiled": True}, coding) for bits, coding in _CODINGS_OF_KERNELS.items()]
+        else:
+            codings = [({"bits": bits}, coding) for bits, coding in _CODINGS.items()]
         if is_installed():
             codings.append(({"bits": 8, "library": LIBRARY}, _CODING_OF_LIBRARY))
         return [
@@ -80,3 +98,8 @@ class LowBitStates(AbstractTechnique):
         from tightfit.techniques.optimizer.apply_low_bit_states import apply_low_bit_states
 
         apply_low_bit_states(session, chosen)
+
+
+def _has_kernels(device: Device) -> bool:
+    """Whether Triton compiles for it (its README: compute capability 7.0 or later)."""
+    return device.vendor == "nvidia" and device.compute_capability >= (7, 0)
