@@ -29,7 +29,9 @@ def test_a_run_removes_what_killed_ones_have_left(tmp_path: Path, monkeypatch: p
         assert sorted(tmp_path.iterdir()) == sorted([alive, begins])
 
 
-@pytest.mark.parametrize("read", [input, sys.stdin.readline, lambda: list(sys.stdin), lambda: sys.stdin.buffer.read(1)])
+@pytest.mark.parametrize(
+    "read", [input, lambda: sys.stdin.read(1), lambda: list(sys.stdin), lambda: sys.stdin.buffer.read(1)]
+)
 def test_reading_input_on_a_rank_is_refused(read: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", sys.stdin)
     monkeypatch.setattr(sys, "__stdin__", sys.__stdin__)
