@@ -66,7 +66,7 @@ class SplitForward:
     """The wrapper around a root's forward; at most `num_parts` parts, `allows_randomness` as in `LossWatch`. `counted` is called once per part.
 
     `batch_of` makes the batch from the arguments, `scaled` is the scaling of the `GradScaler` that scales the loss outside. Proofs and comparisons
-    run inside of `unseen()`. `of_loop` are attributes of the model that the training loop sets for itself. `refuse` makes the error to raise; `check_steps` batches are compared by value. It refers to the model weakly, and a
+    run inside of `unseen()`. `forget` is called where parts that have run are run once more. `of_loop` are attributes of the model that the training loop sets for itself. `refuse` makes the error to raise; `check_steps` batches are compared by value. It refers to the model weakly, and a
     copy of the model gets a copy of it.
     """
 
@@ -82,6 +82,7 @@ class SplitForward:
         batch_of: Callable[[Sequence[Any], Mapping[str, Any]], AbstractBatch] | None = None,
         scaled: Callable[[torch.Tensor], torch.Tensor] | None = None,
         unseen: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        forget: Callable[[], None] = lambda: None,
         of_loop: Collection[str] = (),
         notes: list[str] | None = None,
         elsewhere: PartsElsewhere | None = None,
@@ -94,6 +95,7 @@ class SplitForward:
         self._check_steps = check_steps
         self._batch_of = batch_of or Batch
         self._scaled = scaled
+        self._forget = forget
         self._elsewhere = elsewhere
         self._unseen = unseen
         self._proofs = BatchProofs(
@@ -206,6 +208,7 @@ class SplitForward:
             if number is None and sums is not None and outputs is not None:
                 return sums, outputs
             aside.forget()
+            self._forget()
             found = None if number is None or number < 0 else self._proofs.decisions_of_whole(forward, batch, number)
             if found is None or len(found) <= len(led):
                 raise self._refuse(
