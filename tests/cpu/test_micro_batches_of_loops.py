@@ -90,6 +90,30 @@ def test_lightning_steps_with_the_same_gradients(package: str, num_parts: int) -
     assert split_logged == pytest.approx({name: value for name, value in logged.items() if name != "most"})
 
 
+def asks(base: type) -> Any:
+    """A module that goes another way where an example is large, which only some parts of a batch have."""
+
+    class Asks(type(lit(base))):  # type: ignore[misc]
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            values, classes = batch
+            # Asked in the middle: a run that is ended there has logged and counted.
+            self.log("large", values.amax((1, 2)).mean(), on_epoch=True)
+            share = 0.5 if (values > 2.3).any() else 1.0
+            loss = share * score_loss(self(values), classes)
+            self.log("sum", values.sum(), reduce_fx="sum", on_epoch=True)
+            self.log("loss", loss, on_epoch=True)
+            return loss
+
+    return Asks()
+
+
+def test_steps_whose_parts_are_led_by_the_whole_log_once() -> None:
+    plain, logged = train_lightning(PACKAGES[0], asks, [])
+    split, split_logged = train_lightning(PACKAGES[0], asks, parts("Lightning", 2))
+    assert_same(plain, split, **CLOSE)
+    assert split_logged == pytest.approx(logged)
+
+
 def test_a_last_batch_of_one_example_runs_whole() -> None:
     plain, _ = train_lightning(PACKAGES[0], lit, [], num_examples=11)
     split, _ = train_lightning(PACKAGES[0], lit, parts("Lightning", 2), num_examples=11)

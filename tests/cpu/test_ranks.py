@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.cpu.ranks import handed_over, recomputed, refused  # noqa: F401 - enter their programs
+from tests.cpu.ranks import accumulated, handed_over, recomputed, refused  # noqa: F401 - enter their programs
 from tests.cpu.ranks.programs import PROGRAMS
 from tests.forked_python import forked_python
 
@@ -46,6 +46,9 @@ REFUSED = {
     "skips_a_step_on_one": "rank 0 is at a backward pass, rank 1 at a forward pass",
     "recomputed_with_a_buffer_that_changes": "Buffered.blocks.0 cannot be run a second time: since its forward Scaled.scale was written to",
     "recomputed_elsewhere": "the layout recomputes Blocks.blocks.7, which this Blocks does not have",
+    "accumulated_with_its_loss_outside": "for which the model has to return its loss: the model returns no numbers (Tensor)",
+    "accumulated_means_of_other_numbers": "of which one part of the batch has another share",
+    "accumulated_with_weights_that_change": "a weight was changed between the forward and the backward pass",
     "error_on_one": "RankLost: another rank has ended",
 }
 
@@ -120,7 +123,6 @@ def test_ranks_end_with_one_that_is_killed(tmp_path: Path) -> None:
         ({"num_recomputed": 3, "recompute": "selective"}, "it recomputes parts of blocks"),
         ({"num_recomputed": 3, "recompute": "full"}, "does not say which 3 blocks"),
         ({"dp": "two"}, "has no layout"),
-        ({"accumulation": 2}, "it accumulates"),
     ],
 )
 def test_layouts_that_are_not_run_name_the_export(

@@ -28,13 +28,14 @@ _LEAST_SHARE = 1e-3
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Whole:
-    """A plain run of the whole batch: its outputs, its arguments that want a gradient, and whether it computed in half precision. Its backward pass is to be
+    """A plain run of the whole batch: its outputs, the loss among them where that is asked for, its arguments that want a gradient, and whether it computed in half precision. Its backward pass is to be
     run inside of `unseen()`, which takes back what it does to the model's state."""
 
     outputs: list[Any]
     wanting: list[torch.Tensor]
     are_halves: bool
     unseen: Callable[[], contextlib.AbstractContextManager[None]]
+    loss: torch.Tensor | None = None
 
     def of(self, known: Sequence[int]) -> "Whole":
         """With these outputs alone."""

@@ -17,6 +17,7 @@ from tightfit.effects.values.fingerprints import paused
 from tightfit.effects.values.value_checks import difference
 from tightfit.effects.values.written_past import WrittenPast
 from tightfit.errors import ApplyError, TightfitError
+from tightfit.ranks.accumulated_part import AccumulatedPart, loss_of
 from tightfit.ranks.content_hash import content_hash
 from tightfit.ranks.divided_call import DividedCall, Joined, Whole
 from tightfit.ranks.divided_outputs import (
@@ -49,16 +50,35 @@ _FIRST_CALLS, _CALLS_BETWEEN = 10, 50
 
 
 class DividedForward(OnlyHere):
-    """The wrapper around a model's forward on one rank of `group`. It refers to the model weakly. `refuse` makes the error to raise."""
+    """The wrapper around a model's forward on one rank of `group`, in micro-batches of at most `micro_batch` examples if that is given. It refers to the model weakly. `refuse` makes the
+    error to raise."""
 
     def __init__(
-        self, model: torch.nn.Module, group: RankGroup, *, allows_randomness: bool, check_steps: int, refuse: Refuse
+        self,
+        model: torch.nn.Module,
+        group: RankGroup,
+        *,
+        allows_randomness: bool,
+        check_steps: int,
+        refuse: Refuse,
+        micro_batch: int | None = None,
     ) -> None:
         self._model = weakref.ref(model)
         self._group = group
         self._allows_randomness = allows_randomness
         self._refuse = refuse
         self._part = OwnPart(model, group, allows_randomness=allows_randomness, refuse=refuse)
+        self._accumulated: AccumulatedPart | None = None
+        if micro_batch is not None:
+            self._accumulated = AccumulatedPart(
+                model,
+                group,
+                self._part,
+                micro_batch,
+                allows_randomness=allows_randomness,
+                check_steps=check_steps,
+                refuse=refuse,
+            )
         self._checks_left = self._check_steps = check_steps
         self._has_divided = False
         self._num_calls = 0
@@ -107,6 +127,12 @@ class DividedForward(OnlyHere):
         parts = shares(batch.num_examples, self._group.size)
         try:
             whole = self._whole(forward, batch, args, kwargs) if self._checks_left else None
+            if self._accumulated is not None and self._accumulated.is_for(batch.num_examples):
+                given = self._accumulated.run(
+                    forward, args, kwargs, device=batch.device, whole=whole, number=self._num_calls
+                )
+                self._end_call()
+                return given
             output, watch, proved, is_led = self._part.run(forward, batch, parts)
             if self._part.has_proved and whole is None and self._check_steps:
                 # Another way through the code, such as a loss that begins later: a proof does not see all of Python's numbers.
@@ -127,12 +153,15 @@ class DividedForward(OnlyHere):
         call.returned = WrittenPast(joined)
         if call.whole is not None:
             self._compare(call.whole, joined, call.kinds)
-        self._has_divided, self._checks_left = True, max(0, self._checks_left - 1)
+        self._end_call()
         batch.copied.do_to_originals(
             lambda: Unused("the model has put it into an argument (a dict, a list)", self._refuse)
         )
         begin, end = parts[self._group.rank]
         return self._as_returned(output, proved.kinds, joined, end - begin)
+
+    def _end_call(self) -> None:
+        self._has_divided, self._checks_left = True, max(0, self._checks_left - 1)
 
     def _raised(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
         """What raises for a part raises for the whole too, with all that the program sees of it, or is refused."""
@@ -233,7 +262,11 @@ class DividedForward(OnlyHere):
         if watch.failure is not None:
             raise watch.failure
         return Whole(
-            outputs=list(leaves_of(output)), wanting=wanting, are_halves=numbers.are_halves, unseen=self._part.unseen
+            outputs=list(leaves_of(output)),
+            wanting=wanting,
+            are_halves=numbers.are_halves,
+            unseen=self._part.unseen,
+            loss=loss_of(output) if self._accumulated is not None else None,
         )
 
     def _compare(self, whole: Whole, joined: Sequence[torch.Tensor], kinds: Sequence[Kind]) -> None:

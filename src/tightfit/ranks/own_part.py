@@ -26,6 +26,8 @@ from tightfit.techniques.wrappers.first_order import Refuse
 
 Forward = Callable[..., Any]
 _COMPARED_DECISIONS = 16
+# No number of a decision; each rank has another, so that it is one in which they differ.
+_APART = -2
 
 
 class RaisesInPart(Exception):
@@ -63,7 +65,7 @@ class OwnPart:
         self, forward: Forward, batch: RankBatch, parts: Sequence[tuple[int, int]]
     ) -> tuple[Any, LossWatch, ProvedCall, bool]:
         """The output of the rank's part, its watch and its proof; where parts decide otherwise than each other it is run once more, led by what the whole batch decides, which the last result says."""
-        with self.alone(batch.device), self._drawing_apart():
+        with self.alone(batch.device), self.drawing_apart():
             return self._run_led(forward, batch, parts)
 
     def _run_led(
@@ -78,7 +80,7 @@ class OwnPart:
             except RaisesInPart:
                 restore(before)
                 raise
-            number = self._first_other(watch.decisions)
+            number = self.first_other(watch.decisions)
             if number is None:
                 return output, watch, self._proved(forward, batch, parts, led, output, watch, values, known), bool(led)
             del output
@@ -90,11 +92,14 @@ class OwnPart:
                 )
             led = found
 
-    def _first_other(self, decisions: Sequence[Any]) -> int | None:
-        """The number of the first decision that is not the same on all ranks; None where all are, and -1 where it comes after those that are looked at one by one."""
+    def first_other(self, decisions: Sequence[Any], number: int | None = None) -> int | None:
+        """The number of the first decision that is not the same on all ranks; None where all are, and -1 where it comes after those that are looked at one by one. `number` is that of
+        one that is not the same in all parts of this rank."""
         self._group.agree("the end of a forward pass", {})
         found = [number_of(each) for each in decisions[:_COMPARED_DECISIONS]]
         row = [*found, *[-1] * (_COMPARED_DECISIONS - len(found)), number_of(list(decisions))]
+        if number is not None:
+            row[min(number, _COMPARED_DECISIONS)] = _APART - self._group.rank
         rows = [each.tolist() for each in self._group.links.of_each(torch.tensor(row, dtype=torch.int64))]
         if all(each == rows[0] for each in rows):
             return None
@@ -190,7 +195,7 @@ class OwnPart:
             )
 
     @contextlib.contextmanager
-    def _drawing_apart(self) -> Iterator[None]:
+    def drawing_apart(self) -> Iterator[None]:
         """Where random numbers may be drawn anew, each rank draws its own, and all go on with the same afterwards."""
         if not self._allows_randomness:
             yield

@@ -166,6 +166,7 @@ class RankAttachment:
             allows_randomness=self._allows_randomness,
             check_steps=self._check_steps,
             refuse=self.refuse,
+            micro_batch=self._asked.micro_batch,
         )
         wrap_forward(module, divided).put_on()
         for part in module.modules():

@@ -10,10 +10,11 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+
+from tightfit.ranks.run_folder import run_folder
 
 LOST = 113
 """The exit code of a rank that has ended because another one had."""
@@ -31,12 +32,12 @@ def is_rank() -> bool:
 
 def run_ranks(command: Sequence[str], num_ranks: int, say: Callable[[str], None], *, on_cards: bool) -> int:
     """Runs `command` as so many ranks, of which the first has this process's output. Returns the exit code of the run."""
-    with tempfile.TemporaryDirectory(prefix="tightfit-ranks-") as folder:
-        environment = _environment(num_ranks, Path(folder), on_cards=on_cards)
-        ranks = [_started(command, rank, environment, Path(folder)) for rank in range(num_ranks)]
+    with run_folder() as (folder, kept):
+        environment = _environment(num_ranks, folder, on_cards=on_cards)
+        ranks = [_started(command, rank, environment, folder, kept) for rank in range(num_ranks)]
         with _ended_with(ranks):
             try:
-                return _watch(ranks, Path(folder), say)
+                return _watch(ranks, folder, say)
             except KeyboardInterrupt:
                 for each in ranks:
                     _signal(each, signal.SIGINT)
@@ -65,19 +66,20 @@ def _environment(num_ranks: int, folder: Path, *, on_cards: bool) -> dict[str, s
 
 
 def _started(
-    command: Sequence[str], rank: int, environment: Mapping[str, str], folder: Path
+    command: Sequence[str], rank: int, environment: Mapping[str, str], folder: Path, kept: Sequence[int]
 ) -> "subprocess.Popen[bytes]":
     environment = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
     with (folder / f"{rank}.err").open("wb") as err:
         return subprocess.Popen(
             command,
             env=environment,
-            # What one rank reads the others would not.
+            # What one rank reads the others would not: `rank_input` says so.
             stdin=subprocess.DEVNULL,
             stdout=None if rank == 0 else subprocess.DEVNULL,
             stderr=None if rank == 0 else err,
             # Signals of the terminal come through this process, once.
             start_new_session=True,
+            pass_fds=kept,
         )
 
 

@@ -7,10 +7,12 @@ from tightfit.planner.plan import Choice
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlan:
-    """Whether each rank keeps the optimizer states of its share of the parameters alone, and the blocks (by their modules) that it runs again in its backward pass."""
+    """Whether each rank keeps the optimizer states of its share of the parameters alone, the blocks (by their modules) that it runs again in its backward pass, and how many examples it has
+    in a micro-batch where it accumulates."""
 
     shards_states: bool = False
     recomputed: tuple[str, ...] = ()
+    micro_batch: int | None = None
 
     def choices(self) -> list[Choice]:
         """What is put on the models, as a plan of one card has it. What it saves and costs is in the layout, of all together."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.cpu.ranks import handed_over, recomputed, refused  # noqa: F401 - enter their programs
+from tests.cpu.ranks import accumulated, handed_over, recomputed, refused  # noqa: F401 - enter their programs
 from tests.cpu.ranks.programs import PROGRAMS
 
 from tightfit.ranks.rank_attachment import RankAttachment
@@ -111,7 +111,11 @@ def _run_rank(program: Callable[[], Any], rank: int, num_ranks: int, folder: str
         group,
         allows_randomness=options.get("allows_randomness", False),
         check_steps=options.get("check_steps", 2),
-        asked=RankPlan(shards_states=options.get("shards_states", False), recomputed=options.get("recomputes", ())),
+        asked=RankPlan(
+            shards_states=options.get("shards_states", False),
+            recomputed=options.get("recomputes", ()),
+            micro_batch=options.get("micro_batch"),
+        ),
         tell=lambda _: None,
     )
     attachment.begin()

@@ -79,6 +79,12 @@ _LOOK_AT_MODULES = frozenset(
     }
     | {"append", "info", "debug", "warning", "log", "watch", "add_graph", "unwrap_model", "ref", "WeakSet"}
 )
+# Methods of modules that compute nothing; all others may run the model (`model.encode_image(x)`).
+_QUIET_METHODS = re.compile(
+    r"(register|get|set|enable|disable|print|log|num|is|has|add|gradient|named|load|save|push|remove|freeze|unfreeze)(_.*)?|"
+    r"(train|eval|parameters|buffers|modules|children|state_dict|requires_grad_|to|cuda|cpu|half|float|double|bfloat16|"
+    r"zero_grad|apply|no_sync|compile|keys|values|items|append|extend|update|pop|copy|type)"
+)
 _STATIC_CALLS = frozenset(
     {"isinstance", "hasattr", "getattr", "len", "callable", "is_available", "get_rank", "is_main_process", "bool"}
     | {
@@ -221,14 +227,23 @@ class _Source:
         is_of_part = isinstance(call.func, ast.Attribute) and last_name(call.func.value) in _PARTS_OF_TORCH
         if name in self._callable or name in _MADE_BY or is_of_torch or is_of_part:
             return True
-        if self._is_given_module(call) and name not in _LOOK_AT_MODULES:
+        if self._may_run_module(call, name):
             return True
         return any(_WORKS.fullmatch(word) for word in _WORDS.findall(name))
 
-    def _is_given_module(self, call: ast.Call) -> bool:
-        """Whether a module is among the arguments: a library's function that is given one may call it."""
+    def _may_run_module(self, call: ast.Call, name: str) -> bool:
+        """Whether it is a method of a module, or a library's function that is given one."""
+        if isinstance(call.func, ast.Attribute) and not _QUIET_METHODS.fullmatch(name):
+            owner = call.func.value
+            while isinstance(owner, ast.Attribute) and owner.attr in {"module", "_orig_mod"}:
+                owner = owner.value
+            if last_name(owner) in self._modules:
+                return True
         values = [*call.args, *(each.value for each in call.keywords)]
-        return any(isinstance(each, ast.Name | ast.Attribute) and last_name(each) in self._modules for each in values)
+        is_given = any(
+            isinstance(each, ast.Name | ast.Attribute) and last_name(each) in self._modules for each in values
+        )
+        return is_given and name not in _LOOK_AT_MODULES
 
     def _leads_to_work(self, name: str) -> bool:
         if name not in self._works:

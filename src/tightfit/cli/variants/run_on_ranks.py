@@ -122,10 +122,12 @@ def _layout_of(plan: Path, ranks: Ranks, *, is_said: bool) -> RankPlan:
     shards = layout.zero_stage == 1 and layout.sharded_over > 1
     if is_said:
         blocks = f", {len(recomputed)} blocks recomputed" if recomputed else ""
+        blocks += f", micro-batches of {layout.micro_batch}" if layout.accumulation > 1 else ""
         say(
             f"{'data parallel, optimizer states sharded (ZeRO-1)' if shards else 'data parallel'}{blocks} on {ranks.gpus}, as {plan} says"
         )
-    return RankPlan(shards_states=shards, recomputed=tuple(recomputed))
+    micro_batch = layout.micro_batch if layout.accumulation > 1 else None
+    return RankPlan(shards_states=shards, recomputed=tuple(recomputed), micro_batch=micro_batch)
 
 
 def _layout_in(found: Any) -> Layout | None:

@@ -1,4 +1,5 @@
-"""What `tightfit run --gpus --plan` runs of an unmodified script of one card: data parallelism and ZeRO-1 over all GPUs, with blocks recomputed as a whole."""
+"""What `tightfit run --gpus --plan` runs of an unmodified script of one card: data parallelism and ZeRO-1 over all GPUs, with blocks recomputed as a whole and
+micro-batches one after another."""
 
 import dataclasses
 import json
@@ -62,7 +63,6 @@ def ranks_refusal(layout: Layout) -> str:
             layout.zero_stage >= 2 and layout.sharded_over > 1,
             "it shards weights and gradients, which an unmodified script holds whole",
         ),
-        (layout.accumulation > 1, "it accumulates over micro-batches, which the script would have to do"),
         (
             layout.zero_stage == 1 and layout.sharded_over not in (1, layout.dp),
             "it shards states over some of the GPUs",

@@ -25,6 +25,10 @@ class AbstractBatch(abc.ABC):
         for begin in range(0, self.num_examples, size):
             yield begin, min(self.num_examples, begin + size)
 
+    def own_parts(self, num_parts: int) -> Iterator[tuple[int, int]]:
+        """Those that are run here: all, but of a batch that is divided over ranks."""
+        return self.parts(num_parts)
+
     def tensors(self) -> list[torch.Tensor]:
         """The tensors that are split."""
         found: list[torch.Tensor] = []

@@ -17,10 +17,11 @@ from tightfit.techniques.micro_batches.loss_means import DecidedEnough, Decision
 
 
 class DecidesOtherwise(Exception):
-    """One part has decided otherwise than another: `number` is that of the first decision in which they differ."""
+    """One part has decided otherwise than another, whose decisions are these: `number` is that of the first one in which they differ."""
 
     def __init__(self, one: Sequence[Any], other: Sequence[Any]) -> None:
         super().__init__()
+        self.decisions = one
         pairs = enumerate(zip(one, other, strict=False))
         self.number = next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
 

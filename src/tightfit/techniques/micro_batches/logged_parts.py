@@ -63,8 +63,14 @@ class LoggedParts:
     def muted(self) -> Iterator[None]:
         """Ignores the module's logs for a block."""
         self._is_muted = True
-        yield
-        self._is_muted = False
+        try:
+            yield
+        finally:
+            self._is_muted = False
+
+    def forget(self) -> None:
+        """Drops what was logged since the step began."""
+        self._by_name, self._new = {}, []
 
     def end_part(self, loss: Any, num_examples: int) -> None:
         """Assigns the values logged since the last part to a part with this loss and number of examples."""

@@ -8,7 +8,7 @@ import contextlib
 import copy
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch.autograd import backward  # torch's own, whatever the program puts in its place later
@@ -43,6 +43,20 @@ WRAPPERS = frozenset({"OptimizedModule", "DataParallel", "DistributedDataParalle
 """Modules that do their own work around the forward and the backward pass of the one inside."""
 
 Forward = Callable[..., Any]
+
+
+class PartsElsewhere(Protocol):
+    """The parts of the batch that other processes run."""
+
+    def first_other(self, decisions: Sequence[Any], number: int | None) -> int | None:
+        """The number of the first decision that is not the same in all parts, of which `number` is known here, or -1 where it is not known which; None where all are."""
+        ...
+
+    def combine(self, sums: Sums, outputs: Outputs, parameters: Sequence[torch.Tensor]) -> None:
+        """Adds theirs."""
+        ...
+
+
 # Two orders of summation differ by less than this; a loss that parts of a batch do not make up differs by more.
 _TOLERANCE = {torch.float32: 2e-3, torch.float64: 1e-6}
 _TOLERANCE_OF_HALVES = 2e-2
@@ -52,7 +66,7 @@ class SplitForward:
     """The wrapper around a root's forward; at most `num_parts` parts, `allows_randomness` as in `LossWatch`. `counted` is called once per part.
 
     `batch_of` makes the batch from the arguments, `scaled` is the scaling of the `GradScaler` that scales the loss outside. Proofs and comparisons
-    run inside of `unseen()`. `of_loop` are attributes of the model that the training loop sets for itself. `refuse` makes the error to raise; `check_steps` batches are compared by value. It refers to the model weakly, and a
+    run inside of `unseen()`. `forget` is called where parts that have run are run once more. `of_loop` are attributes of the model that the training loop sets for itself. `refuse` makes the error to raise; `check_steps` batches are compared by value. It refers to the model weakly, and a
     copy of the model gets a copy of it.
     """
 
@@ -68,8 +82,10 @@ class SplitForward:
         batch_of: Callable[[Sequence[Any], Mapping[str, Any]], AbstractBatch] | None = None,
         scaled: Callable[[torch.Tensor], torch.Tensor] | None = None,
         unseen: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        forget: Callable[[], None] = lambda: None,
         of_loop: Collection[str] = (),
         notes: list[str] | None = None,
+        elsewhere: PartsElsewhere | None = None,
     ) -> None:
         self._model = weakref.ref(model)
         self._num_parts = num_parts
@@ -79,6 +95,8 @@ class SplitForward:
         self._check_steps = check_steps
         self._batch_of = batch_of or Batch
         self._scaled = scaled
+        self._forget = forget
+        self._elsewhere = elsewhere
         self._unseen = unseen
         self._proofs = BatchProofs(
             model,
@@ -156,6 +174,9 @@ class SplitForward:
                 )
             is_checked = checks_before > self._checks_left or (checks_before == 0 and self._checks_left > 0)
             sums.gradients = [p.grad for p in aside.parameters]
+            if self._elsewhere is not None:
+                self._elsewhere.combine(sums, outputs, aside.parameters)
+                _refuse_other_shares(sums, self._refuse)
         sums.refuse = self._refuse
         self._runs_again |= sums.saved.runs_again
         sums.unchanged = Unchanged(aside.parameters, batch.tensors(), sums.saved, has_checksum=is_checked)
@@ -176,12 +197,19 @@ class SplitForward:
         """All parts; where they decide otherwise than each other, once more, led by what the whole decides."""
         led: tuple[Decision, ...] = ()
         while True:
+            number: int | None = None
             try:
-                return self._run(forward, batch, aside, led)
+                sums, outputs, decisions = self._run(forward, batch, aside, led)
             except DecidesOtherwise as error:
-                number = error.number
+                sums = outputs = None
+                decisions, number = error.decisions, error.number
+            if self._elsewhere is not None:
+                number = self._elsewhere.first_other(decisions, number)
+            if number is None and sums is not None and outputs is not None:
+                return sums, outputs
             aside.forget()
-            found = self._proofs.decisions_of_whole(forward, batch, number)
+            self._forget()
+            found = None if number is None or number < 0 else self._proofs.decisions_of_whole(forward, batch, number)
             if found is None or len(found) <= len(led):
                 raise self._refuse(
                     "the model decides by values of the batch, and does so otherwise for one part of it than for another; leave micro_batches out"
@@ -190,14 +218,15 @@ class SplitForward:
 
     def _run(
         self, forward: Forward, batch: AbstractBatch, aside: "_GradientsAside", led: Sequence[Decision]
-    ) -> tuple[Sums, Outputs]:
+    ) -> tuple[Sums, Outputs, Sequence[Any]]:
+        """The parts that are run here, and what each of them has decided."""
         one, num_modules = torch.ones((), device=batch.device), sum(1 for _ in self.model.modules())
         spends(HostWork.MICRO_BATCHED_MODULE, num_modules)
         sums, outputs = Sums(1.0 if self._scaled is None else self._scaled(one)), Outputs(refuse=self._refuse)
         parts = list(batch.parts(self._num_parts))
         proved = self._proofs.of(batch, parts)
         decisions: list[Any] | None = None
-        for begin, end in parts:
+        for number, (begin, end) in enumerate(batch.own_parts(self._num_parts)):
             args, kwargs = batch.part(begin, end)
             spends(HostWork.MODULE_IN_PART, num_modules)
             watch = LossWatch(end - begin, allows_randomness=self._allows_randomness, led=led)
@@ -235,7 +264,7 @@ class SplitForward:
                 # has left behind is part of the proof.
                 with looking(self._refuse):
                     proved = self._proofs.prove(
-                        forward, batch, parts, decided, values, shape, may_leave=not begin, led=led
+                        forward, batch, parts, decided, values, shape, may_leave=not number, led=led
                     )
                 self._checks_left = self._check_steps
             outputs.add(output, end - begin, loss_key, proved.joined)
@@ -243,17 +272,13 @@ class SplitForward:
             del output, watch
             self._run_backward(loss, weight, sums, batch, aside)
             del loss
-            if self._checks_left and _has_pairs(batch, aside) and (not begin or is_other_way):
+            if self._checks_left and _has_pairs(batch, aside) and (not number or is_other_way):
                 self._checks_left -= 1
                 with looking(self._refuse), self._unseen(), paused(), nothing_hidden(self.model):
                     self._check(forward, batch, proved.means, led)
             self._is_checked = True
-        if not sums.are_shares_equal():
-            raise self._refuse(
-                "the loss adds up means over other numbers of terms (targets that are ignored), of which one part of the batch has another share "
-                "than of the rest; leave micro_batches out"
-            )
-        return sums, outputs
+        _refuse_other_shares(sums, self._refuse)
+        return sums, outputs, decisions or ()
 
     def _run_backward(
         self, loss: torch.Tensor, weight: torch.Tensor, sums: Sums, batch: AbstractBatch, aside: "_GradientsAside"
@@ -320,6 +345,14 @@ class SplitForward:
                 f"two examples together have the loss {together.item():.6g} and one by one {apart.item():.6g}: it depends on what else is in "
                 "the batch; leave micro_batches out"
             )
+
+
+def _refuse_other_shares(sums: Sums, refuse: Refuse) -> None:
+    if not sums.are_shares_equal():
+        raise refuse(
+            "the loss adds up means over other numbers of terms (targets that are ignored), of which one part of the batch has another share "
+            "than of the rest; leave micro_batches out"
+        )
 
 
 def _reads_if(is_new: bool) -> contextlib.AbstractContextManager[Reads | None]:

@@ -1,7 +1,7 @@
 """Combines the outputs of micro-batches: the loss of the whole batch, whose gradients are computed already, and small other outputs."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Never
 
 import torch
@@ -32,6 +32,7 @@ class Sums:
         self.loss_scale = loss_scale
         self.gradients: list[torch.Tensor | None] = []
         self.refuse: Refuse = ApplyError
+        self.before_backward: Callable[[torch.Tensor | None], None] | None = None
         self.unchanged: Unchanged | None = None
         self.beside: WrittenPast | None = None
         self.saved = SavedByParts()
@@ -82,6 +83,23 @@ class Sums:
         # `loss * 0` would be NaN where all targets of a part are ignored.
         self._losses.append(torch.where(weight > 0, loss * weight, 0.0))
         self._weights.append(weight)
+
+    def combine(self, of_each: Callable[[torch.Tensor], list[torch.Tensor]]) -> float:
+        """Adds what other processes have: `of_each` gives a tensor of each, in their order. Returns the factor for the gradients of the parts here: all are in units of the first one's then."""
+        loss, dtype = torch.stack(self._losses).sum(), self._losses[0].dtype
+        is_rounded = any(isinstance(c, torch.Tensor) and c.is_floating_point() for c in (self._counts or [[]])[0])
+        counts = [sum(float(c) for c in column) for column in zip(*self._counts, strict=True)]
+        own = torch.tensor([float(loss), float(self._total()), self._unit, *counts], dtype=torch.float64)
+        rows = [row.tolist() for row in of_each(own)]
+        unit, self._unit = self._unit, int(rows[0][2])
+        units = [row[2] / self._unit for row in rows]
+        self._losses = [loss.new_tensor(row[0] * each, dtype=dtype) for row, each in zip(rows, units, strict=True)]
+        self._weights = [loss.new_tensor(row[1] * each, dtype=dtype) for row, each in zip(rows, units, strict=True)]
+        if counts:
+            self._counts = [
+                [torch.tensor(c, dtype=torch.float64) if is_rounded else round(c) for c in row[3:]] for row in rows
+            ]
+        return unit / self._unit
 
     def loss(self) -> torch.Tensor:
         """The loss of the whole batch."""
@@ -138,6 +156,20 @@ class Outputs:
                 self.values.setdefault(key, []).append(value.detach())
                 self.num_bytes += value.numel() * value.element_size()
             if not can_join or self.num_bytes > SMALL_OUTPUT_BYTES:
+                self.absent.add(key)
+                self.values.pop(key, None)
+
+    def combine(
+        self, gathered: Callable[[torch.Tensor], torch.Tensor], of_each: Callable[[torch.Tensor], list[torch.Tensor]]
+    ) -> None:
+        """Puts the rows of other processes beside those of this one: `gathered` gives the rows of all. What is left out in one is in all."""
+        others = [key for key in self.keys if key != self.loss_key]
+        flags = torch.tensor([key in self.values for key in others] or [False])
+        is_there = torch.stack(of_each(flags)).all(0).tolist()
+        for key, each in zip(others, is_there, strict=False):
+            if each:
+                self.values[key] = [gathered(torch.cat(self.values[key]))]
+            else:
                 self.absent.add(key)
                 self.values.pop(key, None)
 
@@ -234,6 +266,8 @@ class _Joined(torch.autograd.Function):
     @first_order("micro_batches")
     def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> Any:  # pyrefly: ignore[bad-override]
         (gradient,) = grad_outputs
+        if ctx.sums is not None and ctx.sums.before_backward is not None:
+            ctx.sums.before_backward(gradient)
         # The gradients are returned once: a second pass would scale them again.
         if ctx.casts == [False] and any(
             g is not None and torch.is_autocast_enabled(g.device.type) for g in grad_outputs

@@ -79,7 +79,9 @@ class _TrainingStep:
         self._module = module
         self._step = module.training_step
         self._logged = logged = LoggedParts(module)
-        self._split = splits(module, unseen=lambda: _unseen(module, logged), of_loop=_OF_LIGHTNING)
+        self._split = splits(
+            module, unseen=lambda: _unseen(module, logged), forget=logged.forget, of_loop=_OF_LIGHTNING
+        )
         functools.update_wrapper(self, self._step, updated=())
 
     def __call__(self, batch: Any, *rest: Any, **kwargs: Any) -> Any:
@@ -180,17 +182,20 @@ def _called(function: Step, *args: Any, **kwargs: Any) -> Any:
 def _unseen(module: torch.nn.Module, logged: LoggedParts) -> Iterator[None]:
     """Runs a block without side effects on the module: nothing is logged, no metric updated, no list grown."""
     kept = [(owner, _plain_state(vars(owner))) for owner in module.modules()]
-    with logged.muted():
-        yield
-    for owner, state in kept:
-        own = vars(owner)
-        for name, (value, content) in state.items():
-            if isinstance(value, list):
-                value[:] = content
-            elif isinstance(value, dict):
-                value.clear()
-                value.update(content)
-            own[name] = content if isinstance(value, torch.Tensor) else value
+    try:
+        # A run for its decisions alone ends in the middle.
+        with logged.muted():
+            yield
+    finally:
+        for owner, state in kept:
+            own = vars(owner)
+            for name, (value, content) in state.items():
+                if isinstance(value, list):
+                    value[:] = content
+                elif isinstance(value, dict):
+                    value.clear()
+                    value.update(content)
+                own[name] = content if isinstance(value, torch.Tensor) else value
 
 
 def _plain_state(attributes: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
