@@ -59,9 +59,8 @@ def _rows_of(ladder: Ladder) -> Iterator[dict[str, Any]]:
             new = _offered(plain, rung.technique, rung.takes)
             taken = [option for option in taken if not _conflicts(option, new)] + new
         estimate = estimate_peak(_traced(ladder, taken), plain.device)
-        ours = _Figures(
-            gib=estimate.peak.reserved_bytes / GIB, items_per_second=ladder.items_per_step / estimate.seconds_per_step
-        )
+        peak = estimate.peak.allocated_bytes if ladder.is_allocated else estimate.peak.reserved_bytes
+        ours = _Figures(gib=peak / GIB, items_per_second=ladder.items_per_step / estimate.seconds_per_step)
         theirs = _Figures(gib=rung.gib, items_per_second=rung.items_per_second)
         row: dict[str, Any] = {
             "ladder": ladder.name,

@@ -36,6 +36,8 @@ class Ladder:
     rungs: tuple[Rung, ...]
     base: tuple[tuple[str, Callable[[Option], bool]], ...] = ()
     is_compiled: bool = False
+    is_allocated: bool = False
+    """Whether its GiB are what tensors held, and not what torch had reserved."""
 
 
 def _is_whole_block(option: Option) -> bool:
@@ -50,9 +52,11 @@ def _has_bits(bits: int) -> Callable[[Option], bool]:
     )
 
 
-# As torchtune has it; prime-rl's chunks are not described.
-_CHUNKED = ("chunked_loss", lambda option: option.settings["num_chunks"] == 8)
 _CHECKPOINTED = ("checkpointing", _is_whole_block)
+
+
+def _chunked(num_chunks: int) -> tuple[str, Callable[[Option], bool]]:
+    return "chunked_loss", lambda option: option.settings["num_chunks"] == num_chunks
 
 
 def _offloads(
@@ -66,7 +70,8 @@ def _offloads(
         workload="decoder",
         parameters={"name": model, "batch_size": 1, "num_tokens": num_tokens, "lora_rank": rank},
         items_per_step=num_tokens,
-        base=(_CHUNKED, _CHECKPOINTED),
+        # Its chunks are not described: as many as torchtune's.
+        base=(_chunked(8), _CHECKPOINTED),
         rungs=(
             Rung(name="recomputation", gib=before[0], items_per_second=before[1]),
             Rung(
@@ -89,7 +94,7 @@ LADDERS = (
         is_compiled=True,
         rungs=(
             Rung(name="compiled", gib=51.0, items_per_second=8998),
-            Rung(name="+ chunked cross entropy", gib=42.9, items_per_second=9174, technique="chunked_loss", takes=_CHUNKED[1]),
+            Rung(name="+ chunked cross entropy", gib=42.9, items_per_second=9174, technique="chunked_loss", takes=_chunked(8)[1]),
             Rung(
                 name="+ checkpointing", gib=24.9, items_per_second=7210, technique="checkpointing", takes=_is_whole_block
             ),
@@ -109,6 +114,7 @@ LADDERS = (
     ),
     Ladder(
         name="torchao, ViT-H",
+        is_allocated=True,
         source="torchao's optim/README at 36027d8, batch 8",
         card="RTX 4070 Ti SUPER",
         workload="vit_huge",
@@ -124,6 +130,7 @@ LADDERS = (
     Ladder(
         name="torchao, Llama-2-7B",
         # Alpaca's examples are not packed; 2 x 256 tokens are assumed.
+        is_allocated=True,
         source="torchao's optim/README at 36027d8, torchtune's default on Alpaca",
         card="A100 80GB",
         workload="decoder",
@@ -138,6 +145,7 @@ LADDERS = (
     ),
     Ladder(
         name="torchao, ViT-g",
+        is_allocated=True,
         source="torchao's optim/README at 36027d8, batch 32, blocks checkpointed",
         card="RTX 4070 Ti SUPER",
         workload="vit_giant",

@@ -110,6 +110,17 @@ def test_a_changed_plan_says_nothing_of_python(tmp_path: Path, name: str, value:
         Plan.from_json(written)
 
 
+def test_a_plan_without_its_choices_promises_nothing_less() -> None:
+    written = json.loads(json.dumps(a_plan().to_json())) | {"choices": []}
+    written["baseline"]["peak"]["device_bytes"] = written["peak"]["device_bytes"] + 1
+    with pytest.raises(
+        PlanError, match="this plan was changed: it has no choices, and a lower peak than the plain run"
+    ):
+        Plan.from_json(written)
+    written["baseline"]["peak"]["device_bytes"] -= 1
+    assert Plan.from_json(written).choices == ()
+
+
 @pytest.mark.parametrize(
     ("where", "value"),
     [

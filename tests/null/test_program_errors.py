@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from tightfit.capture import trace
 from tightfit.capture.child_process.child import line_that_says_most
+from tightfit.capture.processes.fork_server import NOT_CLOSED_IN
 from tightfit.errors.package_folders import package_folders
 from tightfit.errors.program_errors import one_line
 
@@ -75,3 +77,15 @@ def test_packages_are_found_wherever_the_path_has_them(tmp_path: Path, monkeypat
 )
 def test_the_error_that_a_program_printed_is_told(printed: str, said: str) -> None:
     assert line_that_says_most(printed.splitlines()) == said
+
+
+def test_a_full_folder_for_temporary_files_is_told_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "\nOSError: [Errno 28] No space left on device"
+    monkeypatch.setattr(trace, "_is_full", lambda folder: True)
+    assert "set TMPDIR to a folder with room" in trace._death("train.py", NOT_CLOSED_IN, said)
+    assert "TIGHTFIT_CONTAINMENT=python" in trace._death(
+        "train.py", NOT_CLOSED_IN, "OSError: [Errno 1] Operation not permitted"
+    )
+    # Of too many namespaces the kernel says the same.
+    monkeypatch.setattr(trace, "_is_full", lambda folder: False)
+    assert "TIGHTFIT_CONTAINMENT=python" in trace._death("train.py", NOT_CLOSED_IN, said)

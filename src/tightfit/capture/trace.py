@@ -5,7 +5,10 @@ comes to no step is ended too.
 """
 
 import dataclasses
+import errno
 import json
+import os
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -31,6 +34,8 @@ from tightfit.tape import Assumption, Coverage, Tape
 from tightfit.tape.verify import verify_tape
 
 _SECONDS_BETWEEN_LOOKS = 0.25
+_MIN_FREE_BYTES = 1 << 20
+"""With less in the folder for temporary files, that it is full is what kept a program from being closed in."""
 _programs_with_threads: set[str] = set()
 """Targets that were seen to use the GPU in threads of their own; a plan traces the same one several times."""
 _programs_with_other_batches: set[str] = set()
@@ -266,14 +271,19 @@ def no_step(label: str, said: str, timeout_seconds: float, *, takes_turns: bool 
     return f"{label}: no step ended within {timeout_seconds:g} s{where}; if it only needs longer, give it more with --timeout SECONDS"
 
 
+def _is_full(folder: str) -> bool:
+    return shutil.disk_usage(folder).free < _MIN_FREE_BYTES
+
+
 def _death(label: str, code: int, said: str) -> str:
-    if code == NOT_CLOSED_IN:
-        why = said.strip().rpartition("\n")[2] or "see above"
-        return f"{label} could not be closed in on this machine ({why}); set TIGHTFIT_CONTAINMENT=python, or give --allow-writes and --allow-network"
-    if code == NO_ROOM:
-        why = said.strip().rpartition("\n")[2] or "it is full"
+    why = said.strip().rpartition("\n")[2]
+    # The kernel says the same of too many namespaces.
+    is_full = os.strerror(errno.ENOSPC) in why and _is_full(tempfile.gettempdir())
+    if code == NOT_CLOSED_IN and not is_full:
+        return f"{label} could not be closed in on this machine ({why or 'see above'}); set TIGHTFIT_CONTAINMENT=python, or give --allow-writes and --allow-network"
+    if code in {NO_ROOM, NOT_CLOSED_IN}:
         return (
-            f"what {label} did could not be written to the folder for temporary files, {tempfile.gettempdir()} ({why}); "
+            f"what {label} did could not be written to the folder for temporary files, {tempfile.gettempdir()} ({why or 'it is full'}); "
             "set TMPDIR to a folder with room, also for what the program writes"
         )
     reason = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

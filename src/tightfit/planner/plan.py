@@ -193,6 +193,8 @@ class Plan:
             for run in (plan.run, plan.baseline):
                 _check(run)
                 _check(run.peak)
+            if not plan.choices and plan.run.peak.device_bytes < plan.baseline.peak.device_bytes:
+                raise _OtherForm("it has no choices, and a lower peak than the plain run")
         except KeyError as error:
             raise PlanError(f"this plan lacks {error}; make it again with tightfit plan -o FILE") from error
         except _OtherForm as error:

@@ -1,6 +1,6 @@
 """Block-wise codes by Triton kernels of ours, which torch's wheels for Linux bring what is needed for: the same codes and scales as `BlockCodec`, in one pass each.
 
-Before they are used their codes, scales and restored numbers are compared with those of torch's operators on the card that they run on, bit for bit; where they
+Before they are used for a type of numbers their codes, scales and restored numbers are compared with those of torch's operators on the card that they run on, bit for bit; where they
 differ or do not compile, torch's operators are taken, and it is said. On the virtual GPU each is one operator.
 """
 
@@ -26,7 +26,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @final
 class KernelCodec(AbstractCodec):
-    """Codes of `bits` bits for tensors on the device of `beside`. `tell` is called with a note where torch's operators have to do."""
+    """Codes of `bits` bits, for a model of which `beside` is a parameter. `tell` is called with a note where torch's operators have to do."""
 
     def __init__(self, bits: Bits, beside: torch.Tensor, tell: Callable[[str], None]) -> None:
         self._bits: Bits = bits
@@ -35,7 +35,8 @@ class KernelCodec(AbstractCodec):
         self._is_virtual = isinstance(beside, FakeTensor)
         if self._is_virtual:
             _define_operators()
-        self._works = self._is_virtual or (beside.is_cuda and self._is_tried_out(beside.device, tell))
+        self._tell = tell
+        self._tried_out: dict[tuple[torch.device, torch.dtype], bool] = {}
 
     def takes(self, name: str, shape: torch.Size) -> bool:
         return is_coded_in_blocks(name, shape)
@@ -61,7 +62,13 @@ class KernelCodec(AbstractCodec):
         return self._plain.num_bytes(shape, dtype)
 
     def _has_kernels_for(self, device: torch.device, dtype: torch.dtype) -> bool:
-        return self._works and device.type == "cuda" and dtype in _DTYPES
+        if device.type != "cuda" or dtype not in _DTYPES:
+            return False
+        if self._is_virtual:
+            return True
+        if (device, dtype) not in self._tried_out:
+            self._tried_out[device, dtype] = self._is_tried_out(device, dtype)
+        return self._tried_out[device, dtype]
 
     def _encoded(self, flat: torch.Tensor, borders: torch.Tensor) -> Encoded:
         from tightfit.techniques.optimizer.states import block_kernels
@@ -79,37 +86,38 @@ class KernelCodec(AbstractCodec):
             block_kernels.decode(encoded.main, encoded.rest, table, whole.view(-1))
         return whole
 
-    def _is_tried_out(self, device: torch.device, tell: Callable[[str], None]) -> bool:
+    def _is_tried_out(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Tells why not, if not."""
         try:
-            differing = next(iter(self._differences(device)), "")
-        except Exception as error:  # noqa: BLE001 - whatever Triton, its compiler or the driver say; nothing of the program has run
+            differing = "" if self._are_alike(device, dtype) else f"they code {dtype} otherwise"
+        except Exception as error:  # noqa: BLE001 - whatever Triton, its compiler or the driver say; nothing of the program is in it
             lines = str(error).strip().splitlines()
             differing = f"{type(error).__name__}{': ' + lines[0][:200] if lines else ''}"
         if differing:
-            tell(
+            self._tell(
                 f"optimizer states are coded by torch's operators, which takes longer than planned and some memory more: kernels for it cannot be used here ({differing})"
             )
         return not differing
 
-    def _differences(self, device: torch.device) -> list[str]:
-        """Of all kinds of states, types and blocks (zeros, one that is not full, NaN, infinity), those that the kernels code or restore otherwise."""
+    def _are_alike(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether kernels and operators code and restore all kinds of blocks alike: zeros, NaN, infinity, all decades, and one that is not full."""
         size = BLOCK_SIZE[self._bits]
-        # To the fifth power, so that all decades of the table occur.
-        numbers = torch.linspace(-1, 1, 40 * size + 3, device=device, dtype=torch.float32).pow(5)
-        numbers[size : 2 * size] = 0
-        numbers[3 * size], numbers[5 * size + 1] = float("nan"), float("inf")
-        found = []
-        for name, values in (("exp_avg", numbers), ("exp_avg_sq", numbers.abs())):
-            for dtype in _DTYPES:
-                value = values.to(dtype)
+        for more in (0, 3):  # Triton compiles anew for a number that 16 does not divide
+            # To the fifth power, so that all decades of the table occur.
+            numbers = torch.linspace(-1, 1, 40 * size + more, device=device, dtype=torch.float32).pow(5)
+            numbers[size : 2 * size] = 0
+            numbers[3 * size], numbers[5 * size + 1] = float("nan"), float("inf")
+            for name, values in (("exp_avg", numbers), ("exp_avg_sq", numbers.abs())):
+                value, table = values.to(dtype), self._tables.table(name, device)
                 expected = self._plain.encode(name, value)
                 coded = self._encoded(value, self._tables.borders(name, device))
-                restored = self._decoded(expected, self._tables.table(name, device), value.shape, dtype)
+                restored = self._decoded(expected, table, value.shape, dtype)
                 plain = self._plain.decode(name, expected, value.shape, dtype)
-                are_alike = torch.equal(coded.main, expected.main) and _are_same(coded.rest, expected.rest)
-                if not (are_alike and _are_same(restored, plain)):
-                    found.append(f"they code {dtype} otherwise")
-        return found
+                if not torch.equal(coded.main, expected.main):
+                    return False
+                if not (_are_same(coded.rest, expected.rest) and _are_same(restored, plain)):
+                    return False
+        return True
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
