@@ -17,8 +17,7 @@ def diff(a: str, b: str, /, *, device: str | None = None, json: bool = False, tr
     b
         The other run; where B has more than A, the change has a plus.
     device
-        The GPU for a run that is not a recording. Default: the one that it was traced for, or the GPU of this machine.
-        Of a recording with several GPUs: the one to show, such as cuda:1; by default the one that ran out of memory.
+        The GPU for a run that is not a recording. Default: the one that it was traced for, or the GPU of this machine. Of a recording with several GPUs: the one to show, such as cuda:1; by default the one that ran out of memory.
     json
         Print one JSON object.
     """

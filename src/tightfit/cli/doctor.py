@@ -29,11 +29,9 @@ def doctor(
     Parameters
     ----------
     target
-        A recording (torch.cuda.memory._dump_snapshot); a trace that estimate --save-tape wrote; or a script (its own arguments after --),
-        a generator function or a Hugging Face config, as estimate takes it, which is traced first; growth needs at least 3 steps.
+        A recording (torch.cuda.memory._dump_snapshot); a trace that estimate --save-tape wrote; or a script (its own arguments after --), a generator function or a Hugging Face config, as estimate takes it, which is traced first; growth needs at least 3 steps.
     device
-        The GPU for a run that is not a recording. Default: the one that it was traced for, or the GPU of this machine.
-        Of a recording with several GPUs: the one to show, such as cuda:1; by default the one that ran out of memory.
+        The GPU for a run that is not a recording. Default: the one that it was traced for, or the GPU of this machine. Of a recording with several GPUs: the one to show, such as cuda:1; by default the one that ran out of memory.
     parameter
         NAME=VALUE, a keyword argument of the generator function; repeatable.
     alloc_conf

@@ -65,15 +65,13 @@ def estimate(
     Parameters
     ----------
     target
-        A script, or package.module as python -m runs it (its own arguments after --); FILE.py:FUNCTION or package.module:FUNCTION,
-        a generator function that yields once per step; a Hugging Face config.json, its folder or a model type; or a trace that --save-tape wrote.
+        A script, or package.module as python -m runs it (its own arguments after --); FILE.py:FUNCTION or package.module:FUNCTION, a generator function that yields once per step; a Hugging Face config.json, its folder or a model type; or a trace that --save-tape wrote.
     device
         A GPU by name ("4090", "a100-80gb") or its TOML file; repeat it to compare several. Default: the GPU of this machine.
     parameter
         NAME=VALUE, a keyword argument of the generator function; repeatable.
     sweep
-        NAME=VALUE,VALUE: a row for each value, and for each combination where several are given. NAME is a parameter of the generator function, an
-        option of the script (batch_size stands for --batch-size) or of a Hugging Face config. The exit code is the worst row's.
+        NAME=VALUE,VALUE: a row for each value, and for each combination where several are given. NAME is a parameter of the generator function, an option of the script (batch_size stands for --batch-size) or of a Hugging Face config. The exit code is the worst row's.
     margin
         Which end of the peak's range has to fit: safe (the upper end), likely (the likely peak; if not given) or 0 (the lower end).
     json

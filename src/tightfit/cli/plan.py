@@ -45,13 +45,11 @@ class Bounds:
     host
         Host memory that techniques may use, page-locked, such as 32GiB. If not given, nothing is moved to the host.
     disk
-        Disk space that techniques may use, such as 200GiB; they move it through buffers in host memory, for which --host is needed too. If not given,
-        nothing is moved to disk.
+        Disk space that techniques may use, such as 200GiB; they move it through buffers in host memory, for which --host is needed too. If not given, nothing is moved to disk.
     allow
         A technique that changes results but may be used, or lossy for all of them; repeatable.
     without
-        A technique to leave out, or TECHNIQUE@MODULE[,MODULE...] to leave it out of some modules, such as checkpointing@GPT.h.3 or
-        tiled_tokens@GPT.h.*; repeatable.
+        A technique to leave out, or TECHNIQUE@MODULE[,MODULE...] to leave it out of some modules, such as checkpointing@GPT.h.3 or tiled_tokens@GPT.h.*; repeatable.
     margin
         Which end of a peak's range has to fit: safe (the upper end; if not given), likely (the likely peak) or 0 (the lower end).
     """
@@ -99,8 +97,7 @@ def plan(
     parameter
         NAME=VALUE, a keyword argument of the generator function; repeatable.
     search
-        Find the largest batch size: the name of the parameter of the generator function, or of the script's option, that sets it (batch_size).
-        The answer has the largest size that fits without changes, the largest with techniques, and the fastest.
+        Find the largest batch size: the name of the parameter of the generator function, or of the script's option, that sets it (batch_size). The answer has the largest size that fits without changes, the largest with techniques, and the fastest.
     ladder
         Make so many plans, from the fastest to the one that holds least, for tightfit run --guard: with -o plan.json the files plan-1.json and so on.
     output

@@ -51,16 +51,13 @@ def report(
     Parameters
     ----------
     target
-        A recording (torch.cuda.memory._dump_snapshot), a trace that estimate --save-tape wrote, a plan that plan -o wrote, or
-        anything that estimate takes.
+        A recording (torch.cuda.memory._dump_snapshot), a trace that estimate --save-tape wrote, a plan that plan -o wrote, or anything that estimate takes.
     form
-        html: a page that needs no network; perfetto: counter tracks for ui.perfetto.dev; json: the figures; text: as printed by estimate or replay; or
-        a form that an installed package brings.
+        html: a page that needs no network; perfetto: counter tracks for ui.perfetto.dev; json: the figures; text: as printed by estimate or replay; or a form that an installed package brings.
     output
         The file to write. Default: the name of the target with another ending; json and text go to stdout.
     device
-        A GPU by name or TOML file, that of the run first; repeat it to compare several. With fewer than two, common GPUs are added.
-        cuda:1 is the GPU of a recording to show, by default the one that ran out of memory.
+        A GPU by name or TOML file, that of the run first; repeat it to compare several. With fewer than two, common GPUs are added. cuda:1 is the GPU of a recording to show, by default the one that ran out of memory.
     parameter
         NAME=VALUE, a keyword argument of the generator function; repeatable.
     alloc_conf

@@ -5,7 +5,7 @@ import io
 from typing import Any
 
 import torch
-from tests.attacks.models import Net, sgd, tokens
+from tests.attacks.models import Net, adamw, sgd, tokens, train
 from tests.attacks.places import EXACT
 from tests.attacks.registry import attack
 from tests.attacks.trial import Trial
@@ -176,3 +176,18 @@ def block_copied_within_forward(t: Trial) -> None:
         optimizer.step()
         t.note("loss", loss)
         t.end_step()
+
+
+@attack(
+    "gradients", "moments are scaled through what state_dict() returns, which nobody keeps, after step 4", only=EXACT
+)
+def moments_through_dropped_dict(t: Trial) -> None:
+    model = Net()
+    optimizer = adamw(model)
+
+    def after(step: int) -> None:
+        if step == 3:
+            for state in optimizer.state_dict()["state"].values():
+                state["exp_avg"].mul_(0.1)
+
+    train(t, model, optimizer, num_steps=6, after=after)

@@ -28,8 +28,7 @@ class Cards:
     Parameters
     ----------
     gpus
-        Find the fastest layout over this many GPUs of the same kind (data, tensor, pipeline and context parallelism, sharding, micro-batches, recomputation),
-        or over several numbers of them: 8..512 (doubled each time) or 8,24,64.
+        Find the fastest layout over this many GPUs of the same kind (data, tensor, pipeline and context parallelism, sharding, micro-batches, recomputation), or over several numbers of them: 8..512 (doubled each time) or 8,24,64.
     nodes
         How many nodes these are in. Default: as many as their kind needs.
     node
@@ -37,8 +36,7 @@ class Cards:
     global_batch
         Examples in a step of all cards together. Default: the program's own.
     export
-        Print the layout as a file for torchtitan, accelerate, deepspeed, megatron, torchrun, slurm, kubernetes or tightfit (tightfit run --gpus --plan), or
-        write it with --output. Only layouts that this tool runs are considered.
+        Print the layout as a file for torchtitan, accelerate, deepspeed, megatron, torchrun, slurm, kubernetes or tightfit (tightfit run --gpus --plan), or write it with --output. Only layouts that this tool runs are considered.
     price
         What a GPU costs in an hour (2.5), or a TOML file with the prices of nodes or GPUs; the answer has the tokens for the money.
     total

@@ -31,8 +31,7 @@ class Ranks:
     Parameters
     ----------
     gpus
-        Run the script as so many processes, one per GPU, and divide each of its batches over them. --plan is then what tightfit plan --gpus --export tightfit has written; by default optimizer states
-        are on each GPU.
+        Run the script as so many processes, one per GPU, and divide each of its batches over them. --plan is then what tightfit plan --gpus --export tightfit has written; by default all states are on each GPU.
     on
         gpu, or cpu for processes on this machine without GPUs, to try it.
     """

@@ -17,12 +17,15 @@ class CheckpointCopies:
 
     def __init__(self) -> None:
         self._copies: list[tuple[weakref.ref[torch.Tensor], int]] = []
+        # Up to the next update: the program may write to a copy and drop it, as it drops a state that it was given.
+        self._kept: list[torch.Tensor] = []
 
     def __bool__(self) -> bool:
         return any(True for _ in self._alive())
 
     def add(self, copied: torch.Tensor) -> None:
         """One more, which is the state now."""
+        self._kept.append(copied)
         self._copies.append((weakref.ref(copied), copied._version))
 
     def refresh(self, whole: torch.Tensor) -> None:
@@ -33,6 +36,7 @@ class CheckpointCopies:
             with torch.no_grad():
                 copied.copy_(whole)
             self.add(copied)
+        self._kept.clear()
 
     def written(self, whole: torch.Tensor, *, is_exact: bool) -> torch.Tensor | None:
         """The first of them that the program has written to since it was the state, which is `whole`."""
