@@ -186,7 +186,7 @@ def test_a_script_without_a_model_is_told_so_where_nothing_was_planned(capfd: py
         (["--plan", "train.py", "train.py"], 3, "train.py is not a plan"),
         (["--plan", "other.json", "train.py"], 3, "other.json: this is no plan; make one with tightfit plan -o FILE"),
         (["--plan", "lacking.json", "train.py"], 3, "lacking.json: this plan lacks 'baseline'; make it again"),
-        (["--plan", "unknown.json", "train.py"], 3, "there is no technique 'magic'; there are "),
+        (["--plan", "unknown.json", "train.py"], 3, "unknown.json: there is no technique 'magic'; there are "),
         (
             ["--plan", "large.json", "train.py"],
             1,

@@ -9,6 +9,7 @@ from cyclopts import Parameter
 
 from tightfit.capture.targets.target_kinds import Script, parse_script
 from tightfit.cli.arguments.options import CLOSED_IN, SEVERAL, Permissions
+from tightfit.cli.arguments.plan_files import plan_in
 from tightfit.cli.arguments.programs import exit_code_of
 from tightfit.cli.arguments.sizes import Size, budget_on
 from tightfit.cli.arguments.used import used_now
@@ -84,7 +85,7 @@ def run(
             'there is no GPU on this machine to plan for: name one with --device "RTX 4090" (and --virtual to try it here), or give --plan FILE'
         )
     if plan is not None:
-        chosen = Plan.load(plan)
+        chosen = plan_in(plan)
     else:
         others = used_now(used, card or "", is_own=device is None)
         limit = None if budget is None else budget_on(budget, card or "", others)

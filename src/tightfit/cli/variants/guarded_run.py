@@ -12,6 +12,7 @@ from cyclopts import Group, Parameter
 
 from tightfit.capture.targets.target_kinds import Script, run_script
 from tightfit.cli.arguments.options import SEVERAL
+from tightfit.cli.arguments.plan_files import plan_in
 from tightfit.cli.arguments.programs import exit_code_of
 from tightfit.cli.arguments.sizes import Size, with_unit
 from tightfit.cli.shared.local_cards import LocalCard, local_cards
@@ -81,7 +82,7 @@ def run_guarded(
         raise UsageError(f"--post-mortems {guarding.post_mortems}: {error.strerror}") from error
     if budget is not None:
         _limit(with_unit("--budget", budget))
-    plans = [Plan.load(each) for each in ([] if plan is None else [plan]) + list(guarding.fallback)]
+    plans = [plan_in(each) for each in ([] if plan is None else [plan]) + list(guarding.fallback)]
     folder = None if disk_folder is None else str(disk_folder)
     ballast_bytes = 0 if guarding.ballast is None else parse(with_unit("--ballast", guarding.ballast))
     found: list[GuardedScript] = []
