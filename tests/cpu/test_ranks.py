@@ -52,6 +52,7 @@ REFUSED = {
     "error_on_one": "RankLost: another rank has ended",
 }
 
+_TRAINED = "test_it_is_trained_right_or_refused"
 
 LAYOUT = {
     **{"dp": 2, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "zero_stage": 0, "sharded_over": 2, "num_recomputed": 0},
@@ -60,15 +61,22 @@ LAYOUT = {
 
 
 @pytest.fixture(scope="module")
-def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def verdicts(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, str]:
+    """Of the programs whose turn it is."""
     out = tmp_path_factory.mktemp("ranks") / "verdicts.json"
+    tests = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    names = [each.callspec.params["name"] for each in tests if each.originalname == _TRAINED]
     # The ranks of a program wait for each other, which takes a multiple on a machine that is busy.
     forked_python(
-        "-W", "ignore", "-m", "tests.cpu.ranks.driver", str(out), env={"OMP_NUM_THREADS": "1"}, check=True, timeout=600
+        *("-W", "ignore", "-m", "tests.cpu.ranks.driver", str(out), *names),
+        env={"OMP_NUM_THREADS": "1"},
+        check=True,
+        timeout=600,
     )
     return json.loads(out.read_text())
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_it_is_trained_right_or_refused(name: str, verdicts: dict[str, str]) -> None:
     if name in REFUSED:

@@ -89,7 +89,7 @@ class Sums:
         loss, dtype = torch.stack(self._losses).sum(), self._losses[0].dtype
         is_rounded = any(isinstance(c, torch.Tensor) and c.is_floating_point() for c in (self._counts or [[]])[0])
         counts = [sum(float(c) for c in column) for column in zip(*self._counts, strict=True)]
-        own = torch.tensor([float(loss), float(self._total()), self._unit, *counts], dtype=torch.float64)
+        own = torch.tensor([float(loss), float(self._total()), self._unit, *counts], dtype=torch.float64, device="cpu")
         rows = [row.tolist() for row in of_each(own)]
         unit, self._unit = self._unit, int(rows[0][2])
         units = [row[2] / self._unit for row in rows]
@@ -97,7 +97,8 @@ class Sums:
         self._weights = [loss.new_tensor(row[1] * each, dtype=dtype) for row, each in zip(rows, units, strict=True)]
         if counts:
             self._counts = [
-                [torch.tensor(c, dtype=torch.float64) if is_rounded else round(c) for c in row[3:]] for row in rows
+                [torch.tensor(c, dtype=torch.float64, device=loss.device) if is_rounded else round(c) for c in row[3:]]
+                for row in rows
             ]
         return unit / self._unit
 
@@ -164,7 +165,7 @@ class Outputs:
     ) -> None:
         """Puts the rows of other processes beside those of this one: `gathered` gives the rows of all. What is left out in one is in all."""
         others = [key for key in self.keys if key != self.loss_key]
-        flags = torch.tensor([key in self.values for key in others] or [False])
+        flags = torch.tensor([key in self.values for key in others] or [False], device="cpu")
         is_there = torch.stack(of_each(flags)).all(0).tolist()
         for key, each in zip(others, is_there, strict=False):
             if each:
