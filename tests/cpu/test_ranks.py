@@ -66,6 +66,9 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
     out = tmp_path_factory.mktemp("ranks") / "verdicts.json"
     tests = [item for item in request.session.items if isinstance(item, pytest.Function)]
     names = [each.callspec.params["name"] for each in tests if each.originalname == _TRAINED]
+    if "loaded_on_two" in names:
+        # Whose file it loads.
+        names.append("saved_on_four")
     # The ranks of a program wait for each other, which takes a multiple on a machine that is busy.
     forked_python(
         *("-W", "ignore", "-m", "tests.cpu.ranks.driver", str(out), *names),
