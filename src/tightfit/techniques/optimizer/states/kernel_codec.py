@@ -100,12 +100,14 @@ class KernelCodec(AbstractCodec):
         return not differing
 
     def _are_alike(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether kernels and operators code and restore all kinds of blocks alike: zeros, NaN, infinity, all decades, and one that is not full."""
+        """Whether kernels and operators code and restore all kinds of blocks alike: zeros, subnormal numbers, NaN, infinity, all decades, and one that is not full."""
         size = BLOCK_SIZE[self._bits]
         for more in (0, 3):  # Triton compiles anew for a number that 16 does not divide
             # To the fifth power, so that all decades of the table occur.
             numbers = torch.linspace(-1, 1, 40 * size + more, device=device, dtype=torch.float32).pow(5)
             numbers[size : 2 * size] = 0
+            # Squares of small gradients: a compiler may take such numbers for zero.
+            numbers[7 * size : 8 * size] *= 1e-39
             numbers[3 * size], numbers[5 * size + 1] = float("nan"), float("inf")
             for name, values in (("exp_avg", numbers), ("exp_avg_sq", numbers.abs())):
                 value, table = values.to(dtype), self._tables.table(name, device)
