@@ -81,6 +81,8 @@ def test_each_direction_is_one_kernel_on_the_virtual_gpu():
     # Two states of each matrix in each of the steps.
     assert names.count("tightfit.encode_blocks") >= names.count("tightfit.decode_blocks") > 0
     assert "aten.bucketize.Tensor" not in names
+    # What is ours is known, and nothing that is assumed of a program's own operators.
+    assert not [each for each in tape.assumptions if "tightfit." in each.what]
 
 
 def test_kernels_are_planned_for_nvidia_and_take_less_time():

@@ -21,9 +21,22 @@ from tightfit.errors.faults import hands_over
 if TYPE_CHECKING:
     from tightfit.capture.dispatch.virtual import VirtualGpu
 
-# What torch itself and torchvision define. Their operators have rules, or rules of ours.
+# What torch itself and torchvision define, and techniques of ours. Their operators have rules, or rules of ours.
 _OF_TORCH = frozenset(
-    ("aten", "prim", "prims", "c10d", "fsdp", "inductor", "mkldnn", "onednn", "quantized", "torchvision", "triton")
+    (
+        "aten",
+        "prim",
+        "prims",
+        "c10d",
+        "fsdp",
+        "inductor",
+        "mkldnn",
+        "onednn",
+        "quantized",
+        "tightfit",
+        "torchvision",
+        "triton",
+    )
 )
 # "c10d_functional", and the same with an underscore.
 _COLLECTIVES = ("c10d_", "_c10d")
