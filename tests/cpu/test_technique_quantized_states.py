@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -262,3 +263,20 @@ def test_nothing_is_offered_where_updates_run_in_the_backward_pass_already():
         assert not list(technique.options(Profile(tape, find(DEVICE))))
         assert not list(technique.advice(Profile(tape, find(DEVICE))))
         assert list(technique.options(Profile(traced(num_blocks=8), find(DEVICE))))
+
+
+def test_checkpoints_of_a_state_that_is_updated_no_more_are_one_copy():
+    model = torch.nn.Linear(128, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    LowBitStates().apply(Session(model=model, optimizers=[optimizer]), [choice("low_bit_states", bits=8)])
+    model(torch.randn(4, 128)).sum().backward()
+    optimizer.step()
+    model.requires_grad_(False)
+    first = weakref.ref(optimizer.state_dict()["state"][0]["exp_avg"])
+    again = optimizer.state_dict()["state"][0]["exp_avg"]
+    # As in the plain run: the same tensor, which the program may write to.
+    assert again is first()
+    again.zero_()
+    del again
+    assert not optimizer.state_dict()["state"][0]["exp_avg"].any()
+    assert not (optimizer.state[model.weight]["exp_avg"] + 0).any()

@@ -74,7 +74,6 @@ def run_rank(
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
     if FOLDER in os.environ:
         _of_files(folder, rank)
-    if FOLDER in os.environ:
         refuse_input(attachment.refuse)
     attachment.begin()
     try:

@@ -28,6 +28,14 @@ class CheckpointCopies:
         self._kept.append(copied)
         self._copies.append((weakref.ref(copied), copied._version))
 
+    def the_one(self, copied: torch.Tensor) -> torch.Tensor:
+        """What a checkpoint has as the state: a copy that is there already, as the plain run gives the same tensor each time, or else `copied`, which is one from now on."""
+        there = next(self._alive(), None)
+        if there is not None:
+            return there[0]
+        self.add(copied)
+        return copied
+
     def refresh(self, whole: torch.Tensor) -> None:
         """Has all of them be `whole`."""
         alive = [copied for copied, _ in self._alive()]

@@ -266,10 +266,9 @@ class EncodedStates:
         for index, state in state_dict["state"].items():
             for name, value in dict.items(state):
                 if isinstance(value, LazyTensor):
-                    copied = states[index][name]
-                    _SAVED_FROM[copied] = weakref.ref(value.source), self._num_updates_on_host
                     if isinstance(value.source, EncodedState):
-                        value.source.given.add(copied)
+                        states[index][name] = value.source.given.the_one(states[index][name])
+                    _SAVED_FROM[states[index][name]] = weakref.ref(value.source), self._num_updates_on_host
         return {**state_dict, "state": states}
 
     def loads(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
