@@ -94,15 +94,18 @@ class StepBeginning:
                 return f"{told}, which cannot be taken back"
         if any(parameter._version != version for parameter, version in self._versions):
             return "weights had been updated in it already"
+        if any(c.tensor.layout == torch.strided and c.tensor.shape != c.copy.shape for c in self._copies.values()):
+            return "a tensor was given another shape in place, which cannot be taken back"
+        return self._written_past() or self._remembered.obstacle() or self.gradients.obstacle()
+
+    def _written_past(self) -> str:
+        """Which tensor was written to past its version, and cannot be restored; empty if none."""
         for path, tensor in self.sums.written_past() if self.sums is not None else ():
             if id(tensor) in self._parameters:
                 return "weights had been updated in it already (by their `data`)"
             if id(tensor) not in self._copies:
                 return f"{path} was written to by its `data`, which cannot be taken back"
-        for copied in self._copies.values():
-            if copied.tensor.layout == torch.strided and copied.tensor.shape != copied.copy.shape:
-                return "a tensor was given another shape in place, which cannot be taken back"
-        return self._remembered.obstacle() or self.gradients.obstacle()
+        return ""
 
     def restore(self) -> None:
         """Restores everything: values, objects, gradients, and random states. Only where there is no `obstacle`."""
