@@ -43,11 +43,13 @@ TAKEN_BACK = {
         losses += [*held[0], held[1]]
         """,
     "sets that grow": """
-        seen = set()
+        seen, order = set(), set()
         for k, (x, y) in enumerate(batches()):
             seen.update(random.sample(range(1000), 7), [f"name {k}"])
             train(x, y)
-            losses.append(list(seen))
+            losses.append(len(seen))
+            order.update(random.sample(range(1000), 7))
+            losses.append(list(order))
         """,
     "sparse tensors": """
         graph = torch.eye(4).to_sparse()
