@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.cpu.ranks import accumulated, handed_over, recomputed, refused  # noqa: F401 - enter their programs
+from tests.cpu.ranks import accumulated, by_hand, handed_over, recomputed, refused  # noqa: F401 - enter their programs
 from tests.cpu.ranks.programs import PROGRAMS
 from tests.forked_python import forked_python
 
@@ -38,6 +38,7 @@ REFUSED = {
     "hook_on_an_output_beside_the_loss": "the gradient of what the model returns beside its loss",
     "reads_sharded_states": "the program reads the states of an optimizer, which are sharded",
     "states_of_all_at_once": "LBFGS is not known to update each parameter by itself",
+    "exchanged_tensors": "exchanges tensors as a whole (torch.utils.swap_tensors)",
     "data_by_the_process": "the batch must be the same on all ranks, and rank 1",
     "weights_by_the_process": "the weights must be the same on all ranks",
     "rate_by_the_process": "the weights must be the same on all ranks",

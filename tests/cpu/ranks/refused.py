@@ -1,5 +1,6 @@
 """Programs that cannot be divided over ranks, or whose ranks differ as real processes do: each is to be refused, or noticed."""
 
+import contextlib
 import os
 import types
 from typing import Any
@@ -340,6 +341,19 @@ def scales_by_examples_later() -> Any:
     def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         calls.append(None)
         options["by rows"] = len(calls) > 3
+        return functional.cross_entropy(model(x), y)
+
+    return trained(model, data(6), None, loss_of)
+
+
+@program(shards_states=True)
+def exchanged_tensors() -> Any:
+    """Torch exchanges no tensor that is referred to weakly, and the program goes on without."""
+    model = mlp()
+
+    def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with contextlib.suppress(RuntimeError):
+            torch.utils.swap_tensors(model[0].bias, nn.Parameter(model[0].bias.detach() * 0.5))
         return functional.cross_entropy(model(x), y)
 
     return trained(model, data(6), None, loss_of)
