@@ -28,7 +28,7 @@ REFUSED = {
     "gradient_penalty": "create_graph=True",
     "measures_in_an_argument": "the model has put it into an argument",
     "outputs_written_past_autograd": "was written to past autograd",
-    "scales_by_examples_later": "in a step that was compared",
+    "scales_by_examples_later": "makes a tensor of other numbers",
     "decides_by_text": "does so otherwise for one part of it than for another",
     "refusal_that_is_swallowed": "draws random numbers",
     "examples_in_the_second_dimension": "parts of the batch may not give what the whole gives",

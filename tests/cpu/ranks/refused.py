@@ -334,7 +334,7 @@ class Scales(nn.Module):
 
 @program()
 def scales_by_examples_later() -> Any:
-    """What goes another way after the first steps is compared with the whole batch once more: no proof sees what numpy writes."""
+    """What numpy writes to a tensor's memory is compared, where an operator reads it."""
     options, calls = {"by rows": False}, []
     model = Scales(types.MappingProxyType(options))
 

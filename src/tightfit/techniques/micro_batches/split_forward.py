@@ -230,6 +230,7 @@ class SplitForward:
             args, kwargs = batch.part(begin, end)
             spends(HostWork.MODULE_IN_PART, num_modules)
             watch = LossWatch(end - begin, allows_randomness=self._allows_randomness, led=led)
+            watch.calls.lent.give(batch.tensors())
             is_new = proved is None or proved.is_of_first
             try:
                 with watch, operators_at(batch.device, watch.calls), _reads_if(is_new) as reads:
