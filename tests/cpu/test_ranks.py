@@ -37,6 +37,8 @@ REFUSED = {
     "gradient_of_an_output_beside_the_loss": "the gradient of what the model returns beside its loss",
     "hook_on_an_output_beside_the_loss": "the gradient of what the model returns beside its loss",
     "reads_sharded_states": "the program reads the states of an optimizer, which are sharded",
+    "takes_sharded_states_out": "the program reads the states of an optimizer, which are sharded",
+    "steps_in_a_fork": "a process that the script has forked does what all ranks are to do together",
     "states_of_all_at_once": "LBFGS is not known to update each parameter by itself",
     "exchanged_tensors": "exchanges tensors as a whole (torch.utils.swap_tensors)",
     "data_by_the_process": "the batch must be the same on all ranks, and rank 1",
@@ -50,6 +52,7 @@ REFUSED = {
     "accumulated_with_its_loss_outside": "for which the model has to return its loss: the model returns no numbers (Tensor)",
     "accumulated_means_of_other_numbers": "of which one part of the batch has another share",
     "accumulated_with_weights_that_change": "a weight was changed between the forward and the backward pass",
+    "accumulated_within_a_checkpoint": "a checkpoint of the program's is around it",
     "error_on_one": "RankLost: another rank has ended",
 }
 

@@ -19,7 +19,7 @@ from tightfit.ranks.divided_call import AskedGradients
 from tightfit.ranks.divided_forward import DividedForward
 from tightfit.ranks.rank_group import RankGroup
 from tightfit.ranks.rank_plan import RankPlan
-from tightfit.ranks.sharded_states import ShardedStates
+from tightfit.ranks.sharded.sharded_states import ShardedStates
 from tightfit.runtime.apply import innermost, root_of
 from tightfit.runtime.attach import Attachment
 from tightfit.techniques.micro_batches.split_forward import WRAPPERS
@@ -124,7 +124,7 @@ class RankAttachment:
         """A new optimizer."""
         if self._asked.shards_states:
             with self._lock:
-                self._states[optimizer] = ShardedStates(optimizer, self._group, self.refuse)
+                self._states[optimizer] = ShardedStates(optimizer, self._group, self.refuse, self._tell)
 
     def before_swap(self, one: torch.Tensor, other: torch.Tensor) -> None:
         """Two tensors are to be exchanged, which torch refuses where something refers to one weakly, as what watches weights does; the program may swallow that.
@@ -164,6 +164,9 @@ class RankAttachment:
 
     def _divide(self, module: torch.nn.Module) -> None:
         if isinstance(module, torch.jit.ScriptModule):
+            if self.num_models:
+                # Beside a model that is trained: it runs whole, on all ranks alike.
+                return
             raise self.refuse(
                 f"{type(module).__name__} is scripted (torch.jit), and nothing can be put around its forward"
             )

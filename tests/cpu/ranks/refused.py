@@ -357,3 +357,31 @@ def exchanged_tensors() -> Any:
         return functional.cross_entropy(model(x), y)
 
     return trained(model, data(6), None, loss_of)
+
+
+@program(shards_states=True)
+def takes_sharded_states_out() -> Any:
+    """A layer grows, and takes its states along: half of the ranks have none."""
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    trained(model, data(2), optimizer)
+    state = optimizer.state.pop(model[2].bias, None)
+    model[2].bias = optimizer.param_groups[0]["params"][3] = nn.Parameter(model[2].bias.detach() * 2)
+    if state is not None:
+        optimizer.state[model[2].bias] = state
+    return trained(model, data(4), optimizer)
+
+
+@program(shards_states=True)
+def steps_in_a_fork() -> Any:
+    """The child has the states of its rank's share alone."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    found = trained(model, data(2), optimizer)
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(Exception):
+            trained(model, data(2), optimizer)
+        os._exit(0)
+    os.waitpid(child, 0)
+    return found
