@@ -162,7 +162,7 @@ OPTIONS = {
     ],
     "forecast": ["--capacity", "--horizon", "--job", "--json", "--quantile"],
     "serve": [
-        *("--allow", "--arrivals", "--at-once", "--device", "--dtype", "--enforce-eager", "--engine"),
+        *("--allow", "--arrivals", "--at-once", "--device", "--cache", "--dtype", "--enforce-eager", "--engine"),
         *("--engine-version", "--for", "--gpu-memory-utilization", "--gpus", "--json", "--kv-dtype", "--launch"),
         *("--lengths", "--max-model-len", "--max-num-batched-tokens", "--max-num-seqs", "--plan"),
         *("--price-per-hour", "--quantization", "--rate", "--requests", "--seed", "--slo-tpot", "--slo-ttft"),

@@ -64,7 +64,7 @@ def serve(
     lengths
         Tokens of prompt and answer of a request, 2000:300, or a .csv of past requests with a column for each. By default the longest that is allowed.
     engine
-        The serving engine; vllm is known.
+        vllm, transformers (generate of a batch), or llama.cpp (its server).
     engine_version
         Its version ("0.8.5"); by default the newest that is known.
     dtype
@@ -72,7 +72,7 @@ def serve(
     price_per_hour
         What one GPU costs per hour, 0.8 or L4=0.8, for the cost of a million tokens; repeatable.
     launch
-        Print what starts the server, and nothing else: the command of vllm, sglang or tgi, or a manifest for kubernetes.
+        Print what starts the server, and nothing else: the command of vllm, sglang, tgi or llama.cpp, or a manifest for kubernetes.
     json
         Print JSON.
     """

@@ -16,7 +16,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from tightfit.effects.holders import PLAIN, has_gone, in_graphs, is_gone, other_objects
+from tightfit.effects.holders import PLAIN, has_gone, has_lost_members, in_graphs, is_gone, other_objects
 from tightfit.effects.random_states import numpy_state, put_python_state, python_state
 from tightfit.effects.reachable.reach import Reach, reach_of, reach_of_arguments
 from tightfit.effects.values.contents import SMALL_BYTES, content_of
@@ -213,7 +213,7 @@ def _different_contents(before: Snapshot, after: Snapshot) -> Iterator[StateDiff
         if not holder.same(first, second):
             is_dict = isinstance(first, dict)
             lost = {name for name, value in first.items() if is_gone(value)} if is_dict else set[Any]()
-            is_all_lost = not is_dict and has_gone(first)
+            is_all_lost = not is_dict and (has_gone(first) or has_lost_members(first, second))
             for name in holder.changed(first, second):
                 is_lost = is_all_lost or (bool(lost) and name.strip(".[]'") in lost)
                 yield StateDifference(path=f"{holder.path}{name}", what="was changed", is_in_place=is_lost)
@@ -265,8 +265,10 @@ def _version(tensor: torch.Tensor) -> Any:
     if tensor.is_cuda:
         return number
     # Of what is large only weights are read: a forward may keep any number of other tensors.
-    is_read = tensor.nbytes <= SMALL_BYTES or (tensor.is_leaf and tensor.requires_grad)
-    content = content_of(tensor) if number >= 0 and is_read else None
+    # Sparse tensors, and others that are no range of memory, do not know their bytes.
+    is_readable = number >= 0 and tensor.layout == torch.strided
+    is_read = is_readable and (tensor.nbytes <= SMALL_BYTES or (tensor.is_leaf and tensor.requires_grad))
+    content = content_of(tensor) if is_read else None
     return number if content is None else (number, content)
 
 

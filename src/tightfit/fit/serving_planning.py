@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from tightfit.errors import UsageError
 from tightfit.errors.faults import answering
 from tightfit.fit.planning_progress import OnProgress
-from tightfit.fit.serving import served_name, traced_model
+from tightfit.fit.traced_models import served_name, traced_model
+from tightfit.serving.batches.batch_rules import BATCH_ENGINES
 from tightfit.serving.choices.candidate_servers import (
     BATCHED_TOKENS,
     CACHE_TYPES,
@@ -23,12 +24,12 @@ from tightfit.serving.engine_rules import EngineRules, rules_of
 from tightfit.serving.launch.launch_arguments import all_launches, launch_of
 from tightfit.serving.model.checkpoint_format import checkpoint_format
 from tightfit.serving.model.model_facts import ModelFacts
-from tightfit.serving.model.weight_formats import WeightFormat, all_formats, format_named
+from tightfit.serving.model.weight_formats import WeightFormat, all_formats, format_named, is_of_files
 from tightfit.serving.serve_settings import ServeSettings
 from tightfit.serving.traced_server import TracedModel
 
 # Formats that vLLM serves; those of llama.cpp are files of their own.
-_OF_FILES = ("q8_0", "q4_0", "q6_k", "nf4")
+_NOT_IN_VLLM = ("nf4",)
 _MOST_LENGTHS = 400
 _GROUPED_KERNELS = (8, 0)
 
@@ -53,6 +54,8 @@ def plan_serving(
         UsageError: no such model, engine or format, a setting that cannot be, or cost is wanted without prices.
         CaptureError: the model could not be run.
     """
+    if engine in BATCH_ENGINES:
+        raise UsageError(f"--engine {engine}: servers are chosen for vllm; leave out --plan, --for and --allow")
     rules = rules_of(engine, engine_version)
     names = _allowed(allow)
     if wanted.objective == "cost" and any(card.price_per_hour is None for card in cards):
@@ -135,7 +138,8 @@ def _formats(asked: ServeSettings, facts: ModelFacts, allow: frozenset[str]) -> 
     others = [
         each
         for name, each in all_formats().items()
-        if name in allow or ("lossy" in allow and name not in _OF_FILES and name != "fp8-block")
+        if name in allow
+        or ("lossy" in allow and name not in _NOT_IN_VLLM and not is_of_files(name) and name != "fp8-block")
     ]
     return [None, *others]
 

@@ -81,7 +81,7 @@ def rules_of(engine: str, version: str | None = None) -> EngineRules:
         UsageError: the engine is not known, or not that far back.
     """
     if engine not in ENGINES:
-        raise UsageError(f"--engine {engine}: its start-up is not known; one of {', '.join(ENGINES)}")
+        raise UsageError(f"--engine {engine}: its start-up is not known; one of vllm, transformers, llama.cpp")
     content = _content(engine)
     tables = content["version"]
     common = {"engine": engine, **{name: value for name, value in content.items() if name != "version"}}

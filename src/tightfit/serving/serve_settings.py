@@ -7,8 +7,17 @@ from tightfit.devices.device import Device
 from tightfit.errors import UsageError
 from tightfit.serving.engine_rules import EngineRules
 
-KV_DTYPES = {"auto": 0, "float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
-"""Bytes of an element of the cache; 0: of the model's own type."""
+KV_DTYPES = {
+    "auto": 0,
+    "float16": 2,
+    "bfloat16": 2,
+    "fp8": 1,
+    "fp8_e4m3": 1,
+    "fp8_e5m2": 1,
+    "q8_0": 34 / 32,
+    "q4_0": 18 / 32,
+}
+"""Bytes of an element of the cache; 0: of the model's own type. The last two are llama.cpp's alone: blocks of 32 with a scale."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +36,7 @@ class ServeSettings:
     gpu_memory_utilization: float | None = None
     enforce_eager: bool = False
     chunked_prefill: bool | None = None
+    cache: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_gpus", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):

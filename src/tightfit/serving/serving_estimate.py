@@ -24,6 +24,8 @@ class ServingEstimate:
     """One start of an engine, in bytes of one card; `kv_tokens` and `max_concurrency` are of the whole engine.
 
     `graph_bytes` are of CUDA graphs, which new versions count against the share. `why` is empty if it starts. `request_bytes` is the cache of a request of the asked lengths, else of the longest that is allowed.
+
+    Engines of whole batches have their kind of `cache`, bytes at the host, and (llama.cpp) how many of the layers are on the card.
     """
 
     model: str
@@ -49,6 +51,10 @@ class ServingEstimate:
     speed: ServingSpeed | None = None
     load: LoadSummary | None = None
     launch: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+    host_bytes: int = 0
+    cache: str = ""
+    layers_on_card: int | None = None
+    num_layers: int | None = None
 
     @property
     def charged_bytes(self) -> int:

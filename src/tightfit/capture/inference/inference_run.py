@@ -20,7 +20,7 @@ from tightfit.capture.inference.inference_model import build, input_width, wides
 from tightfit.capture.inference.sampler import sample
 from tightfit.capture.inference.weight_rows import cut_layers, plan_of, weight_rows
 from tightfit.capture.targets.huggingface.target import LEFT_OPEN
-from tightfit.errors import UsageError
+from tightfit.errors import CaptureError, UsageError
 
 REPORT: dict[str, Any] = {}
 # One short request; and one that is longer than every window that the config names, with one token more.
@@ -190,7 +190,10 @@ class _Run:
         """Runs one request at several lengths and notes what its cache holds."""
         REPORT["caches"] = {str(_SHORT): layout_of(self._first)}
         if self._first is None:
-            return
+            # Its states are attributes of its layers.
+            raise CaptureError(
+                f"a {self.config.model_type} model returns no cache of keys and values, so that its requests have no size"
+            )
         with CallCount() as more:
             cache = self.cache_of(1, _SHORT + 1)
         REPORT["caches"][str(_SHORT + 1)] = layout_of(cache)

@@ -24,9 +24,9 @@ class EngineArguments:
     Parameters
     ----------
     quantization
-        Format of the weights: fp8, int8, awq, gptq, bitsandbytes, nvfp4, mxfp4, q4_0 ...; by default that of the checkpoint.
+        Format of the weights: fp8, int8, awq, gptq, bitsandbytes, nvfp4, mxfp4, q4_k_m ...; by default that of the checkpoint.
     kv_dtype
-        Type of the cache: auto (that of the model), bfloat16, float16, fp8.
+        Type of the cache: auto (that of the model), bfloat16, float16, fp8; q8_0 and q4_0 of llama.cpp.
     max_model_len
         Tokens of the longest request; by default all positions of the model.
     max_num_seqs
@@ -37,6 +37,8 @@ class EngineArguments:
         Share of the GPU that the engine takes.
     enforce_eager
         Without CUDA graphs.
+    cache
+        The cache of transformers: dynamic (its default), static, offloaded or quantized.
     """
 
     quantization: str | None = None
@@ -46,6 +48,7 @@ class EngineArguments:
     max_num_batched_tokens: int | None = None
     gpu_memory_utilization: float | None = None
     enforce_eager: bool = False
+    cache: str | None = None
 
 
 @Parameter(name="*", group=Group("Load", sort_key=2))

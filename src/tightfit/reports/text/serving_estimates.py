@@ -39,7 +39,16 @@ def write_serving(found: ServingEstimate, *, price_per_hour: float | None = None
 
 def _verdict(found: ServingEstimate) -> Text:
     if not found.fits:
-        return Text.assemble(("does not start", "bold red"), f": {found.why}")
+        words = "does not start" if found.engine == "vllm" else "does not fit"
+        return Text.assemble((words, "bold red"), f": {found.why}")
+    if found.layers_on_card is not None and found.num_layers is not None:
+        whole = found.layers_on_card == found.num_layers
+        words = ("fits", "bold green") if whole else ("fits in part", "bold yellow")
+        return Text.assemble(words, f": {found.layers_on_card} of {found.num_layers} layers on the GPU")
+    if found.engine != "vllm":
+        return Text.assemble(
+            ("fits", "bold green"), f": room for {int(found.max_concurrency):,} requests of the longest length at once"
+        )
     number = found.max_concurrency if found.concurrency_at_lengths is None else found.concurrency_at_lengths
     lengths = (
         f"{found.settings.max_model_len:,} tokens" if found.concurrency_at_lengths is None else "the lengths asked for"
@@ -56,15 +65,33 @@ def _rows(found: ServingEstimate) -> Iterator[tuple[str, str, str]]:
     yield (
         "activations",
         format_bytes(found.activation_bytes),
-        f"of the largest batch, {settings.max_num_batched_tokens:,} tokens",
+        f"of the largest batch, {settings.max_num_batched_tokens:,} tokens"
+        if found.engine == "vllm"
+        else "beside the cache at the peak",
     )
     if found.graph_bytes:
         yield "CUDA graphs", format_bytes(found.graph_bytes), ""
     yield "CUDA context", format_bytes(found.context_bytes), ""
+    if found.engine != "vllm":
+        yield from _batch_rows(found)
+        return
     share = f"what is left of {settings.gpu_memory_utilization:g} of the GPU"
     yield "cache", format_bytes(found.kv_bytes), f"{share}: {found.kv_tokens:,} tokens"
     yield "one more token", format_bytes(found.kv_bytes_per_token), "of cache" + each
     yield "one request", format_bytes(found.request_bytes), "of cache" + each
+
+
+def _batch_rows(found: ServingEstimate) -> Iterator[tuple[str, str, str]]:
+    """The cache of engines that hold that of a batch, and what is at the host."""
+    number = found.settings.max_num_seqs
+    requests = "one request" if number == 1 else f"{number:,} requests"
+    kind = f", {found.cache}" if found.cache else ""
+    yield "cache", format_bytes(found.kv_bytes), f"of {requests} of {found.settings.max_model_len:,} tokens{kind}"
+    yield "one more token", format_bytes(found.kv_bytes_per_token), "of cache"
+    if found.layers_on_card is not None and found.num_layers is not None:
+        yield "layers", f"{found.layers_on_card} of {found.num_layers}", "on the GPU, the output among them"
+    if found.host_bytes:
+        yield "host memory", format_bytes(found.host_bytes), ""
 
 
 def _speed_rows(found: ServingEstimate, price_per_hour: float | None) -> Iterator[tuple[str, str, str]]:

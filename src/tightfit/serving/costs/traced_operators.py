@@ -80,7 +80,7 @@ class TracedOperators:
             geometry=geometry,
             has_geometry=shaped,
             is_loop=is_loop,
-            times=_times(paths, layers),
+            times=layer_times(paths, layers),
             modules=paths,
         )
 
@@ -199,7 +199,8 @@ def _parabola(known: Column, values: Column, wanted: Column) -> Column:
     return np.einsum("ks,knc->snc", weights, values[-3:])
 
 
-def _times(modules: Sequence[str], layers: Sequence[TracedLayers]) -> Column:
+def layer_times(modules: Sequence[str], layers: Sequence[TracedLayers]) -> Column:
+    """How often the whole model has an operator in each of `modules`, of which `layers` were shortened."""
     times = np.ones(len(modules))
     for each in layers:
         pattern = re.compile(rf"(?:^|\.){re.escape(each.path)}\.(\d+)(?:\.|$)")

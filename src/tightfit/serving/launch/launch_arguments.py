@@ -79,6 +79,26 @@ def all_launches(launch: Launch) -> dict[str, list[str]]:
     return found
 
 
+def llama_cpp_launch(found: ServingEstimate, model: str) -> list[str]:
+    """The command of llama.cpp's server: its context is that of all slots together."""
+    of = commands()["llama.cpp"]
+    settings = found.settings
+    kind = of["cache"][settings.kv_dtype]
+    values = {
+        "context": settings.max_model_len * settings.max_num_seqs,
+        "slots": settings.max_num_seqs,
+        "gpu_layers": found.layers_on_card,
+        "max_num_batched_tokens": max(2048, settings.max_num_batched_tokens),
+        "micro_batch": settings.max_num_batched_tokens,
+        "keys": kind,
+        "values": kind,
+        # A quantised cache of values needs it.
+        "flash": "on" if kind.startswith("q") else "auto",
+    }
+    options = [(of["options"][name], str(value)) for name, value in values.items()]
+    return [*of["command"], f"{model}.gguf", *(part for pair in options for part in pair)]
+
+
 def shell_line(arguments: Sequence[str]) -> str:
     """The arguments as one line for a shell."""
     return shlex.join(arguments)

@@ -17,7 +17,7 @@ class CacheSize:
     """The cache of one rank. `token_bytes` of all layers that grow without end; `window_bytes` of those with a window, for each token in it."""
 
     tensors: tuple[CacheTensor, ...]
-    element_bytes: int
+    element_bytes: float
     degree: int
     block_tokens: int
 
@@ -64,7 +64,7 @@ class CacheSize:
     def _scaled(self, tensor: CacheTensor, num_bytes: int) -> int:
         """On one rank, in the type of the cache: heads are shared out, and kept whole where there are fewer of them than ranks."""
         if tensor.token_bytes and self.element_bytes:
-            num_bytes = num_bytes * self.element_bytes // tensor.item_bytes
+            num_bytes = int(num_bytes * self.element_bytes / tensor.item_bytes)
         heads = max(1, tensor.heads)
         # A latent has one head, which each rank keeps.
         return num_bytes * math.ceil(heads / self.degree) // heads

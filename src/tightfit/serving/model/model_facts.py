@@ -14,7 +14,7 @@ _LAYER = re.compile(r"(?<![^.])\d+(?![^.])")
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WeightRow:
     """One parameter or saved buffer. `parts` is in how many it can be cut at most, 0: in any number. `role` is `embedding`, `head`, `linear` (a weight of a matrix product) or `other`; `cut` the style of tensor parallelism in the model's plan, "" if it
-    is kept whole."""
+    is kept whole. `num_layers` is how many layers there are where it is one of them, else 0."""
 
     name: str
     shape: tuple[int, ...]
@@ -23,6 +23,7 @@ class WeightRow:
     cut: str
     kind: str
     parts: int = 0
+    num_layers: int = 0
 
     @property
     def num_elements(self) -> int:
@@ -82,6 +83,7 @@ class ModelFacts:
         Raises:
             CaptureError: the model has no cache, or one that grows in a way that is not known.
         """
+        lengths = {f"{layers['path']}.": len(layers["kinds"]) for layers in report["layers"]}
         return cls(
             model_type=report["model_type"],
             dtype=report["dtype"],
@@ -94,6 +96,7 @@ class ModelFacts:
                     cut=row["cut"],
                     kind=row["kind"],
                     parts=row["parts"],
+                    num_layers=next((n for path, n in lengths.items() if row["name"].startswith(path)), 0),
                 )
                 for row in report["weights"]
             ),

@@ -16,6 +16,7 @@ from tightfit.serving.model.model_facts import ModelFacts, WeightRow
 _CUT_STYLES = frozenset(
     {"colwise", "rowwise", "packed_colwise", "packed_rowwise", "colwise_rep", "rowwise_rep", "colwise_gather_output"}
 )
+_LAYER = re.compile(r"(?<![^.])\d+(?![^.])")
 _ALIASES = {
     "compressed-tensors": "int8",
     "fbgemm_fp8": "fp8",
@@ -48,6 +49,11 @@ class WeightFormat:
     bandwidth: float = 1.0
     flops: float = 1.0
     fused_rows: int = 0
+    written_copies: int = 1
+    host_microseconds: float = 0.0
+    of_files: bool = False
+    raised: tuple[str, ...] = ()
+    raised_bits: float = 0.0
     kernels: str = ""
     loss: str = ""
     left_out: tuple[str, ...] = ()
@@ -61,11 +67,21 @@ class WeightFormat:
             return math.ceil(row.num_elements * whole / 8) // _share(row, degree)
         *others, num_inputs = row.shape
         num_rows = math.prod(others)
-        bits = row.num_elements * self.bits + num_rows * self.row_bits + self.tensor_bits
+        bits = row.num_elements * self._of_module(row) + num_rows * self.row_bits + self.tensor_bits
         bits += num_inputs * self.input_bits * math.prod(others[:-1])
         if self.group:
             bits += num_rows * math.ceil(num_inputs / self.group) * self.group_bits
         return math.ceil(bits / 8 / _share(row, degree))
+
+    def _of_module(self, row: WeightRow) -> float:
+        """Bits of a weight of `row`, whose place among the layers decides where a file mixes types."""
+        module = row.name.rpartition(".")[0].rpartition(".")[2]
+        found = _LAYER.search(row.name)
+        if module not in self.raised or found is None or not row.num_layers:
+            return self.bits
+        at, eighth = int(found.group()), row.num_layers // 8
+        is_raised = at < eighth or at >= 7 * row.num_layers // 8 or (at - eighth) % 3 == 2
+        return self.raised_bits if is_raised else self.bits
 
     def _leaves_out(self, row: WeightRow) -> bool:
         module = row.name.rpartition(".")[0]
@@ -85,7 +101,7 @@ def all_formats() -> dict[str, WeightFormat]:
 
 
 def _format(name: str, table: dict[str, Any]) -> WeightFormat:
-    return WeightFormat(name=name, keeps=tuple(table.pop("keeps")), **table)
+    return WeightFormat(name=name, keeps=tuple(table.pop("keeps")), raised=tuple(table.pop("raised", ())), **table)
 
 
 def format_named(name: str | None) -> WeightFormat | None:
@@ -102,6 +118,16 @@ def format_named(name: str | None) -> WeightFormat | None:
     if found is None:
         raise UsageError(f"--quantization {name}: this format's size is not known; one of none, {', '.join(known)}")
     return found
+
+
+def is_of_files(name: str) -> bool:
+    """Whether `name` is a type of GGUF, which llama.cpp reads.
+
+    Raises:
+        UsageError: it is not known.
+    """
+    found = format_named(name)
+    return found is not None and found.of_files
 
 
 def weights_bytes(facts: ModelFacts, of: WeightFormat | None, degree: int = 1) -> int:

@@ -1,0 +1,148 @@
+"""`serve` with engines of whole batches: the cache of `generate` is that of the real one on the host, and llama.cpp's layers add up."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tightfit.errors import UsageError
+from tightfit.fit import serving
+from tightfit.serving.batches.batch_memory import StepMemory, TracedPeaks, batch_memory_of
+from tightfit.serving.batches.batch_rules import BatchRules
+from tightfit.serving.model.cache_size import CacheSize
+from tightfit.serving.model.model_facts import CacheTensor, ModelFacts, WeightRow
+from tightfit.serving.model.weight_formats import format_named
+from tightfit.serving.serve_settings import ServeSettings
+from tightfit.serving.serving_estimate import ServingEstimate
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers", minversion="5")
+
+CONFIG = {
+    "model_type": "llama",
+    "dtype": "bfloat16",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 1024,
+    "max_position_embeddings": 512,
+}
+EACH_TOKEN = 8 * 2 * 2 * 64 * 2
+
+
+def estimated(folder: Path, engine: str, version: str | None = None, **changes: Any) -> ServingEstimate:
+    path = folder / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    return serving.serve(
+        str(path),
+        "L4",
+        engine=engine,
+        engine_version=version,
+        lengths=[(100, 29)],
+        asked=ServeSettings(**{"max_num_seqs": 2, **changes}),
+    )
+
+
+def test_generate_holds_what_it_holds_on_the_host(tmp_path: Path) -> None:
+    found = estimated(tmp_path, "transformers")
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG)).to(torch.bfloat16).eval()
+    ids = torch.zeros(2, 100, dtype=torch.int64)
+    out = model.generate(ids, max_new_tokens=29, min_new_tokens=29, do_sample=False, return_dict_in_generate=True)
+    cache = sum(layer.keys.nbytes + layer.values.nbytes for layer in out.past_key_values.layers)
+    # While it grows, keys or values of one layer are there twice.
+    twice = out.past_key_values.layers[0].keys.nbytes
+    assert found.kv_bytes == cache + twice
+    assert found.weights_bytes == sum(p.nbytes for p in model.parameters())
+    assert found.fits
+    assert found.max_concurrency > 1000
+    assert found.speed is not None
+
+
+@pytest.mark.parametrize(("engine", "changes", "words"), [
+    ("transformers", {"cache": "paged"}, "--cache paged"),
+    ("transformers", {"kv_dtype": "fp8"}, "--cache"),
+    ("transformers", {"quantization": "q4_k_m"}, "GGUF"),
+    ("transformers", {"num_gpus": 2}, "one GPU"),
+    ("llama.cpp", {"quantization": "awq"}, "GGUF"),
+    ("llama.cpp", {"kv_dtype": "fp8"}, "q8_0"),
+    ("vllm", {"cache": "static"}, "--engine transformers"),
+    ("vllm", {"kv_dtype": "q8_0"}, "llama.cpp"),
+])  # fmt: skip
+def test_what_an_engine_does_not_have_is_refused(
+    tmp_path: Path, engine: str, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        estimated(tmp_path, engine, **changes)
+
+
+def test_llama_cpp_puts_as_many_layers_on_the_card_as_fit(tmp_path: Path) -> None:
+    found = estimated(tmp_path, "llama.cpp", quantization="q8_0")
+    assert (found.layers_on_card, found.num_layers) == (9, 9)
+    # Slots are rounded up to 256 tokens, two of them, in float16.
+    assert found.kv_bytes == 2 * 256 * EACH_TOKEN
+    # Of each of 512 tokens the logits, and its state, in float32.
+    assert found.activation_bytes >= 512 * (1024 + 256) * 4
+    arguments = found.launch["llama.cpp"]
+    assert arguments[arguments.index("--n-gpu-layers") + 1] == "9"
+    assert arguments[arguments.index("--ctx-size") + 1] == str(2 * 129)
+
+
+def test_the_mixed_types_of_gguf_have_the_published_sizes() -> None:
+    # Llama-3-8B: 4,920,734,272 bytes as published in Q4_K_M, of which 7.8 MB are of the vocabulary's words.
+    found = sum(format_named("q4_k_m").num_bytes(row) for row in _llama_3_8b())  # type: ignore[union-attr]
+    assert found == pytest.approx(4_920_734_272 - 7_800_000, rel=2e-3)
+
+
+def _llama_3_8b() -> list[WeightRow]:
+    shapes = {
+        "self_attn.q_proj": (4096, 4096),
+        "self_attn.k_proj": (1024, 4096),
+        "self_attn.v_proj": (1024, 4096),
+        "self_attn.o_proj": (4096, 4096),
+        "mlp.gate_proj": (14336, 4096),
+        "mlp.up_proj": (14336, 4096),
+        "mlp.down_proj": (4096, 14336),
+    }
+    rows = [_row(f"model.layers.{at}.{name}.weight", shape, 32) for at in range(32) for name, shape in shapes.items()]
+    ends = [_row("model.embed_tokens.weight", (128256, 4096), 0, "embedding"), _row("lm_head.weight", (128256, 4096), 0, "head")]  # fmt: skip
+    return [*rows, *ends]
+
+
+def _row(name: str, shape: tuple[int, ...], num_layers: int, role: str = "linear") -> WeightRow:
+    return WeightRow(
+        name=name, shape=shape, item_bytes=2, role=role, cut="", kind="parameter", num_layers=num_layers
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("cache", "on_card", "host"), [
+    # 4 layers of 2,000 bytes a token each: keys and values of one layer grow at a time.
+    ("dynamic", 4 * 2000 * 199 + 1000 * 199, 0),
+    ("static", 4 * 2000 * 199, 0),
+    ("offloaded", 2 * 2000 * 199 + 1000 * 199, 4 * 2000 * 199),
+])  # fmt: skip
+def test_caches_of_transformers(cache: str, on_card: int, host: int) -> None:
+    tensors = tuple(
+        CacheTensor(path=f"layers.{at}.{name}", fixed_bytes=0, token_bytes=1000, max_tokens=None, encoder_token_bytes=0, heads=1, item_bytes=2)
+        for at in range(4)
+        for name in ("keys", "values")
+    )  # fmt: skip
+    facts = ModelFacts(
+        model_type="x", dtype="float16", weights=(_row("a.weight", (10, 10), 0),), cache=tensors,
+        max_positions=None, is_encoder_decoder=False, has_parallel_plan=False,
+    )  # fmt: skip
+    small = StepMemory(allocated_bytes=0, reserved_bytes=0)
+    traced = TracedPeaks(forward=((1, small), (2, small)), sampler=((1, small), (2, small)))
+    size = CacheSize(tensors=tensors, element_bytes=0, degree=1, block_tokens=1)
+    found = batch_memory_of(
+        facts, traced, size, BatchRules.of("transformers", None), None, cache=cache, requests=3, prompt=100, answer=100
+    )
+    assert (found.cache, found.host) == (3 * on_card, 3 * host)
+
+
+def test_caches_before_4_36_are_there_twice() -> None:
+    assert BatchRules.of("transformers", "4.31.0").copies == "all"
+    with pytest.raises(UsageError, match="known from b3000"):
+        BatchRules.of("llama.cpp", "b100")
