@@ -7,7 +7,10 @@ import dataclasses
 import json as jsonlib
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
 
 from tightfit.cli.arguments.options import SEVERAL
 from tightfit.cli.arguments.serving_arguments import (
@@ -21,6 +24,7 @@ from tightfit.cli.arguments.serving_arguments import (
 from tightfit.cli.shared.local_cards import own_card
 from tightfit.cli.shared.progress import ProgressLine
 from tightfit.errors import UsageError
+from tightfit.output_files import check_outputs, write_text
 
 if TYPE_CHECKING:
     from tightfit.serving.choices.candidate_servers import PricedCard
@@ -44,6 +48,7 @@ def serve(
     dtype: str | None = None,
     price_per_hour: Annotated[tuple[str, ...], SEVERAL] = (),
     launch: str | None = None,
+    output: Annotated[Path | None, Parameter(alias="-o")] = None,
     json: bool = False,
     arguments: EngineArguments = _DEFAULTS,
     load: LoadArguments = _NO_LOAD,
@@ -73,6 +78,8 @@ def serve(
         What one GPU costs per hour, 0.8 or L4=0.8, for the cost of a million tokens; repeatable.
     launch
         Print what starts the server, and nothing else: the command of vllm, sglang, tgi or llama.cpp, or a manifest for kubernetes.
+    output
+        A file.html to write: the memory as a bar, the room for requests by their length, the times by the load (with --lengths).
     json
         Print JSON.
     """
@@ -82,9 +89,12 @@ def serve(
     from tightfit.serving.serve_settings import ServeSettings
 
     started = time.monotonic()
+    check_outputs({"--output": output}, inputs=(model, *device))
     cards = cards_of(device or [own_card()], gpus, price_per_hour)
     asked = ServeSettings(num_gpus=gpus, **dataclasses.asdict(arguments))
     requests = lengths_of(lengths) if lengths is not None else []
+    if output is not None and (plan.plan or plan.objective is not None or plan.allow):
+        raise UsageError("--output is of one server; leave out --plan, --for and --allow")
     if plan.plan or plan.objective is not None or plan.allow:
         names = {"engine": engine, "engine_version": engine_version, "dtype": dtype}
         chosen = _chosen(model, cards, asked, plan, load, requests, names)
@@ -103,8 +113,13 @@ def serve(
             dtype=dtype,
             lengths=requests,
             load=load_of(load, requests),
+            draws=output is not None,
             on_progress=line.report,
         )
+    if output is not None:
+        from tightfit.reports.html.serving_page import serving_page
+
+        write_text(output, serving_page(found, price_per_hour=price))
     if launch is not None and found.fits:
         print(_launched(launch, found.launch, found.settings, found.engine_version), end="")
     elif json:
