@@ -106,7 +106,16 @@ OPTIONS = {
         ),
     ],
     "run": [
-        *("--allow", "--allow-network", "--allow-writes", "--ballast", "--budget", "--check-steps", "--device"),
+        *(
+            "--allow",
+            "--allow-network",
+            "--allow-writes",
+            "--ballast",
+            "--budget",
+            "--cache",
+            "--check-steps",
+            "--device",
+        ),
         *(
             "--disk-folder",
             "--fallback",
