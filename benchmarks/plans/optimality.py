@@ -186,14 +186,14 @@ class Solved:
     gap: float
 
 
-def solver_times(time_limit_seconds: float = 10.0) -> Iterator[Solved]:
+def solver_times(work_seconds: float = 10.0) -> Iterator[Solved]:
     """96 blocks alike and 256 of all sizes, eight options each, under budgets from 90 % to 20 % of the peak."""
     cases = (("96 alike", deep(96, 8, is_regular=True)), ("256 irregular", deep(256, 8, is_regular=False)))
     for name, problem in cases:
         most = problem.peak_bytes(())
         for share in (0.9, 0.7, 0.5, 0.35, 0.2):
             started, processor = time.monotonic(), time.process_time()
-            solution = solve(problem, int(share * most), time_limit_seconds=time_limit_seconds)
+            solution = solve(problem, int(share * most), work_seconds=work_seconds)
             yield Solved(
                 name=name,
                 share=share,

@@ -4,6 +4,7 @@ import abc
 import functools
 import itertools
 import operator
+import sys
 import types
 import weakref
 from collections import deque
@@ -247,6 +248,27 @@ class Items(Holder):
         self._sequence.extend(values)
 
 
+_NUMBERS = frozenset((int, float, bool))
+
+
+class _Ordered(set[Any]):
+    """The members of a set, in the order in which it gives them, and the size of its table: both decide what it gives next.
+
+    `is_order_known`: it is the same in each run of a program, as that of numbers is; that of texts and objects is not, and nothing can go by it.
+    """
+
+    def __init__(self, members: set[Any]) -> None:
+        super().__init__(members)
+        self.order = tuple(members)
+        self.num_bytes = sys.getsizeof(members)
+        self.is_order_known = _NUMBERS.issuperset(map(type, self.order))
+
+
+def has_lost_members(one: Any, other: Any) -> bool:
+    """Whether a set has given members away: which one `pop` gives next depends on those that it gave before, and nothing puts that back."""
+    return isinstance(one, _Ordered) and not one <= other
+
+
 @final
 class Members(Holder):
     """A set."""
@@ -256,23 +278,26 @@ class Members(Holder):
         self._members = members
 
     def content(self, *, is_kept: bool) -> Any:
-        return set(self._members)
+        return _Ordered(self._members)
 
     def is_still(self, content: Any) -> bool:
-        return self._members == content
+        return self._members == content and (not content.is_order_known or tuple(self._members) == content.order)
 
     def same(self, one: Any, other: Any) -> bool:
-        return one == other
+        is_in_order = one == other and one.order == other.order and one.num_bytes == other.num_bytes
+        return is_in_order or (one == other and not one.is_order_known)
 
     def changed(self, one: Any, other: Any) -> Iterable[str]:
         yield "{...}"
 
     def with_replaced(self, content: Any, others: Mapping[int, Any]) -> Any:
-        return {others.get(id(value), value) for value in content}
+        return _Ordered({others.get(id(value), value) for value in content}) if others else content
 
     def put(self, content: Any) -> None:
+        # Anew, one by one: what was taken out of a table leaves a mark there, and the next member goes to another place.
         self._members.clear()
-        self._members.update(content)
+        for member in content.order:
+            self._members.add(member)
 
 
 def class_state(kind: type) -> dict[str, Any]:

@@ -72,10 +72,10 @@ class Restoration:
         self.updates.end()
         attempt.leave()
 
-    def learn(self, attempt: Attempt) -> None:
-        """Learns what the attempt has changed, before its weights are updated."""
+    def learn(self, attempt: Attempt, *, is_update: bool = False) -> None:
+        """Learns what the attempt has changed, before its weights are updated, or at its end."""
         with RetriedOperators(self.updates.freed):
-            self._states.learn(attempt.beginning)
+            self._states.learn(attempt.beginning, is_update=is_update)
 
     def restore(self, attempt: Attempt, refusal: Callable[[], str] = lambda: "") -> str:
         """Restores the state at the beginning; why that cannot be done, or what is not restored for all that, empty if it was. `refusal` is what the caller knows of."""
@@ -108,7 +108,7 @@ class Restoration:
 
     def _learn(self) -> None:
         if self._running is not None:
-            self.learn(self._running)
+            self.learn(self._running, is_update=True)
 
 
 def _many_processes() -> str:

@@ -9,7 +9,6 @@ HiGHS: Huangfu and Hall, "Parallelizing the dual revised simplex method" (2018);
 
 import dataclasses
 import itertools
-import time
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -21,6 +20,7 @@ from tightfit.errors import MissingExtra
 from tightfit.planner.problem import Problem
 from tightfit.planner.silenced import made_silently
 from tightfit.planner.solution import Solution
+from tightfit.planner.solver_work import SolverWork
 
 _NEXT_TO_NOTHING = 1e-3
 _MIB = float(1 << 20)
@@ -63,14 +63,14 @@ def solve(
     problem: Problem,
     budget_bytes: int,
     *,
-    time_limit_seconds: float = 10.0,
+    work_seconds: float = 10.0,
     breaks_ties: bool = True,
     tricks: Tricks | None = None,
 ) -> Solution:
     """The fastest choice of options whose peak is at most `budget_bytes`, or the one with the lowest peak if there is none.
 
-    Of choices that are equally fast it is the one with the lowest peak, or, without `breaks_ties`, any. After `time_limit_seconds` the best choice so
-    far is returned, with `is_proven` False and the bound reached.
+    Of choices that are equally fast it is the one with the lowest peak, or, without `breaks_ties`, any. After work of about `work_seconds`, which no
+    clock counts, the best choice so far is returned, with `is_proven` False and the bound reached.
 
     Raises:
         MissingExtra: highspy is not installed.
@@ -82,36 +82,34 @@ def solve(
     known = _proven.get(key)
     if isinstance(known, Solution):
         return known
-    solution = _solved(problem, budget_bytes, time_limit_seconds, tricks, breaks_ties=breaks_ties)
+    solution = _solved(problem, budget_bytes, work_seconds, tricks, breaks_ties=breaks_ties)
     if solution.is_proven:
         _remember(key, solution)
     return solution
 
 
-def _solved(
-    problem: Problem, budget_bytes: int, time_limit_seconds: float, tricks: Tricks, *, breaks_ties: bool
-) -> Solution:
-    deadline = time.monotonic() + time_limit_seconds
+def _solved(problem: Problem, budget_bytes: int, work_seconds: float, tricks: Tricks, *, breaks_ties: bool) -> Solution:
+    work = SolverWork(work_seconds)
     rows = [*_conflict_rows(problem), *(_order_rows(problem) if tricks.order_alike else ())]
     # Nearly always the first is enough.
     for slack_mib in _SLACKS_MIB:
         fast = _Program(problem, rows, tricks)
-        found = fast.run(deadline, max_mib=budget_bytes / _MIB - slack_mib, is_for_time=True)
+        found = fast.run(work, max_mib=budget_bytes / _MIB - slack_mib, is_for_time=True)
         if found is None or problem.peak_bytes(found.chosen) <= budget_bytes:
             break
     if found is None or problem.peak_bytes(found.chosen) > budget_bytes:
-        # With time of its own: the first program may have used up its limit without an answer.
-        least = _least(problem, rows, tricks, deadline + time_limit_seconds)
+        # With work of its own: the first program may have used up its limit without an answer.
+        least = _least(problem, rows, tricks, SolverWork(work_seconds))
         return _solution(problem, least.chosen, budget_bytes, bound_seconds=0.0, is_proven=least.is_proven)
     if not breaks_ties:
         return _solution(problem, found.chosen, budget_bytes, bound_seconds=found.bound, is_proven=found.is_proven)
     smallest = _Program(problem, [*rows, *_rows_as_fast(problem, found.chosen)], tricks)
-    tidy = smallest.run(min(deadline, time.monotonic() + _SECONDS_TO_TIDY), max_mib=budget_bytes / _MIB)
+    tidy = smallest.run(work.part(_SECONDS_TO_TIDY), max_mib=budget_bytes / _MIB)
     chosen = found.chosen if tidy is None else min((tidy.chosen, found.chosen), key=lambda c: _rank(problem, c))
     return _solution(problem, chosen, budget_bytes, bound_seconds=found.bound, is_proven=found.is_proven)
 
 
-def least(problem: Problem, *, time_limit_seconds: float = 10.0) -> Solution:
+def least(problem: Problem, *, work_seconds: float = 10.0) -> Solution:
     """The choice with the lowest peak, and of those that hold next to nothing more the fastest that is found in time.
 
     The allocator's blocks and segments differ by more than that, and what is taken besides often leaves it with fewer of them.
@@ -119,18 +117,18 @@ def least(problem: Problem, *, time_limit_seconds: float = 10.0) -> Solution:
     if not problem.options:
         return _solution(problem, (), problem.peak_bytes(()), bound_seconds=0.0, is_proven=True)
     rows = [*_conflict_rows(problem), *_order_rows(problem)]
-    found = _least(problem, rows, Tricks(), time.monotonic() + time_limit_seconds)
+    found = _least(problem, rows, Tricks(), SolverWork(work_seconds))
     peak = problem.peak_bytes(found.chosen)
-    fastest = solve(problem, round(peak * (1 + _NEXT_TO_NOTHING)), time_limit_seconds=time_limit_seconds)
+    fastest = solve(problem, round(peak * (1 + _NEXT_TO_NOTHING)), work_seconds=work_seconds)
     return fastest if fastest.fits else _solution(problem, found.chosen, peak, bound_seconds=0.0, is_proven=False)
 
 
-def least_peak(problem: Problem, *, time_limit_seconds: float = 10.0) -> int:
+def least_peak(problem: Problem, *, work_seconds: float = 10.0) -> int:
     """The lowest peak in bytes of any choice, as far as it is found in time."""
     if not problem.options:
         return problem.peak_bytes(())
     rows = [*_conflict_rows(problem), *_order_rows(problem)]
-    return problem.peak_bytes(_least(problem, rows, Tricks(), time.monotonic() + time_limit_seconds).chosen)
+    return problem.peak_bytes(_least(problem, rows, Tricks(), SolverWork(work_seconds)).chosen)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -162,15 +160,15 @@ class _Program:
         self._adds_rows = tricks.add_rows_when_broken
         self._moments = order[:_NUM_FIRST_MOMENTS].tolist() if self._adds_rows else order.tolist()
 
-    def run(self, deadline: float, *, max_mib: float | None = None, is_for_time: bool = False) -> _Found | None:
+    def run(self, work: SolverWork, *, max_mib: float | None = None, is_for_time: bool = False) -> _Found | None:
         """The choice with the lowest peak, or the fastest if it `is_for_time`; None where there is none, or none was found in time.
 
         With a choice that was `seen` before, the one with the lowest peak that was found in time is returned, and never None.
         """
         if self._adds_rows:
-            self._add_rows_of_relaxed(deadline, max_mib, is_for_time=is_for_time)
+            self._add_rows_of_relaxed(work, max_mib, is_for_time=is_for_time)
         while True:
-            found, peak_mib = self._run(deadline, max_mib, is_for_time=is_for_time)
+            found, peak_mib = self._run(work, max_mib, is_for_time=is_for_time)
             if found is None:
                 return self._seen
             self._see(found)
@@ -178,19 +176,19 @@ class _Program:
             assert ceiling is not None
             if not self._add_broken(self.problem.timeline(found.chosen) / _MIB, ceiling):
                 return found if self._seen is None or found.is_proven else self._seen
-            if time.monotonic() > deadline:
+            if work.is_over:
                 return self._seen
 
-    def _add_rows_of_relaxed(self, deadline: float, max_mib: float | None, *, is_for_time: bool) -> None:
+    def _add_rows_of_relaxed(self, work: SolverWork, max_mib: float | None, *, is_for_time: bool) -> None:
         """Adds rows for the time steps that the solution of the linear relaxation violates, until it violates none.
 
         A round of it takes a tenth of one of the integer program, which then needs one or two rounds for most problems.
         """
         problem, num_options = self.problem, len(self.problem.options)
         for _ in range(_MAX_ROUNDS_RELAXED):
-            solver = self._solver(deadline, max_mib, is_for_time=is_for_time, is_relaxed=True)
-            solver.run()
-            if not _is_feasible(solver) or time.monotonic() > deadline:
+            solver = self._solver(max_mib, is_for_time=is_for_time, is_relaxed=True)
+            work.run(solver)
+            if not _is_feasible(solver) or work.is_over:
                 return
             values = np.array(solver.getSolution().col_value)
             ceiling = max_mib if is_for_time else float(values[-1])
@@ -229,11 +227,11 @@ class _Program:
             rows += [_Row(-_FREE, side.spare, side.weights | {peak: -1.0}) for side in self._sides]
         return rows
 
-    def _run(self, deadline: float, max_mib: float | None, *, is_for_time: bool) -> tuple[_Found | None, float]:
+    def _run(self, work: SolverWork, max_mib: float | None, *, is_for_time: bool) -> tuple[_Found | None, float]:
         import highspy
 
-        solver = self._solver(deadline, max_mib, is_for_time=is_for_time)
-        solver.run()
+        solver = self._solver(max_mib, is_for_time=is_for_time)
+        work.run(solver)
         if not _is_feasible(solver):
             return None, 0.0
         info = solver.getInfo()
@@ -245,7 +243,7 @@ class _Program:
         )
         return found, 0.0 if is_for_time else values[-1]
 
-    def _solver(self, deadline: float, max_mib: float | None, *, is_for_time: bool, is_relaxed: bool = False) -> Any:
+    def _solver(self, max_mib: float | None, *, is_for_time: bool, is_relaxed: bool = False) -> Any:
         """HiGHS with the program; `is_relaxed`: options may be taken in part."""
         try:
             import highspy
@@ -283,7 +281,6 @@ class _Program:
         # Restarts of the root node cost more than they bring, most of all for equivalent blocks: 96 of them took 1.7 s without and 2.4 s
         # with restarts (docs/log.md, "The planner beside half the batch").
         solver.setOptionValue("mip_allow_restart", False)
-        solver.setOptionValue("time_limit", max(0.05, deadline - time.monotonic()))
         solver.passModel(program)
         return solver
 
@@ -294,14 +291,14 @@ def _is_feasible(solver: Any) -> bool:
     return bool(solver.getInfo().primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible)
 
 
-def _least(problem: Problem, rows: Sequence[_Row], tricks: Tricks, deadline: float) -> _Found:
+def _least(problem: Problem, rows: Sequence[_Row], tricks: Tricks, work: SolverWork) -> _Found:
     """The choice with the lowest peak, or, where it is not found in time, the best of those that were."""
     key = ("least", tricks, _content(problem))
     known = _proven.get(key)
     if isinstance(known, _Found):
         return known
     nothing = _Found(chosen=(), bound=0.0, is_proven=False)
-    found = _Program(problem, rows, tricks, seen=nothing).run(deadline)
+    found = _Program(problem, rows, tricks, seen=nothing).run(work)
     assert found is not None
     if found.is_proven:
         _remember(key, found)

@@ -24,6 +24,7 @@ _LARGEST_ARRAY_BYTES = 1 << 16
 # Of a larger array this many elements are looked at, and the sum of all words up to the second size: a counter among them changes it.
 _NUM_SAMPLES = 4_096
 _LARGEST_SUMMED_BYTES = 1 << 26
+_MAX_OBJECTS = 10_000
 # Iterators that say how many items are left.
 _ITERATORS = (type(iter([])), type(iter(())), type(iter(range(0))), type(reversed([])), type(itertools.repeat(0, 0)))
 
@@ -78,6 +79,17 @@ def _state_of_chance(value: torch.Generator | np.random.Generator | np.random.Ra
 def _state_of_array(value: np.ndarray) -> State:
     if value.nbytes > _LARGEST_ARRAY_BYTES:
         return functools.partial(_digest, value), None
+    if isinstance(value, np.ma.MaskedArray):
+        # Whether it has a mask, and shares it, is not put back.
+        return lambda: (
+            np.ma.getdata(value).tobytes(),
+            np.ma.getmaskarray(value).tobytes(),
+            value.mask is np.ma.nomask,
+        ), None
+    if value.dtype == object:
+        return lambda: _Objects(value.ravel().tolist()), lambda content: _put_objects(value, content)
+    if value.dtype.hasobject:
+        return value.tobytes, None
     return value.tobytes, lambda content: _put_array(value, content)
 
 
@@ -112,6 +124,30 @@ def _digest(array: np.ndarray) -> Any:
     flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     words = flat[: flat.size // 8 * 8].view(np.uint64)
     return samples, int(words.sum(dtype=np.uint64)), flat[words.nbytes :].tobytes()
+
+
+class _Objects(tuple[Any, ...]):
+    """Objects that are compared by identity: as they are, two arrays have no one answer."""
+
+    __slots__ = ()
+    __hash__ = tuple.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Objects) and len(self) == len(other) and all(map(operator.is_, self, other))
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+
+def objects_of(value: Any) -> list[Any]:
+    """The objects that an array of numpy's refers to, the first of them where it has many."""
+    is_array = isinstance(value, np.ndarray) and value.dtype == object
+    return value.ravel()[:_MAX_OBJECTS].tolist() if is_array else []
+
+
+def _put_objects(array: np.ndarray, content: _Objects) -> None:
+    for number, each in enumerate(content):
+        array.flat[number] = each
 
 
 def _put_array(array: np.ndarray, content: bytes) -> None:

@@ -28,7 +28,7 @@ from tightfit.effects.identities import identities
 from tightfit.effects.outside_calls import NAMES
 from tightfit.effects.reachable.cells import Cell, contents
 from tightfit.effects.reachable.classes_of_libraries import BAGS, COUNTING, STATELESS
-from tightfit.effects.reachable.drawn import Drawn, drawn
+from tightfit.effects.reachable.drawn import Drawn, drawn, objects_of
 from tightfit.effects.reachable.library_objects import StoredOnLibraries, is_followed, made_by
 from tightfit.effects.reachable.named_in_code import named_in
 from tightfit.effects.reachable.opaque import functions_of
@@ -512,8 +512,8 @@ class _Walk(_CodeWalk):
     def _other(self, path: str, value: Any) -> None:
         if (found := drawn(path, value, is_users_class=is_users_class)) is not None:
             self.found.drawn.append(found)
-            for function in functions_of(value):
-                self._value(path, function)
+            for inner in (*functions_of(value), *objects_of(value)):
+                self._value(path, inner)
         elif (holder := scope(path, value)) is not None:
             self.collected.hold(holder, is_other=True)
             for name, inner in holder.content(is_kept=False).items():

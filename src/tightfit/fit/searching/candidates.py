@@ -209,12 +209,12 @@ def _smaller(one: Candidate | None, other: Candidate) -> Candidate:
 
 def _solve(problem: Problem, limit: int) -> Solution:
     """The fastest choice within `limit`, or, said not to fit, the fastest of those that hold least."""
-    solution = solve(problem, limit, time_limit_seconds=SOLVER_SECONDS)
+    solution = solve(problem, limit, work_seconds=SOLVER_SECONDS)
     if solution.fits:
         faults = validate(problem, solution, limit)
         assert not faults, faults
         return solution
-    smallest = least(problem, time_limit_seconds=SOLVER_SECONDS)
+    smallest = least(problem, work_seconds=SOLVER_SECONDS)
     faults = validate(problem, smallest, smallest.peak_bytes)
     assert not faults, faults
     return dataclasses.replace(smallest, fits=smallest.peak_bytes <= limit)

@@ -52,7 +52,7 @@ def looked_again(candidate: Candidate, candidates: Candidates) -> Candidate:
         if problem is None:
             return candidate
         # No more than was promised for the run that fits: what holds more by prediction may hold more in a trace.
-        solution = solve(problem, candidate.solution.peak_bytes, time_limit_seconds=SOLVER_SECONDS)
+        solution = solve(problem, candidate.solution.peak_bytes, work_seconds=SOLVER_SECONDS)
         variant = dataclasses.replace(candidate.variant, problem=problem)
         if not solution.fits:
             return candidate

@@ -29,11 +29,11 @@ def _points(variant: Variant) -> list[ParetoPoint]:
     if not problem.options:
         return []
     most = problem.peak_bytes(())
-    low = solve(problem, 0, time_limit_seconds=_SECONDS_OF_A_POINT).peak_bytes
+    low = solve(problem, 0, work_seconds=_SECONDS_OF_A_POINT).peak_bytes
     found: dict[tuple[int, ...], ParetoPoint] = {}
     for part in range(NUM_POINTS + 1):
         limit = low + (most - low) * part // NUM_POINTS
-        solution = solve(problem, limit, time_limit_seconds=_SECONDS_OF_A_POINT, breaks_ties=False)
+        solution = solve(problem, limit, work_seconds=_SECONDS_OF_A_POINT, breaks_ties=False)
         if solution.fits and solution.chosen not in found:
             found[solution.chosen] = ParetoPoint(
                 device_bytes=solution.peak_bytes + variant.gap_bytes,

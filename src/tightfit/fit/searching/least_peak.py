@@ -89,7 +89,7 @@ class LeastPeak:
         own = [o for o in self._offers.options(start.profile) if o.needs_new_trace and kind_of(o) in kinds]
         variant = self._candidates.variant(start, [option for option in options if option.retains])
         left = problems.with_taken(variant.problem, own)
-        peak = least_peak(left, time_limit_seconds=_SECONDS_TO_PREDICT)
+        peak = least_peak(left, work_seconds=_SECONDS_TO_PREDICT)
         return Prediction(needed_bytes=self._needed_bytes(peak, start), options=(*self._free, *options))
 
     def _needed_bytes(self, peak_bytes: int, start: TracedRun) -> int:

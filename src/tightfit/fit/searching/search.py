@@ -201,7 +201,7 @@ class Search:
         variant = self.candidates.variant(start, [option for option in bundle if option.retains])
         left = problems.with_taken(variant.problem, own)
         gap = gap_after(own, variant, left)
-        found = solve(left, self.budget_bytes - gap, time_limit_seconds=_SECONDS_TO_RELAX, breaks_ties=False)
+        found = solve(left, self.budget_bytes - gap, work_seconds=_SECONDS_TO_RELAX, breaks_ties=False)
         return variant.run.seconds + _seconds(own) + found.seconds if found.fits else math.inf
 
     def _bundles(self, base: TracedRun) -> list[list[Option]]:

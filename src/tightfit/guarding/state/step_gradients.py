@@ -21,15 +21,15 @@ class StepGradients:
         self._first = [None if p.grad is None else (weakref.ref(p.grad), p.grad._version) for p in leaves]
         self._copies: dict[int, torch.Tensor] = {}
         self._zeroed: list[torch.Tensor] = []
-        self._is_seen = False
+        self.is_seen = False
 
     def concerned_parameters(self) -> None:
         """Every pass of the process."""
 
     def around_backward(self, backward: BackwardPass) -> object:
         """Before the first pass that adds to gradients: copies those that it will add to."""
-        if backward.accumulates and not self._is_seen:
-            self._is_seen = True
+        if backward.accumulates and not self.is_seen:
+            self.is_seen = True
             self._look()
         return backward.run()
 
@@ -46,7 +46,7 @@ class StepGradients:
 
     def obstacle(self) -> str:
         """Why the gradients cannot be what they were; empty if they can."""
-        if not self._is_seen:
+        if not self.is_seen:
             # It came to no backward pass: what it has zeroed until now it will zero again.
             self._look()
             self._copies.clear()

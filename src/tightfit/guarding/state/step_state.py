@@ -6,8 +6,9 @@ the optimizer's step, and a step that fails after it is not run again. What cann
 """
 
 import dataclasses
+import itertools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,14 +22,17 @@ from tightfit.effects.state import (
     StateDifference,
     again,
     differences,
+    is_moved,
     restore,
     snapshot_of_arguments,
 )
+from tightfit.effects.values.contents import SMALL_BYTES
 from tightfit.guarding.memory.out_of_memory import release_memory
 from tightfit.guarding.state.leaf_hooks import LeafHooks
-from tightfit.guarding.state.optimizer_settings import OptimizerSettings
+from tightfit.guarding.state.optimizer_settings import OptimizerSettings, states_beside_weights
+from tightfit.guarding.state.remembered_results import RememberedResults
 from tightfit.guarding.state.step_gradients import StepGradients
-from tightfit.guarding.state.weight_sums import WeightSums
+from tightfit.guarding.state.tensor_sums import TensorSums
 
 # In the first steps every tensor of the state but weights is copied, up to these bytes: which are written is not yet known.
 _FIRST_STEPS = 2
@@ -55,13 +59,14 @@ class StepBeginning:
         parameters: list[torch.nn.Parameter],
         leaves: list[torch.Tensor],
         settings: OptimizerSettings,
-        sums: WeightSums | None,
+        sums: TensorSums,
     ) -> None:
         self.is_learned = False
         self.snapshots = snapshots
         self.settings = settings
         self.gradients = StepGradients(leaves)
         self._hooks = LeafHooks(leaves)
+        self._remembered = RememberedResults(snapshots)
         self.sums = sums
         self._copies = copies
         self._parameters = {id(parameter) for parameter in parameters}
@@ -92,9 +97,18 @@ class StepBeginning:
                 return f"{told}, which cannot be taken back"
         if any(parameter._version != version for parameter, version in self._versions):
             return "weights had been updated in it already"
-        if self.sums is not None and self.sums.changed():
-            return "weights had been updated in it already (by their `data`)"
-        return self.gradients.obstacle()
+        if any(c.tensor.layout == torch.strided and c.tensor.shape != c.copy.shape for c in self._copies.values()):
+            return "a tensor was given another shape in place, which cannot be taken back"
+        return self._written_past() or self._remembered.obstacle() or self.gradients.obstacle()
+
+    def _written_past(self) -> str:
+        """Which tensor was written to past its version, and cannot be restored; empty if none."""
+        for path, tensor in self.sums.written_past():
+            if id(tensor) in self._parameters:
+                return "weights had been updated in it already (by their `data`)"
+            if id(tensor) not in self._copies:
+                return f"{path} was written to by its `data`, which cannot be taken back"
+        return ""
 
     def restore(self) -> None:
         """Restores everything: values, objects, gradients, and random states. Only where there is no `obstacle`."""
@@ -102,8 +116,10 @@ class StepBeginning:
             restore(snapshot)
         with torch.no_grad():
             for copied in self._copies.values():
-                if copied.tensor._version != copied.version or _is_statistics(copied.tensor):
-                    copied.tensor.copy_(copied.copy)
+                # What was written past torch has the same version. So has what was not written to: a graph of an earlier step may have saved it.
+                is_counted = copied.tensor._version != copied.version
+                (copied.tensor if is_counted else copied.tensor.data).copy_(copied.copy)
+        self._remembered.restore()
         self.settings.restore()
         self.gradients.restore()
         self._hooks.restore()
@@ -133,7 +149,7 @@ class StepStates:
 
         `names_data`: whether its code names an attribute `data`.
         """
-        of_function = snapshot_of_arguments(reached, attributes=attributes)
+        of_function = snapshot_of_arguments(reached, attributes=attributes, reads_weights=False)
         known = [] if self._model is None else [self._model]
         self._know([*known, *filter(None, (reference() for reference in of_function.reach.modules))])
         snapshots = [of_function, *self._of_modules()]
@@ -144,14 +160,23 @@ class StepStates:
             parameters,
             leaves_of(parameters, snapshots),
             OptimizerSettings(self._optimizers),
-            WeightSums(parameters)
-            if self._num_learned < _FIRST_STEPS or self._is_updated_by_hand or names_data()
-            else None,
+            self._sums(parameters, snapshots, names_data),
         )
+
+    def _sums(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        snapshots: Sequence[Snapshot],
+        names_data: Callable[[], bool],
+    ) -> TensorSums:
+        """Of all that the step reaches, where it may write past torch; else of weights at the host."""
+        if self._num_learned < _FIRST_STEPS or self._is_updated_by_hand or names_data():
+            return TensorSums(_readable(parameters, snapshots, states_beside_weights(self._optimizers)), is_of_all=True)
+        return TensorSums(_large_at_host(parameters, snapshots), is_of_all=False)
 
     def now(self, beginning: StepBeginning) -> list[Snapshot]:
         """The state now, of what the beginning has."""
-        return [again(beginning.snapshots[0]), *self._of_modules()]
+        return [again(beginning.snapshots[0], reads_weights=False), *self._of_modules()]
 
     def obstacle(self, beginning: StepBeginning) -> str:
         """Why the state at the beginning cannot be restored; empty if it can."""
@@ -159,11 +184,17 @@ class StepStates:
             return "it reaches more objects than can be looked at"
         return beginning.settings.obstacle(self._optimizers) or beginning.obstacle(self.now(beginning))
 
-    def learn(self, beginning: StepBeginning) -> None:
-        """Before the first update of a step: remembers which tensors it has written until here. Later steps copy them when they begin."""
-        if beginning.sums is not None and beginning.sums.changed():
+    def learn(self, beginning: StepBeginning, *, is_update: bool) -> None:
+        """Before the first update of a step, or at its end where it has none: remembers which tensors it has written until here. Later steps copy them when they begin."""
+        # Later a card would be waited for, and the host would read all weights once more.
+        is_read = self._num_learned < _FIRST_STEPS or (
+            beginning.sums.is_of_all and not beginning.sums.is_on_card and self._num_learned <= _STEPS_TO_LEARN
+        )
+        if is_read and (past := list(beginning.sums.written_past())):
             self._is_updated_by_hand = True
-        if not beginning.is_learned:
+            self._written.update(path for path, _ in past)
+        # A turn before the first batch is there, while a replay buffer fills, writes nothing of what a step writes.
+        if not beginning.is_learned and (is_update or beginning.gradients.is_seen):
             beginning.is_learned = True
             self._num_learned += 1
         if self._num_learned > _STEPS_TO_LEARN:
@@ -186,7 +217,7 @@ class StepStates:
 
     def _of_modules(self) -> list[Snapshot]:
         living = [(reference(), region) for reference, region in self._regions.values()]
-        return [region.snapshot(module) for module, region in living if module is not None]
+        return [region.snapshot(module, reads_weights=False) for module, region in living if module is not None]
 
     def _parameters(self) -> list[torch.nn.Parameter]:
         held = [p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]]
@@ -203,7 +234,7 @@ class StepStates:
                 if id(tensor) in parameters or id(tensor) in copies or is_lazy(tensor) or tensor.is_inference():
                     continue
                 if is_first or path in self._written or _is_statistics(tensor):
-                    num_bytes += tensor.nbytes
+                    num_bytes += tensor.nbytes if tensor.layout == torch.strided else 0
                     copies[id(tensor)] = _copied(tensor, on_card=num_bytes <= _MOST_BYTES_ON_CARD)
         return copies
 
@@ -213,6 +244,33 @@ def leaves_of(parameters: Sequence[torch.nn.Parameter], snapshots: Sequence[Snap
     reached = (tensor for snapshot in snapshots for tensor in snapshot.reach.tensors if not is_lazy(tensor))
     floating = (t for t in reached if (t.is_floating_point() or t.is_complex()) and t.is_leaf and not t.is_inference())
     return list({id(tensor): tensor for tensor in (*parameters, *floating)}.values())
+
+
+def _readable(
+    parameters: Sequence[torch.nn.Parameter], snapshots: Sequence[Snapshot], states: Iterable[torch.Tensor]
+) -> dict[int, tuple[str, torch.Tensor]]:
+    """All tensors that the step reaches and whose bits can be read, and parameters that snapshots leave out, by their numbers, with their paths."""
+    found: dict[int, tuple[str, torch.Tensor]] = {id(parameter): ("", parameter) for parameter in parameters}
+    found |= {id(state): ("a state of an optimizer", state) for state in states if not state.is_inference()}
+    for snapshot in snapshots:
+        for path, tensor in zip(snapshot.reach.tensor_paths, snapshot.reach.tensors, strict=True):
+            if not is_lazy(tensor) and not tensor.is_inference():
+                found.setdefault(id(tensor), (path, tensor))
+    return found
+
+
+def _large_at_host(
+    parameters: Sequence[torch.nn.Parameter], snapshots: Sequence[Snapshot]
+) -> dict[int, tuple[str, torch.Tensor]]:
+    """The weights whose bits snapshots do not read, as a sum of words takes a third of the time."""
+    reached = (tensor for snapshot in snapshots for tensor in snapshot.reach.tensors)
+    weights = (t for t in itertools.chain(parameters, reached) if t.device.type == "cpu" and t.requires_grad)
+    return {id(t): ("", t) for t in weights if t.is_leaf and not is_moved(t) and not _is_small(t)}
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    """Whether snapshots read all bits of a tensor at the host."""
+    return tensor.layout != torch.strided or tensor.nbytes <= SMALL_BYTES
 
 
 def _is_statistics(tensor: torch.Tensor) -> bool:
