@@ -69,9 +69,8 @@ def run(
     """
     parsed = _checked(script, arguments, check_steps, disk_folder, guarding, ranks)
     if cache is not None:
-        if plan or budget or used or device or allow or virtual or guarding.guard or ranks.gpus is not None:
-            raise UsageError("--cache runs a script as it is, with another cache: it takes --check-steps alone")
-        return run_with_cache(parsed, cache, _say, checks=check_steps > 0)
+        others = (plan, budget, used, device, allow, virtual, guarding.guard, ranks.gpus)
+        return run_with_cache(parsed, cache, _say, others, checks=check_steps > 0)
     if ranks.gpus is not None:
         others = {
             "--budget": budget,

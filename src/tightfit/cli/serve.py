@@ -8,7 +8,7 @@ import json as jsonlib
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from tightfit.serving.choices.candidate_servers import PricedCard
     from tightfit.serving.choices.serving_plan import ServingPlan
     from tightfit.serving.serve_settings import ResolvedSettings, ServeSettings
+    from tightfit.serving.serving_estimate import ServingEstimate
 
 _DEFAULTS = EngineArguments()
 _NO_LOAD = LoadArguments()
@@ -84,7 +85,6 @@ def serve(
         Print JSON.
     """
     from tightfit.fit.serving import serve as estimated
-    from tightfit.reports.text.serving_estimates import write_serving
     from tightfit.serving.load.lengths import lengths_of
     from tightfit.serving.serve_settings import ServeSettings
 
@@ -93,10 +93,10 @@ def serve(
     cards = cards_of(device or [own_card()], gpus, price_per_hour)
     asked = ServeSettings(num_gpus=gpus, **dataclasses.asdict(arguments))
     requests = lengths_of(lengths) if lengths is not None else []
-    if output is not None and (plan.plan or plan.objective is not None or plan.allow):
-        raise UsageError("--output is of one server; leave out --plan, --for and --allow")
-    if plan.plan or plan.objective is not None or plan.allow:
-        names = {"engine": engine, "engine_version": engine_version, "dtype": dtype}
+    names: dict[str, Any] = {"engine": engine, "engine_version": engine_version, "dtype": dtype}
+    if plan.is_asked:
+        if output is not None:
+            raise UsageError("--output is of one server; leave out --plan, --for and --allow")
         chosen = _chosen(model, cards, asked, plan, load, requests, names)
         return _answer(chosen, launch, as_json=json, started=started)
     if len(cards) > 1:
@@ -108,21 +108,31 @@ def serve(
             model,
             (device or [own_card()])[0],
             asked=asked,
-            engine=engine,
-            engine_version=engine_version,
-            dtype=dtype,
             lengths=requests,
             load=load_of(load, requests),
             draws=output is not None,
             on_progress=line.report,
+            **names,
         )
     if output is not None:
-        from tightfit.reports.html.serving_page import serving_page
+        _write_page(output, found, price)
+    return _answer_one(found, launch, price, as_json=json, started=started)
 
-        write_text(output, serving_page(found, price_per_hour=price))
+
+def _write_page(output: Path, found: "ServingEstimate", price: float | None) -> None:
+    from tightfit.reports.html.serving_page import serving_page
+
+    write_text(output, serving_page(found, price_per_hour=price))
+
+
+def _answer_one(
+    found: "ServingEstimate", launch: str | None, price: float | None, *, as_json: bool, started: float
+) -> int:
+    from tightfit.reports.text.serving_estimates import write_serving
+
     if launch is not None and found.fits:
         print(_launched(launch, found.launch, found.settings, found.engine_version), end="")
-    elif json:
+    elif as_json:
         print(jsonlib.dumps(found.to_json(price)))
     else:
         write_serving(found, price_per_hour=price, elapsed_seconds=time.monotonic() - started)
