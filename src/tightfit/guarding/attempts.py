@@ -90,9 +90,16 @@ class Attempts:
             self.statistics["climbs"] += 1
 
     def take_back(
-        self, attempt: Attempt, error: BaseException, tried: list[str], *, refusal: Callable[[], str] = lambda: ""
+        self,
+        attempt: Attempt,
+        error: BaseException,
+        tried: list[str],
+        *,
+        refusal: Callable[[], str] = lambda: "",
+        lower: Callable[[BaseException], str] = lambda _: "",
     ) -> None:
-        """Restores the state at the beginning of the step, and frees memory for the next trial. `refusal` says why not, where the caller knows.
+        """Restores the state at the beginning of the step, and frees memory for the next trial. `refusal` says why not, where the caller knows; `lower` makes
+        the step smaller, and says how.
 
         Raises:
             BaseException: `error`, if the step cannot be taken back, or nothing is left to be tried; its notes say which.
@@ -118,7 +125,9 @@ class Attempts:
             tried.append("released the ballast")
         else:
             release_memory()
-            if _RELEASED not in tried:
+            if lowered := lower(error):
+                tried.append(lowered)
+            elif _RELEASED not in tried:
                 tried.append(_RELEASED)
             elif not self.rungs.try_next(tried):
                 raise self.post_mortem.added_to(

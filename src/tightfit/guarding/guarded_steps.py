@@ -28,6 +28,7 @@ from tightfit.guarding.attempts import Attempts
 from tightfit.guarding.largest_batch_of import largest_batch_of
 from tightfit.guarding.memory.ballast import Ballast
 from tightfit.guarding.named_values import attributes_named_by
+from tightfit.guarding.parts.adaptive_backward import AdaptiveBackward
 from tightfit.guarding.rehearsal import Rehearsal, rehearse_step
 from tightfit.guarding.replayed_batches import Batch, ReplayedBatches
 from tightfit.guarding.rungs import CALM_STEPS, Rungs
@@ -62,6 +63,7 @@ class GuardedSteps:
             ballast=Ballast(ballast_bytes, lambda: _device_of(model), calm_steps=calm_steps),
         )
         self.statistics = self._attempts.statistics
+        self._backward = AdaptiveBackward(model, self._attempts)
         self._batches: list[ReplayedBatches[Any]] = []
         self._is_told_to_end = False
 
@@ -81,7 +83,7 @@ class GuardedSteps:
             names_data=lambda: "data" in attributes_named_by(function),
             sources=self._batches,
         )
-        self._succeeded()
+        self._at_border()
         return result
 
     def rehearse(
@@ -114,6 +116,36 @@ class GuardedSteps:
             shapes=shapes_of(found.batch), num_seen=found.num_seen, num_examples=found.num_examples, plan=plan
         )
 
+    def backward(
+        self,
+        loss_of: Callable[[Any], torch.Tensor],
+        batch: Any,
+        /,
+        *,
+        weight: Callable[[Any], Any] | None = None,
+        draws_anew: bool = False,
+    ) -> torch.Tensor:
+        """Forward and backward pass of a batch in parts that fit: adds the gradient of the whole batch's loss to `grad`, and returns that loss.
+
+        `loss_of(part)` is the mean loss over the examples of a part, or over as many terms as `weight(part)` says, such as tokens that count. How many
+        examples go at once is found from the first batches on, on a card without an out-of-memory error on the way. With `draws_anew` a model may draw random
+        numbers, which are others in parts than in the whole.
+
+        Raises:
+            UsageError: the batch cannot be split, or the gradient of two examples is not that of one and one.
+            torch.OutOfMemoryError: a single example has no room.
+        """
+        if self._attempts.is_running:
+            raise UsageError("guarded.backward was called within a guarded step; it is one itself")
+        # Between a backward pass and the update that follows is no border of a step.
+        self._at_border()
+        return self._backward.run(loss_of, batch, weight=weight, draws_anew=draws_anew)
+
+    @property
+    def part_in_use(self) -> int:
+        """How many examples `backward` runs at once now; 0 before the first batch."""
+        return self._backward.in_use
+
     @property
     def plan_in_use(self) -> int:
         """The position in `plans` of the one that is on the model now; -1 for none."""
@@ -129,7 +161,7 @@ class GuardedSteps:
         """Takes everything off the model and its optimizers."""
         self._attempts.end()
 
-    def _succeeded(self) -> None:
+    def _at_border(self) -> None:
         if self._is_told_to_end:
             self._is_told_to_end = False
             assert self._on_terminate is not None
@@ -181,6 +213,7 @@ def guard(
     try:
         with _on_sigterm(guarded._terminate if on_terminate else None):
             yield guarded
+            guarded._at_border()
     finally:
         guarded.end()
 
