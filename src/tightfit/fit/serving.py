@@ -15,6 +15,7 @@ from tightfit.serving.launch.launch_arguments import all_launches, launch_of
 from tightfit.serving.model.checkpoint_format import checkpoint_format
 from tightfit.serving.model.weight_formats import format_named
 from tightfit.serving.serve_settings import ResolvedSettings, ServeSettings
+from tightfit.serving.serving_curves import serving_curves
 from tightfit.serving.serving_estimate import ServingEstimate
 from tightfit.serving.traced_server import AskedLoad, Server, TracedModel
 
@@ -30,10 +31,11 @@ def serve(
     dtype: str | None = None,
     lengths: Sequence[tuple[int, int]] = (),
     load: AskedLoad | None = None,
+    draws: bool = False,
     on_progress: OnProgress | None = None,
 ) -> ServingEstimate:
     """What `model` (a Hugging Face config, its folder, a preset or a model type) needs on `device` to be served, and how fast it is for requests with
-    `lengths` (tokens of prompt and answer of each; by default those of `load`), and under `load`.
+    `lengths` (tokens of prompt and answer of each; by default those of `load`), and under `load`; `draws`: with the points of its curves.
 
     Raises:
         UsageError: no such model, device, engine or setting, or one whose size is not known.
@@ -51,6 +53,7 @@ def serve(
             engine_version=engine_version,
             dtype=dtype,
             lengths=lengths,
+            draws=draws,
             on_progress=on_progress,
         )
     _refuse_of_other_engines(asked)
@@ -79,6 +82,8 @@ def serve(
     found = server.estimate(lengths, load)
     if not found.fits:
         return found
+    if draws:
+        found = dataclasses.replace(found, curves=serving_curves(server, found, lengths))
     return dataclasses.replace(found, launch=all_launches(launch_of(server, found, served_name(model))))
 
 

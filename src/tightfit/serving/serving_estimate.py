@@ -16,6 +16,7 @@ from tightfit.serving.model.cache_size import CacheSize, mean_request_bytes, num
 from tightfit.serving.model.model_facts import ModelFacts
 from tightfit.serving.model.weight_formats import WeightFormat, weights_bytes, whole_rows
 from tightfit.serving.serve_settings import KV_DTYPES, ResolvedSettings
+from tightfit.serving.serving_points import ServingCurves
 from tightfit.units import KIB, format_bytes
 
 
@@ -53,6 +54,7 @@ class ServingEstimate:
     launch: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
     host_bytes: int = 0
     cache: str = ""
+    curves: ServingCurves | None = None
     layers_on_card: int | None = None
     num_layers: int | None = None
 

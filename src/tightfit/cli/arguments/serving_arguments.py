@@ -102,6 +102,11 @@ class PlanArguments:
     allow: Annotated[tuple[str, ...], SEVERAL] = ()
     at_once: int = 1
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether servers are to be chosen among."""
+        return self.plan or self.objective is not None or bool(self.allow)
+
 
 def level_of(load: LoadArguments) -> "ServiceLevel":
     """The limits of time that the arguments set.
