@@ -10,12 +10,9 @@ the error it had, and says why.
 """
 
 import functools
-import signal
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -32,6 +29,7 @@ from tightfit.guarding.parts.adaptive_backward import AdaptiveBackward
 from tightfit.guarding.rehearsal import Rehearsal, rehearse_step
 from tightfit.guarding.replayed_batches import Batch, ReplayedBatches
 from tightfit.guarding.rungs import CALM_STEPS, Rungs
+from tightfit.guarding.told_to_end import ToldToEnd
 from tightfit.planner.plan import Plan
 from tightfit.runtime.apply import has_plan
 from tightfit.units import to_bytes
@@ -53,7 +51,7 @@ class GuardedSteps:
         ballast_bytes: int,
         on_terminate: Callable[[], object] | None,
     ) -> None:
-        self._on_terminate = on_terminate
+        self.told_to_end = ToldToEnd(on_terminate)
         self._attempts = Attempts(
             model,
             optimizers,
@@ -65,7 +63,6 @@ class GuardedSteps:
         self.statistics = self._attempts.statistics
         self._backward = AdaptiveBackward(model, self._attempts)
         self._batches: list[ReplayedBatches[Any]] = []
-        self._is_told_to_end = False
 
     def step(self, function: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Result:
         """Runs `function(*args, **kwargs)`, one step of the loop, to its end, and returns its result.
@@ -83,7 +80,7 @@ class GuardedSteps:
             names_data=lambda: "data" in attributes_named_by(function),
             sources=self._batches,
         )
-        self._at_border()
+        self.told_to_end.at_border()
         return result
 
     def rehearse(
@@ -138,7 +135,7 @@ class GuardedSteps:
         if self._attempts.is_running:
             raise UsageError("guarded.backward was called within a guarded step; it is one itself")
         # Between a backward pass and the update that follows is no border of a step.
-        self._at_border()
+        self.told_to_end.at_border()
         return self._backward.run(loss_of, batch, weight=weight, draws_anew=draws_anew)
 
     @property
@@ -160,16 +157,6 @@ class GuardedSteps:
     def end(self) -> None:
         """Takes everything off the model and its optimizers."""
         self._attempts.end()
-
-    def _at_border(self) -> None:
-        if self._is_told_to_end:
-            self._is_told_to_end = False
-            assert self._on_terminate is not None
-            self._on_terminate()
-
-    def _terminate(self, number: int, frame: FrameType | None) -> None:
-        # At the next border of a step; a handler runs between any two instructions.
-        self._is_told_to_end = True
 
 
 @contextmanager
@@ -211,26 +198,14 @@ def guard(
         on_terminate=on_terminate,
     )
     try:
-        with _on_sigterm(guarded._terminate if on_terminate else None):
-            yield guarded
-            guarded._at_border()
+        if on_terminate is not None:
+            guarded.told_to_end.begin()
+        yield guarded
+        guarded.told_to_end.at_border()
     finally:
+        guarded.told_to_end.end()
         guarded.end()
 
 
 def _device_of(model: torch.nn.Module) -> torch.device | None:
     return next((parameter.device for parameter in model.parameters()), None)
-
-
-@contextmanager
-def _on_sigterm(handler: Callable[[int, FrameType | None], object] | None) -> Iterator[None]:
-    if handler is None:
-        yield
-        return
-    if threading.current_thread() is not threading.main_thread():
-        raise UsageError("on_terminate needs the main thread: Python handles signals there alone")
-    former = signal.signal(signal.SIGTERM, handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, former)
