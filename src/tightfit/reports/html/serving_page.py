@@ -58,6 +58,7 @@ def _parts(found: ServingEstimate) -> tuple[list[Part], float]:
     outside = max(found.non_torch_bytes, found.context_bytes)
     sizes = [
         ("weights", "weights", found.weights_bytes, ""),
+        ("temporaries", "adapters", found.adapter_bytes, ""),
         ("activations", "activations", found.activation_bytes, "of the largest batch"),
         ("graphs", "CUDA graphs", found.graph_bytes, ""),
         ("outside", "context, communication", outside, "outside of PyTorch"),

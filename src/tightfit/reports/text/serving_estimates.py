@@ -62,7 +62,11 @@ def serving_verdict(found: ServingEstimate) -> Text:
 def _rows(found: ServingEstimate) -> Iterator[tuple[str, str, str]]:
     settings = found.settings
     each = " on each GPU" if settings.num_gpus > 1 else ""
-    yield "weights", format_bytes(found.weights_bytes), each.strip()
+    drafts = f"{format_bytes(found.draft_bytes)} of them of the draft" if found.draft_bytes else ""
+    yield "weights", format_bytes(found.weights_bytes), ", ".join(part for part in (each.strip(), drafts) if part)
+    adapters = settings.adapters
+    if adapters is not None:
+        yield "adapters", format_bytes(found.adapter_bytes), f"{adapters.number} at once, of rank {adapters.rank}"
     yield (
         "activations",
         format_bytes(found.activation_bytes),
@@ -80,6 +84,14 @@ def _rows(found: ServingEstimate) -> Iterator[tuple[str, str, str]]:
     yield "cache", format_bytes(found.kv_bytes), f"{share}: {found.kv_tokens:,} tokens"
     yield "one more token", format_bytes(found.kv_bytes_per_token), "of cache" + each
     yield "one request", format_bytes(found.request_bytes), "of cache" + each
+    kept = found.host_cache
+    if kept is not None:
+        words = f"pinned, in powers of two, for a cache of {format_bytes(kept.asked_bytes)}: {kept.num_tokens:,} tokens"
+        yield "host memory", format_bytes(kept.pinned_bytes), words
+    if found.sleep is not None:
+        asleep = found.sleep
+        words = f"{format_bytes(asleep.host_bytes)} at the host, awake again in {format_seconds(asleep.wake_seconds)}"
+        yield "asleep", format_bytes(asleep.gpu_bytes), words
 
 
 def _batch_rows(found: ServingEstimate) -> Iterator[tuple[str, str, str]]:
