@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tightfit.capture.processes.process_role import begin_plan
-from tightfit.effects.state import Snapshot, differences
+from tightfit.effects.state import Snapshot
 from tightfit.guarding.memory.ballast import Ballast
 from tightfit.guarding.memory.out_of_memory import drop_failed_backward, is_out_of_memory, release_memory
 from tightfit.guarding.memory.post_mortem import PostMortem
@@ -146,12 +146,6 @@ class Attempts:
     def now(self, attempt: Attempt) -> list[Snapshot]:
         """The state now, of what the attempt reaches."""
         return self._restoration.now(attempt)
-
-    def changes_since(self, first: list[Snapshot], attempt: Attempt) -> str:
-        """The first change since an earlier state, but for random numbers; empty if there is none."""
-        pairs = zip(first, self._restoration.now(attempt), strict=True)
-        found = (str(change) for one, other in pairs for change in differences(one, other))
-        return next((text for text in found if "was drawn from" not in text), "")
 
     def end(self) -> None:
         """Takes everything off the models and optimizers."""

@@ -1,11 +1,12 @@
 """Forward and backward pass of a batch in parts whose size is found while the run goes on: the gradient is that of the whole batch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from tightfit.effects.random_states import AllRandom
+from tightfit.effects.state import Snapshot, differences
 from tightfit.errors import UsageError
 from tightfit.guarding.attempted_step import run_step
 from tightfit.guarding.attempts import Attempts
@@ -156,7 +157,7 @@ class AdaptiveBackward:
             total = 2.0 if weight is None else weight(two)
             shares = [(loss_of, one, _share(each, total)) for one, each in zip(ones, weights, strict=True)]
             found.append(self._projected(shares))
-            written = self._attempts.changes_since(first, attempt)
+            written = _changed(first, self._attempts.now(attempt))
             is_random = not AllRandom.now().is_same(before)
         finally:
             self._attempts.leave(attempt)
@@ -198,6 +199,12 @@ def _products(gradient: torch.Tensor, seed: int) -> torch.Tensor:
     kind = torch.float64 if dense.dtype == torch.float64 else torch.float32
     signs = (torch.empty_like(dense, dtype=kind).bernoulli_(generator=generator) for _ in range(_NUM_PROJECTIONS))
     return torch.stack([(2 * each - 1).mul_(dense).sum(dtype=torch.float64).cpu() for each in signs])
+
+
+def _changed(first: Sequence[Snapshot], second: Sequence[Snapshot]) -> str:
+    """The first change between two states, but for random numbers; empty if there is none."""
+    found = (str(each) for pair in zip(first, second, strict=True) for each in differences(*pair))
+    return next((text for text in found if "was drawn from" not in text), "")
 
 
 def _share(weight: Any, total: Any) -> float:
