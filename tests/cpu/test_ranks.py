@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.cpu.ranks import accumulated, handed_over, recomputed, refused  # noqa: F401 - enter their programs
+from tests.cpu.ranks import accumulated, by_hand, handed_over, recomputed, refused  # noqa: F401 - enter their programs
 from tests.cpu.ranks.programs import PROGRAMS
 from tests.forked_python import forked_python
 
@@ -28,7 +28,7 @@ REFUSED = {
     "gradient_penalty": "create_graph=True",
     "measures_in_an_argument": "the model has put it into an argument",
     "outputs_written_past_autograd": "was written to past autograd",
-    "scales_by_examples_later": "in a step that was compared",
+    "scales_by_examples_later": "makes a tensor of other numbers",
     "decides_by_text": "does so otherwise for one part of it than for another",
     "refusal_that_is_swallowed": "draws random numbers",
     "examples_in_the_second_dimension": "parts of the batch may not give what the whole gives",
@@ -37,7 +37,10 @@ REFUSED = {
     "gradient_of_an_output_beside_the_loss": "the gradient of what the model returns beside its loss",
     "hook_on_an_output_beside_the_loss": "the gradient of what the model returns beside its loss",
     "reads_sharded_states": "the program reads the states of an optimizer, which are sharded",
+    "takes_sharded_states_out": "the program reads the states of an optimizer, which are sharded",
+    "steps_in_a_fork": "a process that the script has forked does what all ranks are to do together",
     "states_of_all_at_once": "LBFGS is not known to update each parameter by itself",
+    "exchanged_tensors": "exchanges tensors as a whole (torch.utils.swap_tensors)",
     "data_by_the_process": "the batch must be the same on all ranks, and rank 1",
     "weights_by_the_process": "the weights must be the same on all ranks",
     "rate_by_the_process": "the weights must be the same on all ranks",
@@ -49,6 +52,7 @@ REFUSED = {
     "accumulated_with_its_loss_outside": "for which the model has to return its loss: the model returns no numbers (Tensor)",
     "accumulated_means_of_other_numbers": "of which one part of the batch has another share",
     "accumulated_with_weights_that_change": "a weight was changed between the forward and the backward pass",
+    "accumulated_within_a_checkpoint": "a checkpoint of the program's is around it",
     "error_on_one": "RankLost: another rank has ended",
 }
 

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tightfit.effects.dispatched import dispatched
 from tightfit.effects.users_code import FILES_OF_OURS
 from tightfit.effects.values.contents import content_of
+from tightfit.effects.values.lent_memory import HANDS_OUT, LentMemory, is_lent
 
 # What a call says of how rows are taken: sizes, dimensions, indices, equations. Factors too, for the code may take them from the number of rows.
 _TOLD = frozenset({int, bool, str, type(None)})
@@ -57,6 +58,7 @@ class CallTrail:
         self._tensors: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         # Python has one hash for -1 and -2.
         self._last_number = -2
+        self.lent = LentMemory()
 
     def note(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
         """Adds a call that the caller of this, a `__torch_function__`, handles, unless our own code makes it."""
@@ -64,6 +66,8 @@ class CallTrail:
         frame = sys._getframe(1).f_back
         if frame is not None and not _IS_CODE_OF_OTHERS.get(frame.f_code.co_filename) and _is_ours(frame):
             return
+        if func in HANDS_OUT and args:
+            self.lent.hand_out(func, args[0])
         # A function that is made anew for each call has the same code.
         self._calls.append(getattr(func, "__code__", func))
         self._add(args)
@@ -103,6 +107,9 @@ class CallTrail:
             return known[1]
         self._last_number -= 1
         self._tensors[id(tensor)] = weakref.ref(tensor), self._last_number
+        # Of what the code has from before: what it makes is looked at where its memory is handed out.
+        if not tensor.requires_grad and is_lent(tensor):
+            self.lent.is_any = True
         return self._last_number
 
     def _add(self, values: Sequence[Any]) -> None:
@@ -113,6 +120,8 @@ class CallTrail:
                 # Its place counts: `x[rows, 0]` is not `x[0, rows]`, nor is `x[..., 0]` what `x[0, ...]` is.
                 known = tensors.get(id(value))
                 found.append(known[1] if known is not None and known[0]() is value else self._number_of(value))
+                if self.lent.is_any and not value.requires_grad and (content := self._news(value)) is not None:
+                    found.append(content)
             elif kind in _TOLD:
                 if kind is int and value < 0:
                     # Python has one hash for -1 and -2, which are other dimensions.
@@ -127,6 +136,9 @@ class CallTrail:
                 found.append(value.hex())
             else:
                 self._add_rarer(value)
+
+    def _news(self, tensor: torch.Tensor) -> bytes | int | None:
+        return self.lent.news(tensor) if tensor.layout is torch.strided and tensor.device.type == "cpu" else None
 
     def _add_rarer(self, value: Any) -> None:
         found = self._calls
@@ -186,9 +198,11 @@ class Operators(TorchDispatchMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         self._calls.note(func, args, kwargs)
-        if func is _MAKES_TENSOR and args[0].nbytes <= _LARGEST_NUMBERS_BYTES:
+        if func is _MAKES_TENSOR:
             # `torch.from_numpy` is no function that protocols see.
-            self._calls.add_content(content_of(args[0]))
+            if args[0].nbytes <= _LARGEST_NUMBERS_BYTES:
+                self._calls.add_content(content_of(args[0]))
+            self._calls.lent.know(args[0])
         return self._calls.made(func(*args, **kwargs) if kwargs else func(*args))
 
 

@@ -14,13 +14,14 @@ from torch.autograd import grad  # torch's own, whatever the program puts in its
 from tightfit.effects.values.value_checks import difference
 from tightfit.errors import ApplyError
 from tightfit.ranks.content_hash import content_hash
-from tightfit.ranks.divided_call import Whole
+from tightfit.ranks.divided_call import SPARSE, Whole
 from tightfit.ranks.own_part import OwnPart
 from tightfit.ranks.rank_batch import RankBatch, shares
 from tightfit.ranks.rank_group import RankGroup, number_of
 from tightfit.techniques.micro_batches.split_forward import SplitForward
 from tightfit.techniques.micro_batches.split_outputs import Outputs, Sums, find_loss
 from tightfit.techniques.wrappers.first_order import Refuse
+from tightfit.torch_hooks.saved_tensor_hooks import is_of_checkpoint, programs_hooks
 
 Forward = Callable[..., Any]
 _LEAST_SHARE = 1e-3
@@ -111,6 +112,10 @@ class AccumulatedPart:
     ) -> Any:
         """What the model returns for the whole batch, whose plain run is `whole` in the first steps; `number` is that of the call."""
         self._whole, self._number = whole, number
+        hooks = programs_hooks()
+        if hooks is not None and is_of_checkpoint(hooks[0]):
+            # It would run the model again for the backward pass of each micro-batch, within that.
+            raise self._refuse("a checkpoint of the program's is around it, which accumulation makes needless")
         try:
             with self._part.alone(device), self._part.drawing_apart():
                 return self._split(forward, *args, **kwargs)
@@ -140,6 +145,8 @@ class AccumulatedPart:
             "the set of parameters that have a gradient": number_of([each is None for each in sums.gradients]),
             "what the model returns": number_of([(str(key), key in (outputs.none or ())) for key in outputs.keys]),
         })  # fmt: skip
+        if any(each is not None and each.layout is not torch.strided for each in sums.gradients):
+            raise self._refuse_plainly(SPARSE)
         factor = sums.combine(group.links.of_each)
         there = [each if factor == 1.0 else each * factor for each in sums.gradients if each is not None]
         summed = iter(group.links.sums(there))

@@ -22,6 +22,7 @@ from tightfit.techniques.wrappers.first_order import Refuse, first_order
 from tightfit.torch_hooks.backward import BackwardPass, keeps_graph, of_a_part
 
 BESIDE_LOSS = "the program asks for the gradient of what the model returns beside its loss (a hook, retain_grad, autograd.grad), and that of the loss does not go through it here"
+SPARSE = "a gradient is sparse, and sums over ranks are of dense ones"
 # A gradient of less than this share of all of them is compared with that share: one that is zero but for rounding differs from itself.
 _LEAST_SHARE = 1e-3
 
@@ -132,7 +133,7 @@ class DividedCall:
             told = " ".join(str(error).split())
             raise self.refuse(f"{type(error).__name__} was raised within the backward pass ({told})") from error
         if any(part is not None and part.layout is not torch.strided for part in parts):
-            raise self.refuse("a gradient is sparse, and sums over ranks are of dense ones")
+            raise self.refuse(SPARSE)
         self.group.agree(
             "a backward pass",
             {"the set of parameters that have a gradient": number_of([part is None for part in parts])},

@@ -117,7 +117,7 @@ class OwnPart:
         begin, end = parts[self._group.rank]
         known = self._proofs.of(batch, parts)
         args, kwargs = batch.own_part(begin, end)
-        watch = LossWatch(end - begin, allows_randomness=self._allows_randomness, led=led)
+        watch = LossWatch(end - begin, allows_randomness=self._allows_randomness, led=led, given=batch.tensors())
         reading = Reads() if known is None else contextlib.nullcontext()
         try:
             with watch, operators_at(batch.device, watch.calls), reading as reads:

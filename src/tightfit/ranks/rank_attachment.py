@@ -4,6 +4,7 @@ Blocks that a layout recomputes get the technique that a plan of one card puts o
 """
 
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from tightfit.ranks.divided_call import AskedGradients
 from tightfit.ranks.divided_forward import DividedForward
 from tightfit.ranks.rank_group import RankGroup
 from tightfit.ranks.rank_plan import RankPlan
-from tightfit.ranks.sharded_states import ShardedStates
+from tightfit.ranks.sharded.sharded_states import ShardedStates
 from tightfit.runtime.apply import innermost, root_of
 from tightfit.runtime.attach import Attachment
 from tightfit.techniques.micro_batches.split_forward import WRAPPERS
@@ -26,6 +27,7 @@ from tightfit.techniques.wrappers.forwards import wrap_forward
 from tightfit.torch_hooks.backward import on_backward
 from tightfit.torch_hooks.calls import on_new_optimizer, on_outermost_call
 from tightfit.torch_hooks.replaced import Leave
+from tightfit.torch_hooks.swapped_tensors import on_swap
 from tightfit.torch_hooks.tensor_hooks import on_tensor_hooks
 from tightfit.torch_hooks.weak_references import WeakTable
 
@@ -67,7 +69,7 @@ class RankAttachment:
     def begin(self) -> None:
         """Models and optimizers are watched from now on, for the rest of the process."""
         asked = on_backward(self._gradients), on_tensor_hooks(self._gradients)
-        self._leaves = [on_outermost_call(self), on_new_optimizer(self), *asked]
+        self._leaves = [on_outermost_call(self), on_new_optimizer(self), on_swap(self), *asked]
         # What was swallowed must not be followed by an update.
         self._leaves.append(register_optimizer_step_pre_hook(lambda *_: self._check()).remove)
         if self._choices:
@@ -122,7 +124,18 @@ class RankAttachment:
         """A new optimizer."""
         if self._asked.shards_states:
             with self._lock:
-                self._states[optimizer] = ShardedStates(optimizer, self._group, self.refuse)
+                self._states[optimizer] = ShardedStates(optimizer, self._group, self.refuse, self._tell)
+
+    def before_swap(self, one: torch.Tensor, other: torch.Tensor) -> None:
+        """Two tensors are to be exchanged, which torch refuses where something refers to one weakly, as what watches weights does; the program may swallow that.
+
+        Raises:
+            ApplyError: something does.
+        """
+        if weakref.getweakrefs(one) or weakref.getweakrefs(other):
+            raise self.refuse(
+                "it exchanges tensors as a whole (torch.utils.swap_tensors), which are watched here: exchange their contents (copy_, load_state_dict)"
+            )
 
     def before_outermost_call(self, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Divides a model that is called with gradients for the first time.
@@ -151,6 +164,9 @@ class RankAttachment:
 
     def _divide(self, module: torch.nn.Module) -> None:
         if isinstance(module, torch.jit.ScriptModule):
+            if self.num_models:
+                # Beside a model that is trained: it runs whole, on all ranks alike.
+                return
             raise self.refuse(
                 f"{type(module).__name__} is scripted (torch.jit), and nothing can be put around its forward"
             )

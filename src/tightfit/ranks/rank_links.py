@@ -1,6 +1,8 @@
 """How ranks exchange tensors: gathered, summed, and sent from one to all."""
 
 import datetime
+import mmap
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,11 +10,12 @@ import torch
 import torch.distributed as dist
 
 from tightfit.errors import TightfitError
-from tightfit.ranks.rank_errors import RankLost
+from tightfit.ranks.rank_errors import RankLost, RanksDiffer
 
 BUCKET_BYTES = 25 << 20
 """So many bytes of gradients are summed by one collective, as in DistributedDataParallel."""
 _TIMEOUT = datetime.timedelta(minutes=30)
+_FORKED = "a process that the script has forked does what all ranks are to do together (a step of an optimizer whose states are sharded, say), and is none of them"
 
 
 class RankLinks:
@@ -23,16 +26,25 @@ class RankLinks:
 
     def __init__(self, store: Any, rank: int, size: int, *, on_cards: bool) -> None:
         self.rank, self.size = rank, size
-        self.failure: TightfitError | None = None
+        self._failure: TightfitError | None = None
+        # A process that is forked from this one says there that it has failed.
+        self._process, self._has_forked_failed = os.getpid(), mmap.mmap(-1, mmap.PAGESIZE)
         self._of_host: Any = dist.ProcessGroupGloo(dist.PrefixStore("host", store), rank, size, _TIMEOUT)
         self._of_cards: Any = None
         if on_cards:
             options = dist.ProcessGroupNCCL.Options()
             self._of_cards = dist.ProcessGroupNCCL(dist.PrefixStore("cards", store), rank, size, options)
 
+    @property
+    def failure(self) -> TightfitError | None:
+        """The first error."""
+        if self._failure is None and self._has_forked_failed[0]:
+            self._failure = RanksDiffer(_FORKED)
+        return self._failure
+
     def fail(self, error: TightfitError) -> None:
         """Ends all exchange: whatever is asked for next raises it again."""
-        self.failure = self.failure or error
+        self._failure = self._failure or error
         raise error
 
     def rows_of_all(self, part: torch.Tensor, lengths: Sequence[int], dim: int) -> torch.Tensor:
@@ -101,6 +113,10 @@ class RankLinks:
     def _wait(self, begin: Callable[[], Any]) -> None:
         if self.failure is not None:
             raise self.failure
+        if os.getpid() != self._process:
+            # It has the connections too, at whose other ends nobody waits for it.
+            self._has_forked_failed[0] = 1
+            self.fail(RanksDiffer(_FORKED))
         try:
             begin().wait()
         except RuntimeError as error:

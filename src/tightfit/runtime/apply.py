@@ -231,7 +231,10 @@ def num_parameters(model: torch.nn.Module) -> int:
 
 def innermost(model: torch.nn.Module) -> torch.nn.Module:
     """The model inside of what torch.compile returned."""
-    while isinstance(inner := vars(model).get("_modules", {}).get("_orig_mod"), torch.nn.Module):
+    # Of a scripted module the table is no dict.
+    while isinstance(modules := vars(model).get("_modules"), dict) and isinstance(
+        inner := modules.get("_orig_mod"), torch.nn.Module
+    ):
         model = inner
     return model
 

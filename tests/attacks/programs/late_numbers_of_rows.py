@@ -97,3 +97,36 @@ def factor_of_numpy_later(t: Trial) -> None:
         return h * torch.from_numpy(np.array([n * 0.1 if OPTIONS["by rows"] else 1.0])).to(h.dtype)
 
     _blocks(t, scaled)
+
+
+@attack("parts", "it is written into a tensor's memory, through numpy's view")
+def factor_in_memory_later(t: Trial) -> None:
+    def scaled(h: torch.Tensor, n: int) -> torch.Tensor:
+        factor = torch.ones(1)
+        factor.numpy()[0] = n * 0.1 if OPTIONS["by rows"] else 1.0
+        return h * factor
+
+    _blocks(t, scaled)
+
+
+@attack("parts", "it is written into an array that a tensor has been made of long before")
+def factor_in_array_later(t: Trial) -> None:
+    array = np.ones(1)
+    factor = torch.from_numpy(array)
+
+    def scaled(h: torch.Tensor, n: int) -> torch.Tensor:
+        array[0] = n * 0.1 if OPTIONS["by rows"] else 1.0
+        return h * factor.to(h.dtype)
+
+    _blocks(t, scaled)
+
+
+@attack("parts", "a sum is divided by the number of examples, which is written into a buffer that a tensor was made of")
+def mean_of_sum_by_buffer_later(t: Trial) -> None:
+    def scaled(total: torch.Tensor, n: int) -> torch.Tensor:
+        buffer = bytearray(8)
+        divisor = torch.frombuffer(buffer, dtype=torch.float64)
+        buffer[:] = np.array([n if OPTIONS["by rows"] else _BATCH], np.float64).tobytes()
+        return total / divisor[0].to(total.dtype)
+
+    _train(t, _Summed(scaled))

@@ -6,6 +6,7 @@ import torch
 from tests.cpu.ranks.programs import data, mlp, program, result_of, tokens, trained
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 
 class Layer(nn.Module):
@@ -104,3 +105,9 @@ def accumulated_with_weights_that_change() -> Any:
         return loss
 
     return trained(model, data(3, 5), None, loss_of)
+
+
+@program(micro_batch=1)
+def accumulated_within_a_checkpoint() -> Any:
+    model = Classifier()
+    return trained(model, data(3, 4), None, lambda x, y: checkpoint(model, x, y, use_reentrant=False)[0])

@@ -1,5 +1,6 @@
 """Programs that hang hooks on their weights, and whose models write to what they are called with."""
 
+import copy
 import types
 from typing import Any
 
@@ -85,3 +86,46 @@ def numbers_beside_logits() -> Any:
         return functional.cross_entropy(logits, y.clamp(1)) * count
 
     return trained(model, data(6, 5), None, loss_of)
+
+
+class Smoothed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.smoothing = mlp(), 0.0
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(self.inner(x), y, label_smoothing=self.smoothing)
+
+
+@program()
+def shallow_copies() -> Any:
+    """A shallow copy of the model is trained on, with another setting; the first one too, and is dropped."""
+    models = [Smoothed()]
+    optimizer = torch.optim.SGD(models[0].parameters(), lr=0.1)
+    found = trained(models[0], data(3), optimizer, models[0])
+    models.append(copy.copy(models[0]))
+    models[1].smoothing = 0.5
+    found |= trained(models[1], data(3), optimizer, lambda x, y: models[1](x, y) + models[0](x, y))
+    del models[0]
+    models.append(copy.copy(models[0]))
+    models[1].smoothing = 0.1
+    return found | trained(models[1], data(3), optimizer, models[1])
+
+
+@program(shards_states=True)
+def checkpoints_that_are_kept() -> Any:
+    """States that were taken once, without a copy, and those that were loaded are the optimizer's own, and go on with it."""
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found = trained(model, data(2), optimizer)
+    best = optimizer.state_dict()
+    found |= trained(model, data(2), optimizer)
+    for number, state in best["state"].items():
+        found |= {f"best.{number}.{name}": value.clone() for name, value in state.items()}
+    loaded = copy.deepcopy(best)
+    optimizer.load_state_dict(loaded)
+    del best
+    found |= trained(model, data(2), optimizer)
+    for number, state in loaded["state"].items():
+        found |= {f"loaded.{number}.{name}": value.clone() for name, value in state.items()}
+    return found

@@ -1,5 +1,6 @@
 """Programs that cannot be divided over ranks, or whose ranks differ as real processes do: each is to be refused, or noticed."""
 
+import contextlib
 import os
 import types
 from typing import Any
@@ -333,7 +334,7 @@ class Scales(nn.Module):
 
 @program()
 def scales_by_examples_later() -> Any:
-    """What goes another way after the first steps is compared with the whole batch once more: no proof sees what numpy writes."""
+    """What numpy writes to a tensor's memory is compared, where an operator reads it."""
     options, calls = {"by rows": False}, []
     model = Scales(types.MappingProxyType(options))
 
@@ -343,3 +344,44 @@ def scales_by_examples_later() -> Any:
         return functional.cross_entropy(model(x), y)
 
     return trained(model, data(6), None, loss_of)
+
+
+@program(shards_states=True)
+def exchanged_tensors() -> Any:
+    """Torch exchanges no tensor that is referred to weakly, and the program goes on without."""
+    model = mlp()
+
+    def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with contextlib.suppress(RuntimeError):
+            torch.utils.swap_tensors(model[0].bias, nn.Parameter(model[0].bias.detach() * 0.5))
+        return functional.cross_entropy(model(x), y)
+
+    return trained(model, data(6), None, loss_of)
+
+
+@program(shards_states=True)
+def takes_sharded_states_out() -> Any:
+    """A layer grows, and takes its states along: half of the ranks have none."""
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    trained(model, data(2), optimizer)
+    state = optimizer.state.pop(model[2].bias, None)
+    model[2].bias = optimizer.param_groups[0]["params"][3] = nn.Parameter(model[2].bias.detach() * 2)
+    if state is not None:
+        optimizer.state[model[2].bias] = state
+    return trained(model, data(4), optimizer)
+
+
+@program(shards_states=True)
+def steps_in_a_fork() -> Any:
+    """The child has the states of its rank's share alone."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    found = trained(model, data(2), optimizer)
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(Exception):
+            trained(model, data(2), optimizer)
+        os._exit(0)
+    os.waitpid(child, 0)
+    return found

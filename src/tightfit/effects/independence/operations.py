@@ -11,13 +11,17 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 
 from tightfit.effects.independence.rows import Mixes
 from tightfit.effects.values.contents import content_of
+from tightfit.effects.values.lent_memory import is_lent
 
 aten = torch.ops.aten
 Found = TypeVar("Found")
 COMPARISONS = frozenset(["eq", "ne", "lt", "le", "gt", "ge"])
+# Of tables, and not of data sets in a file.
+_LARGEST_LENT_BYTES = 1 << 24
 # Names of one thing: which of them a reshape ends in depends on strides.
 _VIEWS = {aten._unsafe_view.default: aten.view.default, aten._reshape_alias.default: aten.view.default}
 
@@ -26,7 +30,8 @@ _VIEWS = {aten._unsafe_view.default: aten.view.default, aten._reshape_alias.defa
 class Operation:
     """One operator for the comparison: the function and its plain arguments must be equal; sizes and shapes are compared as multiples.
 
-    `given` is the shape of its first argument, and `made_of` the content of a small tensor that the code makes of Python's numbers.
+    `given` is the shape of its first argument, and `made_of` the shapes and contents of tensors that the code makes of Python's numbers, or whose
+    memory numpy may write to.
     """
 
     func: Any
@@ -34,7 +39,7 @@ class Operation:
     sizes: tuple[Any, ...]
     shapes: tuple[tuple[int, ...], ...]
     given: tuple[int, ...] = ()
-    made_of: bytes | int | None = None
+    made_of: tuple[tuple[tuple[int, ...], Any], ...] = ()
 
     def for_one_row(self, num_rows: int, given: tuple[int, ...] | None) -> "Operation | None":
         """This operation for one row, on a tensor of shape `given`, if it does nothing there; None for all others."""
@@ -123,8 +128,18 @@ def operation_of(func: Any, arguments: Mapping[str, Any], outputs: Sequence[torc
         sizes=tuple(sizes),
         shapes=tuple(tuple(o.shape) for o in outputs),
         given=tuple(first.shape) if isinstance(first, torch.Tensor) else (),
-        made_of=content_of(first) if func is aten.lift_fresh.default and isinstance(first, torch.Tensor) else None,
+        made_of=tuple(
+            (tuple(each.shape), content_of(each))
+            for each in tensors_of(arguments.values())
+            if func is aten.lift_fresh.default or _is_written_by_others(each)
+        ),
     )
+
+
+def _is_written_by_others(tensor: torch.Tensor) -> bool:
+    """Whether an operator reads what numpy may have written meanwhile: of weights and fake tensors nothing is compared."""
+    is_read = not isinstance(tensor, FakeTensor) and not tensor.requires_grad and tensor.nbytes <= _LARGEST_LENT_BYTES
+    return is_read and is_lent(tensor)
 
 
 @ByOperator
@@ -185,9 +200,10 @@ def compare_one(mine: Operation, its: Operation, num_mine: int, num_its: int) ->
         raise Mixes(f"runs {_name(mine.func)} {rows}, where the other runs {_name(its.func)}: other operators")
     if len(mine.values) != len(its.values) or not all(map(_same, mine.values, its.values)):
         raise Mixes(f"hands other numbers to {_name(mine.func)} {rows}")
-    # One of another length may have a number for each row.
-    if mine.given == its.given and mine.made_of != its.made_of:
-        raise Mixes(f"makes a tensor of other numbers {rows}")
+    for (shape, content), (its_shape, its_content) in zip(mine.made_of, its.made_of, strict=False):
+        # One of another length may have a number for each row.
+        if shape == its_shape and content != its_content:
+            raise Mixes(f"makes a tensor of other numbers {rows}")
     pairs = [*zip(mine.sizes, its.sizes, strict=True)]
     for first, second in zip(mine.shapes, its.shapes, strict=True):
         if len(first) != len(second):

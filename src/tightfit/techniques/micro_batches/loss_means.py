@@ -62,7 +62,7 @@ class Term:
 
 class LossWatch(TorchFunctionMode):
     """Collects the losses that are computed while it is active. Code that decides is given the decisions `led`, in place of its own, as far as they go;
-    after `num_wanted` of them the forward is ended.
+    after `num_wanted` of them the forward is ended. `given` is what the code is called with.
 
     Raises:
         ApplyError: a batch norm in training, or (unless `allows_randomness`) something that draws random numbers.
@@ -75,6 +75,7 @@ class LossWatch(TorchFunctionMode):
         allows_randomness: bool,
         led: Sequence[Decision] = (),
         num_wanted: int | None = None,
+        given: Sequence[torch.Tensor] = (),
     ) -> None:
         super().__init__()
         self.terms: list[Term] = []
@@ -86,6 +87,7 @@ class LossWatch(TorchFunctionMode):
         self.failure: ApplyError | None = None
         self.num_examples = num_examples
         self.calls = CallTrail()
+        self.calls.lent.give(given)
         self._allows_randomness = allows_randomness
 
     def __torch_function__(

@@ -229,7 +229,7 @@ class SplitForward:
         for number, (begin, end) in enumerate(batch.own_parts(self._num_parts)):
             args, kwargs = batch.part(begin, end)
             spends(HostWork.MODULE_IN_PART, num_modules)
-            watch = LossWatch(end - begin, allows_randomness=self._allows_randomness, led=led)
+            watch = LossWatch(end - begin, allows_randomness=self._allows_randomness, led=led, given=batch.tensors())
             is_new = proved is None or proved.is_of_first
             try:
                 with watch, operators_at(batch.device, watch.calls), _reads_if(is_new) as reads:

@@ -116,7 +116,9 @@ class Tiling:
         part = self.tiles[number].of(value, self.dim)
         if self.prove_again is None:
             return self.run(self.tiles[number], part)
-        with Trail() as trail, operators_at(value.device, trail.calls):
+        trail = Trail()
+        trail.calls.lent.give([value])
+        with trail, operators_at(value.device, trail.calls):
             result = self.run(self.tiles[number], part)
         calls = trail.calls.number()
         if not self.runs.is_proved(number, calls):

@@ -121,13 +121,13 @@ class WrappedForward:
         """
         # Only of torch's frames: to ask for the variables of one of the program's would keep its tensors alive.
         called = caller.f_locals.get("self") if caller.f_code.co_filename == _CALLS_MODULES else None
+        return called if isinstance(called, torch.nn.Module) and self.is_of_another(called) else None
+
+    def is_of_another(self, copied: torch.nn.Module) -> bool:
+        """Whether a module that has this wrapper has it as a shallow copy of this one's."""
         module = self._module()
-        if called is None or called is module or not isinstance(called, torch.nn.Module):
-            return None
-        if module is not None and not _shares_attributes(called, module):
-            # A forward that was set on another module by its name runs for the module that it is of.
-            return None
-        return called
+        # A forward that was set on another module by its name runs for the module that it is of.
+        return copied is not module and (module is None or _shares_attributes(copied, module))
 
     @property
     def inner(self) -> Callable[..., Any]:
@@ -234,7 +234,10 @@ def own_forward(module: torch.nn.Module) -> Callable[..., Any] | None:
 
 
 def wrap_forward(module: torch.nn.Module, around: Around, *, is_of_model: bool = False) -> WrappedForward:
-    """A wrapper around the `forward` of `module`; it is not installed yet."""
+    """A wrapper around the `forward` of `module`; it is not installed yet. One that came along in a shallow copy is of the first module, and is taken off."""
+    current = vars(module).get("forward")
+    if isinstance(current, WrappedForward) and current.is_of_another(module):
+        take_off_all(module)
     return WrappedForward(module, around, own_forward(module), is_of_model=is_of_model)
 
 

@@ -6,13 +6,14 @@ Exact for optimizers whose update of a parameter reads nothing of the others. `s
 import io
 import threading
 import weakref
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from tightfit.ranks.rank_group import RankGroup, number_of
+from tightfit.ranks.sharded.kept_states import KeptStates
+from tightfit.ranks.sharded.states_of_share import StatesOfShare
 from tightfit.techniques.optimizer.updates.optimizer_steps import Innermost
 from tightfit.techniques.wrappers.first_order import Refuse
 from tightfit.torch_hooks.weak_references import WeakTable
@@ -22,62 +23,15 @@ _ELEMENTWISE = frozenset(
 )
 
 
-class _StatesOfShare(defaultdict[Any, Any]):
-    """The states of one rank's share of the parameters, for the optimizer's own code: the program would read them as if they were all."""
-
-    def __init__(self, states: Mapping[Any, Any], refuse: Refuse) -> None:
-        super().__init__(dict, states)
-        self.refuse, self.is_open = refuse, True
-
-    def _check(self) -> None:
-        if not self.is_open:
-            raise self.refuse(
-                "the program reads the states of an optimizer, which are sharded: optimizer.state_dict() has all of them"
-            )
-
-    def __getitem__(self, key: Any) -> Any:
-        self._check()
-        return super().__getitem__(key)
-
-    def __iter__(self) -> Iterator[Any]:
-        self._check()
-        return super().__iter__()
-
-    def __len__(self) -> int:
-        self._check()
-        return super().__len__()
-
-    def __contains__(self, key: object) -> bool:
-        self._check()
-        return super().__contains__(key)
-
-    def items(self) -> Any:
-        """As of a dict, and likewise the next three."""
-        self._check()
-        return super().items()
-
-    def keys(self) -> Any:
-        """The parameters."""
-        self._check()
-        return super().keys()
-
-    def values(self) -> Any:
-        """The states."""
-        self._check()
-        return super().values()
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        """The state of a parameter."""
-        self._check()
-        return super().get(key, default)
-
-
 class ShardedStates:
     """Hooks around the steps and the `state_dict` of one optimizer. It refers to the optimizer weakly."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, group: RankGroup, refuse: Refuse) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, group: RankGroup, refuse: Refuse, tell: Callable[[str], None]
+    ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._group, self._refuse = group, refuse
+        self._kept = KeptStates(group, tell)
         self._owner: WeakTable[torch.Tensor, int] = WeakTable()
         # Within the step: hooks of the program's, which clip say, see all parameters and gradients.
         self._innermost = Innermost(self._of_others)
@@ -87,7 +41,7 @@ class ShardedStates:
         hooks.move_to_end(after.id, last=False)
         optimizer.register_state_dict_pre_hook(self._before_state_dict)
         optimizer.register_state_dict_post_hook(self._after_state_dict)
-        optimizer.register_load_state_dict_post_hook(lambda _: self._drop_others())
+        optimizer.register_load_state_dict_post_hook(lambda _: self._drop_others(are_kept=True))
 
     def owners(self) -> list[tuple[torch.Tensor, int]]:
         """The rank of each parameter, in the optimizer's order. New ones, the largest first, get the rank that has least so far; whose states a rank has stays with it."""
@@ -138,15 +92,16 @@ class ShardedStates:
             for rank in range(self._group.size):
                 updated = [p for p, owner in owners if owner == rank and p.grad is not None]
                 self._group.links.send_from(rank, updated)
+            self._kept.renew(owners, self._states_from)
         self._drop_others()
 
     def _open(self, *, is_open: bool) -> None:
         """Whether the states may be read."""
         optimizer = self._optimizer()
         assert optimizer is not None
-        if not isinstance(optimizer.state, _StatesOfShare):
+        if not isinstance(optimizer.state, StatesOfShare):
             # At the first step, and after loading: some optimizers make their states when they are made.
-            optimizer.state = _StatesOfShare(optimizer.state, self._refuse)
+            optimizer.state = StatesOfShare(optimizer.state, self._refuse)
         optimizer.state.is_open = is_open
 
     def _before_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
@@ -159,36 +114,42 @@ class ShardedStates:
         self._group.agree("the states of an optimizer", {"the optimizer": number_of(type(optimizer).__name__)})
         for rank in range(self._group.size):
             theirs = [p for p, owner in owners if owner == rank]
-            buffer = io.BytesIO()
-            if rank == self._group.rank:
-                # Keyed by position, since a parameter is another object on each rank; at the host, since each rank's card is its own.
-                torch.save(
-                    {at: _moved(optimizer.state[p], "cpu") for at, p in enumerate(theirs) if p in optimizer.state},
-                    buffer,
-                )
-            content = self._group.links.bytes_from(rank, buffer.getvalue())
-            if rank == self._group.rank:
-                continue
-            states = torch.load(io.BytesIO(content), weights_only=True)
-            for at, state in states.items():
-                optimizer.state[theirs[at]] = {
-                    # Where torch keeps it: the count of steps stays at the host unless the optimizer is capturable or fused.
-                    name: value.to(theirs[at].device) if isinstance(value, torch.Tensor) and value.dim() else value
-                    for name, value in state.items()
-                }
+            states = self._states_from(rank, theirs)
+            if rank != self._group.rank:
+                optimizer.state.update({p: state for p, state in zip(theirs, states, strict=True) if state})
         # In the order of the parameters, in which a run on one card enters them.
         in_order = [(p, optimizer.state.pop(p)) for p, _ in owners if p in optimizer.state]
         optimizer.state.update(in_order)
 
-    def _after_state_dict(self, *_: Any) -> None:
-        self._drop_others()
+    def _states_from(self, rank: int, parameters: Sequence[torch.Tensor]) -> list[dict[str, Any]]:
+        """The states of these parameters of one rank, on all ranks; empty ones where there are none."""
+        optimizer, is_mine = self._optimizer(), rank == self._group.rank
+        assert optimizer is not None
+        buffer = io.BytesIO()
+        if is_mine:
+            # By position, since a parameter is another object on each rank; at the host, since each rank's card is its own.
+            torch.save([_moved(optimizer.state[p], "cpu") if p in optimizer.state else {} for p in parameters], buffer)
+        content = self._group.links.bytes_from(rank, buffer.getvalue())
+        found = [] if is_mine else torch.load(io.BytesIO(content), weights_only=True)
+        return [
+            {
+                # Where torch keeps it: the count of steps stays at the host unless the optimizer is capturable or fused.
+                name: value.to(parameter.device) if isinstance(value, torch.Tensor) and value.dim() else value
+                for name, value in state.items()
+            }
+            for parameter, state in zip(parameters, found or [{}] * len(parameters), strict=True)
+        ]
 
-    def _drop_others(self) -> None:
+    def _after_state_dict(self, *_: Any) -> None:
+        self._drop_others(are_kept=True)
+
+    def _drop_others(self, *, are_kept: bool = False) -> None:
         optimizer = self._optimizer()
         assert optimizer is not None
-        for parameter, rank in self.owners():
-            if rank != self._group.rank:
-                optimizer.state.pop(parameter, None)
+        theirs = [p for p, rank in self.owners() if rank != self._group.rank and p in optimizer.state]
+        states = {parameter: optimizer.state.pop(parameter) for parameter in theirs}
+        if are_kept:
+            self._kept.note(states)
         self._open(is_open=False)
 
 
