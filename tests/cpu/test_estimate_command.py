@@ -49,6 +49,8 @@ SCRIPTS = {
     "imports.py": "import torch\nimport no_such_package\n",
     "reads.py": 'import torch\nbest = torch.randn(999, 9, device="cuda").sum(0).argmax()\n{7: "seven"}[best.item()]\n',
     "no_step.py": "import torch\nlayer = torch.nn.Linear(4, 4).cuda()\nlayer(torch.ones(2, 4).cuda())\n",
+    "workloads.py": "import torch\nSIZE = 4\ndef helper():\n    return SIZE\ndef train(size=SIZE):\n    yield torch.ones(size)\n",
+    "uncalled.py": '"""Trains."""\nimport torch\ndef main():\n    def batches():\n        yield 1\n    return batches\n',
     "resumes.py": 'import torch\nfor epoch in range(torch.load("last.pt")["epoch"], 3):\n    pass\n',
     "leaves.py": "import os\nos._exit(3)\n",
     "leaves_at_its_end.py": """\
@@ -240,6 +242,16 @@ def test_a_card_file_is_told_apart_from_no_file_and_from_another_file(refused: R
             "no_step.py",
             "the workload ended without a step: no optimizer stepped and no backward pass was run; "
             "for inference, give a generator function that yields once per step",
+        ),
+        (
+            "workloads.py",
+            "the workload ended without a step: no optimizer stepped and no backward pass was run; "
+            "workloads.py only defines functions: name one that yields once per step, workloads.py:train",
+        ),
+        (
+            "uncalled.py",
+            "the workload ended without a step: no optimizer stepped and no backward pass was run; "
+            "uncalled.py only defines main(), and calls nothing: call what trains at its end",
         ),
         (
             "resumes.py",

@@ -33,6 +33,7 @@ from tightfit.capture.patches.loading.loading_times import LoadingTimes
 from tightfit.capture.processes import process_role
 from tightfit.capture.steps.detector import StepWatch
 from tightfit.capture.steps.micro_batches.alike_batches import AlikeBatches
+from tightfit.capture.targets.defined_only import hint_for
 from tightfit.capture.targets.target_kinds import Script, Target, generator_on, run_script
 from tightfit.devices.catalogue import find
 from tightfit.effects.random_operators import draws
@@ -55,7 +56,9 @@ WHEN_TAKEN: "list[Callable[[CaptureSession], None]]" = []
 """Called when the tape has been taken, while the program's frames and objects are still there."""
 
 
-def _why_no_step() -> str:
+def _why_no_step(target: Target) -> str:
+    if isinstance(target, Script) and (hint := hint_for(target.path)) is not None:
+        return hint
     if _SPAWNING & sys.modules.keys():
         return "the processes that it started are not traced: call what they run, in this one"
     if saving.loaded_files:
@@ -199,7 +202,7 @@ class CaptureSession:
             raise CaptureError("the function did not yield: set up, then `yield` once per step")
         if not self.watch.num_ended and not self.watch.has_ended:
             raise CaptureError(
-                f"the workload ended without a step: no optimizer stepped and no backward pass was run; {_why_no_step()}"
+                f"the workload ended without a step: no optimizer stepped and no backward pass was run; {_why_no_step(target)}"
             )
         self.watch.settle()
         if not self.recorder.storages["num_bytes"]:
