@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch.autograd import grad  # torch's own, whatever the program puts in its place later
 
+from tightfit.effects.values.shared_memory import OneMemory
 from tightfit.effects.values.value_checks import bound_for, difference
 from tightfit.effects.values.written_past import WrittenPast
 from tightfit.errors import ApplyError, TightfitError
 from tightfit.ranks.content_hash import content_hash
 from tightfit.ranks.divided_outputs import Kind
 from tightfit.ranks.rank_group import RankGroup, number_of
+from tightfit.ranks.same_memory import WRITTEN
 from tightfit.techniques.wrappers.first_order import Refuse, first_order
 from tightfit.torch_hooks.backward import BackwardPass, keeps_graph, of_a_part
 
@@ -69,6 +71,7 @@ class DividedCall:
     whole: Whole | None
     is_compared: bool
     returned: WrittenPast | None = None
+    memory: OneMemory | None = None
 
     def joined(self) -> list[torch.Tensor]:
         """The outputs for the whole batch."""
@@ -109,6 +112,8 @@ class DividedCall:
             raise self.refuse(
                 "what the model returned was written to past autograd (through .data, say) before the backward pass, and the parts that it was made of were not"
             )
+        if self.memory is not None and self.memory.is_any_written():
+            raise self.refuse(WRITTEN)
         given = [
             (output, self._of_part(at, gradient))
             for at, (output, gradient) in enumerate(zip(self.outputs, grad_outputs, strict=True))
