@@ -19,11 +19,11 @@ from tightfit.errors import ApplyError, TightfitError
 from tightfit.ranks.content_hash import content_hash
 from tightfit.ranks.divided_outputs import Kind
 from tightfit.ranks.rank_group import RankGroup, number_of
-from tightfit.ranks.same_memory import WRITTEN
 from tightfit.techniques.wrappers.first_order import Refuse, first_order
 from tightfit.torch_hooks.backward import BackwardPass, keeps_graph, of_a_part
 
 BESIDE_LOSS = "the program asks for the gradient of what the model returns beside its loss (a hook, retain_grad, autograd.grad), and that of the loss does not go through it here"
+WRITTEN = "the program writes to what the model has returned, which in a plain run is the memory of another of its results or arguments, and is a copy here"
 SPARSE = "a gradient is sparse, and sums over ranks are of dense ones"
 # A gradient of less than this share of all of them is compared with that share: one that is zero but for rounding differs from itself.
 _LEAST_SHARE = 1e-3

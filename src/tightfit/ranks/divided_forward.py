@@ -20,7 +20,7 @@ from tightfit.effects.values.written_past import WrittenPast
 from tightfit.errors import ApplyError, TightfitError
 from tightfit.ranks.accumulated_part import AccumulatedPart, loss_of
 from tightfit.ranks.content_hash import content_hash
-from tightfit.ranks.divided_call import DividedCall, Joined, Whole
+from tightfit.ranks.divided_call import WRITTEN, DividedCall, Joined, Whole
 from tightfit.ranks.divided_outputs import (
     Kind,
     ProvedCall,
@@ -32,7 +32,7 @@ from tightfit.ranks.divided_outputs import (
 from tightfit.ranks.own_part import OwnPart, RaisesInPart
 from tightfit.ranks.rank_batch import RankBatch, mapped, shares
 from tightfit.ranks.rank_group import RankGroup, number_of
-from tightfit.ranks.same_memory import WRITTEN, Places, one_memory, places_of
+from tightfit.ranks.same_memory import Places, one_memory, places_of
 from tightfit.techniques.micro_batches.loaded_batch import leaves_of
 from tightfit.techniques.micro_batches.loss_means import LossWatch
 from tightfit.techniques.micro_batches.split_forward import (

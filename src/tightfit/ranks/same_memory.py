@@ -14,8 +14,6 @@ from tightfit.effects.values.shared_memory import OneMemory, overlap, storage_of
 from tightfit.ranks.divided_outputs import Kind
 from tightfit.ranks.rank_batch import RankBatch
 
-WRITTEN = "the program writes to what the model has returned, which in a plain run is the memory of another of its results or arguments, and is a copy here"
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Places:
