@@ -3,8 +3,10 @@
 import contextlib
 import gc
 import io
+import os
 import queue
 import random
+import signal
 import sqlite3
 import textwrap
 import warnings
@@ -380,3 +382,26 @@ def test_a_script_with_a_framework_is_guarded_as_it_is(kind: str) -> None:
         assert failing.num_failures == 1
         assert same(plain, found) == [], number
         assert guarded.num_loops >= 1
+
+
+@pytest.mark.parametrize("kind", ["Trainer", "Lightning"])
+def test_a_signal_to_end_is_told_behind_the_batch_in_which_it_came(kind: str) -> None:
+    guard = TrainerGuard if kind == "Trainer" else LightningGuard
+    former, told = signal.getsignal(signal.SIGTERM), []
+    callback = guard(on_terminate=lambda: told.append(callback.statistics["steps"]), calm_steps=3, ballast=1024)
+
+    class Signalling(StepOwner):
+        def around_training_step(self, owner: Any, call: Callable[[], Any], arguments: tuple[Any, ...]) -> Any:
+            if callback.statistics["steps"] == 1 and not told:
+                os.kill(os.getpid(), signal.SIGTERM)
+            assert not told or told == [2]
+            return call()
+
+    signalling = Signalling()
+    leave = on_training_step(TRAINER_STEP if kind == "Trainer" else LIGHTNING_CLOSURE, signalling)
+    try:
+        with_trainer(transformers.Trainer, [callback], 1) if kind == "Trainer" else with_lightning([callback], 1)
+    finally:
+        leave()
+    assert told == [2]
+    assert signal.getsignal(signal.SIGTERM) is former

@@ -144,3 +144,24 @@ def test_what_cannot_be_taken_back_late_is_refused_with_the_reason(reason: str, 
     found = scripts.run(scripts.write(program(REFUSED[reason], {10})))
     assert isinstance(found.error, RuntimeError)
     assert reason in found.notes, found.notes
+
+
+def test_what_a_script_does_at_a_signal_to_end_waits_for_the_end_of_the_turn(scripts: Scripts) -> None:
+    body = """
+        import os, signal
+        def save(number, frame):
+            losses.append((len(losses), model[0].weight.sum().item()))
+        signal.signal(signal.SIGTERM, save)
+        for k, (x, y) in enumerate(batches()):
+            if k == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+            train(x, y)
+            losses.append(model[0].weight.sum().item())
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        """
+    for fails in (set[int](), {10}):
+        found = scripts.run(scripts.write(program(body, fails)))
+        assert found.error is None, found.notes
+        losses = found.values["losses"]
+        # Behind the turn in which it came, with the weights of that turn.
+        assert losses[4] == (4, losses[3])

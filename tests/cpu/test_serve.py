@@ -283,3 +283,26 @@ def test_what_is_given_in_place_of_a_config_is_named(name, text, says, tmp_path,
     assert "is an address, and nothing is downloaded" in capsys.readouterr().err
     assert run(["serve", "", "--device", "L4"]) == 2
     assert "the name of the model is empty" in capsys.readouterr().err
+
+
+def test_a_draft_and_adapters_are_charged_before_the_cache(tmp_path: Path, traced: dict[str, TracedModel]) -> None:
+    plain = server(traced["llama"]).start_up()
+    adapted = server(traced["llama"], lora="16:4").start_up()
+    assert adapted.adapter_bytes > 0
+    assert plain.kv_bytes - adapted.kv_bytes == adapted.adapter_bytes
+    draft = config_file(tmp_path, "llama", num_hidden_layers=4)
+    both = estimated(config_file(_folder(tmp_path), "llama"), max_model_len=128, draft=draft, quantization="fp8")
+    assert both.draft_bytes == server(traced["llama"]).model.facts.num_parameters * 2 - 2 * _layer_parameters() * 2
+    assert both.kv_bytes_per_token == (6 + 4) * 2 * 2 * 16 * 2
+    assert both.speed is None
+
+
+def _layer_parameters() -> int:
+    """Of one layer of the small Llama."""
+    return 64 * (64 + 32 + 32 + 64) + 3 * 64 * 128 + 2 * 64
+
+
+def _folder(path: Path) -> Path:
+    folder = path / "other"
+    folder.mkdir()
+    return folder

@@ -106,7 +106,16 @@ OPTIONS = {
         ),
     ],
     "run": [
-        *("--allow", "--allow-network", "--allow-writes", "--ballast", "--budget", "--check-steps", "--device"),
+        *(
+            "--allow",
+            "--allow-network",
+            "--allow-writes",
+            "--ballast",
+            "--budget",
+            "--cache",
+            "--check-steps",
+            "--device",
+        ),
         *(
             "--disk-folder",
             "--fallback",
@@ -166,6 +175,7 @@ OPTIONS = {
         *("--engine-version", "--for", "--gpu-memory-utilization", "--gpus", "--json", "--kv-dtype", "--launch"),
         *("--lengths", "--max-model-len", "--max-num-batched-tokens", "--max-num-seqs", "--plan"),
         *("--price-per-hour", "--quantization", "--rate", "--requests", "--seed", "--slo-tpot", "--slo-ttft"),
+        *("--draft", "--kv-offload", "--lora", "--output", "-o"),
     ],
     "watch": [
         *("--agent", "--alerts", "--bind", "--interval", "--job", "--json", "--once", "--port", "--quantile"),

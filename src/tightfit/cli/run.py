@@ -14,6 +14,7 @@ from tightfit.cli.arguments.programs import exit_code_of
 from tightfit.cli.arguments.sizes import Size, budget_on
 from tightfit.cli.arguments.used import used_now
 from tightfit.cli.shared.local_cards import local_cards
+from tightfit.cli.variants.cached_generation import run_with_cache
 from tightfit.cli.variants.guarded_run import UNGUARDED, Guarding, run_guarded
 from tightfit.cli.variants.run_on_ranks import ONE_CARD, Ranks, run_on_ranks
 from tightfit.errors import DoesNotFit, UsageError
@@ -34,6 +35,7 @@ def run(
     virtual: bool = False,
     check_steps: int = 2,
     disk_folder: Path | None = None,
+    cache: str | None = None,
     ranks: Ranks = ONE_CARD,
     guarding: Guarding = UNGUARDED,
     permissions: Permissions = CLOSED_IN,
@@ -62,8 +64,13 @@ def run(
         Number of first steps, also after a change of shape, mode or module, in which results are compared with the plain ones. 0: none.
     disk_folder
         The folder for what the plan keeps on disk, in a file without a name. Default: the folder for temporary files (TMPDIR).
+    cache
+        For a script that calls generate of transformers, instead of a plan: the cache to use where it names none, static, offloaded or fp8 (lossy). Its first tokens are compared with the plain ones.
     """
     parsed = _checked(script, arguments, check_steps, disk_folder, guarding, ranks)
+    if cache is not None:
+        others = (plan, budget, used, device, allow, virtual, guarding.guard, ranks.gpus)
+        return run_with_cache(parsed, cache, _say, others, checks=check_steps > 0)
     if ranks.gpus is not None:
         others = {
             "--budget": budget,

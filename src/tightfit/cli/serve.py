@@ -7,7 +7,10 @@ import dataclasses
 import json as jsonlib
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
 
 from tightfit.cli.arguments.options import SEVERAL
 from tightfit.cli.arguments.serving_arguments import (
@@ -21,11 +24,13 @@ from tightfit.cli.arguments.serving_arguments import (
 from tightfit.cli.shared.local_cards import own_card
 from tightfit.cli.shared.progress import ProgressLine
 from tightfit.errors import UsageError
+from tightfit.output_files import check_outputs, write_text
 
 if TYPE_CHECKING:
     from tightfit.serving.choices.candidate_servers import PricedCard
     from tightfit.serving.choices.serving_plan import ServingPlan
     from tightfit.serving.serve_settings import ResolvedSettings, ServeSettings
+    from tightfit.serving.serving_estimate import ServingEstimate
 
 _DEFAULTS = EngineArguments()
 _NO_LOAD = LoadArguments()
@@ -44,6 +49,7 @@ def serve(
     dtype: str | None = None,
     price_per_hour: Annotated[tuple[str, ...], SEVERAL] = (),
     launch: str | None = None,
+    output: Annotated[Path | None, Parameter(alias="-o")] = None,
     json: bool = False,
     arguments: EngineArguments = _DEFAULTS,
     load: LoadArguments = _NO_LOAD,
@@ -73,20 +79,24 @@ def serve(
         What one GPU costs per hour, 0.8 or L4=0.8, for the cost of a million tokens; repeatable.
     launch
         Print what starts the server, and nothing else: the command of vllm, sglang, tgi or llama.cpp, or a manifest for kubernetes.
+    output
+        A file.html to write: the memory as a bar, the room for requests by their length, the times by the load (with --lengths).
     json
         Print JSON.
     """
     from tightfit.fit.serving import serve as estimated
-    from tightfit.reports.text.serving_estimates import write_serving
     from tightfit.serving.load.lengths import lengths_of
     from tightfit.serving.serve_settings import ServeSettings
 
     started = time.monotonic()
+    check_outputs({"--output": output}, inputs=(model, *device))
     cards = cards_of(device or [own_card()], gpus, price_per_hour)
     asked = ServeSettings(num_gpus=gpus, **dataclasses.asdict(arguments))
     requests = lengths_of(lengths) if lengths is not None else []
-    if plan.plan or plan.objective is not None or plan.allow:
-        names = {"engine": engine, "engine_version": engine_version, "dtype": dtype}
+    names: dict[str, Any] = {"engine": engine, "engine_version": engine_version, "dtype": dtype}
+    if plan.is_asked:
+        if output is not None:
+            raise UsageError("--output is of one server; leave out --plan, --for and --allow")
         chosen = _chosen(model, cards, asked, plan, load, requests, names)
         return _answer(chosen, launch, as_json=json, started=started)
     if len(cards) > 1:
@@ -98,16 +108,31 @@ def serve(
             model,
             (device or [own_card()])[0],
             asked=asked,
-            engine=engine,
-            engine_version=engine_version,
-            dtype=dtype,
             lengths=requests,
             load=load_of(load, requests),
+            draws=output is not None,
             on_progress=line.report,
+            **names,
         )
+    if output is not None:
+        _write_page(output, found, price)
+    return _answer_one(found, launch, price, as_json=json, started=started)
+
+
+def _write_page(output: Path, found: "ServingEstimate", price: float | None) -> None:
+    from tightfit.reports.html.serving_page import serving_page
+
+    write_text(output, serving_page(found, price_per_hour=price))
+
+
+def _answer_one(
+    found: "ServingEstimate", launch: str | None, price: float | None, *, as_json: bool, started: float
+) -> int:
+    from tightfit.reports.text.serving_estimates import write_serving
+
     if launch is not None and found.fits:
         print(_launched(launch, found.launch, found.settings, found.engine_version), end="")
-    elif json:
+    elif as_json:
         print(jsonlib.dumps(found.to_json(price)))
     else:
         write_serving(found, price_per_hour=price, elapsed_seconds=time.monotonic() - started)

@@ -77,9 +77,12 @@ class RegionState:
     def __init__(self) -> None:
         self._reach: Reach | None = None
 
-    def snapshot(self, module: torch.nn.Module, *, is_kept: bool = False) -> Snapshot:
-        """The state now. `is_kept`: for a snapshot that may outlive the step; it does not keep graphs of earlier calls alive."""
-        return _taken(*self._looked_through(module, is_kept=is_kept))
+    def snapshot(self, module: torch.nn.Module, *, is_kept: bool = False, reads_weights: bool = True) -> Snapshot:
+        """The state now. `is_kept`: for a snapshot that may outlive the step; it does not keep graphs of earlier calls alive.
+
+        `reads_weights`: whether large weights at the host are read, to see writes that torch does not count; both snapshots that are compared must say the same.
+        """
+        return _taken(*self._looked_through(module, is_kept=is_kept), reads_weights=reads_weights)
 
     def is_still(self, snapshot: Snapshot) -> bool:
         """Whether the state is that of a snapshot of this region, without making another one; False too where that takes one to tell: where a function was replaced
@@ -119,16 +122,21 @@ class RegionState:
 
 
 def snapshot_of_arguments(
-    arguments: Mapping[str, Any], *, attributes: frozenset[str] = frozenset(), inside: Collection[int] = frozenset()
+    arguments: Mapping[str, Any],
+    *,
+    attributes: frozenset[str] = frozenset(),
+    inside: Collection[int] = frozenset(),
+    reads_weights: bool = True,
 ) -> Snapshot:
     """The state of the arguments of a forward: versions of tensors, contents of containers and objects, and of Python modules what `attributes` name."""
     reach = reach_of_arguments(arguments, attributes=attributes, inside=inside)
-    return _taken(reach, reach.contents)
+    return _taken(reach, reach.contents, reads_weights=reads_weights)
 
 
-def again(snapshot: Snapshot) -> Snapshot:
+def again(snapshot: Snapshot, *, reads_weights: bool = True) -> Snapshot:
     """A new snapshot of the same arguments."""
-    return _taken(snapshot.reach, [holder.content(is_kept=False) for holder in snapshot.reach.holders])
+    contents = [holder.content(is_kept=False) for holder in snapshot.reach.holders]
+    return _taken(snapshot.reach, contents, reads_weights=reads_weights)
 
 
 def with_replaced(snapshot: Snapshot, others: Mapping[int, torch.Tensor]) -> Snapshot:
@@ -137,11 +145,11 @@ def with_replaced(snapshot: Snapshot, others: Mapping[int, torch.Tensor]) -> Sna
     return dataclasses.replace(snapshot, contents=[h.with_replaced(content, others) for h, content in holders])
 
 
-def _taken(reach: Reach, contents: list[Any]) -> Snapshot:
+def _taken(reach: Reach, contents: list[Any], *, reads_weights: bool) -> Snapshot:
     return Snapshot(
         reach=reach,
         contents=contents,
-        versions=[_version(tensor) for tensor in reach.tensors],
+        versions=[_version(tensor, reads_weights=reads_weights) for tensor in reach.tensors],
         storages=[_storage(tensor) for tensor in reach.tensors],
         drawn=[each.state() for each in reach.drawn],
         python_random=python_state(),
@@ -259,7 +267,7 @@ _PLAIN_TENSORS = (torch.nn.Parameter, torch.Tensor)
 MOVED = WeakTensorKeyDictionary()
 
 
-def _version(tensor: torch.Tensor) -> Any:
+def _version(tensor: torch.Tensor, *, reads_weights: bool = True) -> Any:
     """The number of writes to a tensor that torch knows of; of a small one and of a weight at the host, which numpy and `.data` write to past torch, also the content."""
     number = _number_of_writes(tensor)
     if tensor.is_cuda:
@@ -267,7 +275,8 @@ def _version(tensor: torch.Tensor) -> Any:
     # Of what is large only weights are read: a forward may keep any number of other tensors.
     # Sparse tensors, and others that are no range of memory, do not know their bytes.
     is_readable = number >= 0 and tensor.layout == torch.strided
-    is_read = is_readable and (tensor.nbytes <= SMALL_BYTES or (tensor.is_leaf and tensor.requires_grad))
+    is_weight = reads_weights and tensor.is_leaf and tensor.requires_grad
+    is_read = is_readable and (is_weight or tensor.nbytes <= SMALL_BYTES)
     content = content_of(tensor) if is_read else None
     return number if content is None else (number, content)
 

@@ -14,10 +14,13 @@ from tightfit.serving.launch.launch_arguments import llama_cpp_launch
 from tightfit.serving.model.checkpoint_format import checkpoint_format
 from tightfit.serving.model.weight_formats import format_named, is_of_files
 from tightfit.serving.serve_settings import ServeSettings
+from tightfit.serving.serving_curves import room_by_length
 from tightfit.serving.serving_estimate import ServingEstimate
+from tightfit.serving.serving_points import ServingCurves
 
 # The lengths of vLLM's own benchmark, where the user names none.
 _DEFAULT_LENGTHS = (1024, 128)
+_NO_QUEUE = "generate takes one batch after the other, and has no queue"
 # Rows of next tokens between which the peak of choosing them is affine.
 _ROWS = (1, 64)
 
@@ -31,6 +34,7 @@ def serve_batch(
     engine_version: str | None,
     dtype: str | None,
     lengths: Sequence[tuple[int, int]],
+    draws: bool = False,
     on_progress: OnProgress | None,
 ) -> ServingEstimate:
     """What `model` needs on `device` for a batch of requests; see `tightfit.fit.serving.serve`.
@@ -75,6 +79,10 @@ def serve_batch(
         answer=answer,
     )
     found = server.estimate()
+    if draws and found.fits and not is_llama_cpp:
+        longest = positions or 2 * (prompt + answer)
+        curves = ServingCurves(room=room_by_length(server.room_at, longest), loads=(), no_loads=_NO_QUEUE)
+        found = dataclasses.replace(found, curves=curves)
     if not is_llama_cpp or not found.fits:
         return found
     return dataclasses.replace(found, launch={engine: llama_cpp_launch(found, served_name(model))})

@@ -12,11 +12,14 @@ from tightfit.fit.traced_models import served_name, traced_model
 from tightfit.serving.batches.batch_rules import BATCH_ENGINES
 from tightfit.serving.engine_rules import EngineRules, rules_of
 from tightfit.serving.launch.launch_arguments import all_launches, launch_of
+from tightfit.serving.model.adapters import AdapterSlots, with_draft
 from tightfit.serving.model.checkpoint_format import checkpoint_format
 from tightfit.serving.model.weight_formats import format_named
 from tightfit.serving.serve_settings import ResolvedSettings, ServeSettings
+from tightfit.serving.serving_curves import serving_curves
 from tightfit.serving.serving_estimate import ServingEstimate
 from tightfit.serving.traced_server import AskedLoad, Server, TracedModel
+from tightfit.units import parse
 
 
 @answering("the estimate of serving")
@@ -30,10 +33,11 @@ def serve(
     dtype: str | None = None,
     lengths: Sequence[tuple[int, int]] = (),
     load: AskedLoad | None = None,
+    draws: bool = False,
     on_progress: OnProgress | None = None,
 ) -> ServingEstimate:
     """What `model` (a Hugging Face config, its folder, a preset or a model type) needs on `device` to be served, and how fast it is for requests with
-    `lengths` (tokens of prompt and answer of each; by default those of `load`), and under `load`.
+    `lengths` (tokens of prompt and answer of each; by default those of `load`), and under `load`; `draws`: with the points of its curves.
 
     Raises:
         UsageError: no such model, device, engine or setting, or one whose size is not known.
@@ -43,6 +47,8 @@ def serve(
     if engine in BATCH_ENGINES:
         if load is not None:
             raise UsageError(f"--rate and --arrivals: {engine} has no queue that is simulated; vllm has")
+        if asked.lora or asked.draft or asked.kv_offload:
+            raise UsageError(f"--lora, --draft and --kv-offload are of --engine vllm, and not of {engine}")
         return serve_batch(
             model,
             device,
@@ -51,11 +57,14 @@ def serve(
             engine_version=engine_version,
             dtype=dtype,
             lengths=lengths,
+            draws=draws,
             on_progress=on_progress,
         )
     _refuse_of_other_engines(asked)
     # Names that are not known are told before anything is traced.
     rules, card, _ = rules_of(engine, engine_version), find(device), format_named(asked.quantization)
+    if asked.draft is not None and load is not None:
+        raise UsageError("--draft: its load is not simulated; leave out --rate and --arrivals")
     tokens = asked.max_num_batched_tokens
     traced = traced_model(
         model,
@@ -68,6 +77,8 @@ def serve(
         degrees=[asked.num_gpus],
         on_progress=on_progress,
     )
+    if asked.draft is not None:
+        return _with_draft(traced, device, rules, asked, dtype=dtype, lengths=lengths, on_progress=on_progress)
     server = server_of(traced, device, rules, asked)
     limit = server.settings.max_model_len
     if load is not None and not lengths:
@@ -79,7 +90,48 @@ def serve(
     found = server.estimate(lengths, load)
     if not found.fits:
         return found
+    if draws:
+        found = dataclasses.replace(found, curves=serving_curves(server, found, lengths))
     return dataclasses.replace(found, launch=all_launches(launch_of(server, found, served_name(model))))
+
+
+def _with_draft(
+    traced: TracedModel,
+    device: str,
+    rules: EngineRules,
+    asked: ServeSettings,
+    *,
+    dtype: str | None,
+    lengths: Sequence[tuple[int, int]],
+    on_progress: OnProgress | None,
+) -> ServingEstimate:
+    """The memory of a server with a model that drafts tokens for it; how fast it is hangs on how many of them are right."""
+    assert asked.draft is not None
+    draft = traced_model(
+        asked.draft,
+        device,
+        rules=rules,
+        asked=asked,
+        dtype=dtype,
+        batched_tokens=[asked.max_num_batched_tokens] if asked.max_num_batched_tokens else [],
+        sampled_rows=[asked.max_num_seqs or rules.max_sequences(find(device))],
+        degrees=[asked.num_gpus],
+        on_progress=on_progress,
+    )
+    if draft.facts.quantization:
+        raise UsageError("--draft: its weights are quantised, and beside another model their size is not known here")
+    # Engines run the draft as they run the model, cut over the same cards, and leave its weights as they are.
+    own = server_of(draft, device, rules, dataclasses.replace(asked, quantization=None)).start_up()
+    both = dataclasses.replace(traced, facts=with_draft(traced.facts, draft.facts))
+    server = server_of(both, device, rules, asked)
+    named = server.weight_format
+    if named is not None:
+        server = dataclasses.replace(
+            server, weight_format=dataclasses.replace(named, left_out=(*named.left_out, "draft"))
+        )
+    found = server.start_up(lengths)
+    words = "how fast a server with a draft is hangs on how many of its tokens are right, and is not estimated"
+    return dataclasses.replace(found, draft_bytes=own.weights_bytes, assumptions=(*found.assumptions, words))
 
 
 def _refuse_of_other_engines(asked: ServeSettings) -> None:
@@ -87,6 +139,10 @@ def _refuse_of_other_engines(asked: ServeSettings) -> None:
         raise UsageError("--cache is of --engine transformers; vllm has pages")
     if asked.kv_dtype in ("q8_0", "q4_0"):
         raise UsageError(f"--kv-dtype {asked.kv_dtype} is of --engine llama.cpp")
+    if asked.lora is not None:
+        AdapterSlots.parsed(asked.lora)
+    if asked.kv_offload is not None:
+        parse(asked.kv_offload)
 
 
 def server_of(traced: TracedModel, device: str, rules: EngineRules, asked: ServeSettings) -> Server:

@@ -56,6 +56,8 @@ def plan_serving(
     """
     if engine in BATCH_ENGINES:
         raise UsageError(f"--engine {engine}: servers are chosen for vllm; leave out --plan, --for and --allow")
+    if asked.draft is not None or asked.cache is not None:
+        raise UsageError("--draft and --cache: servers are chosen without; leave out --plan, --for and --allow")
     rules = rules_of(engine, engine_version)
     names = _allowed(allow)
     if wanted.objective == "cost" and any(card.price_per_hour is None for card in cards):

@@ -20,11 +20,12 @@ def run_step(
     sources: Sequence[ReplayedBatches[Any]] = (),
     refusal: Callable[[], str] = lambda: "",
     restore: Callable[[], object] = lambda: None,
+    lower: Callable[[BaseException], str] = lambda _: "",
 ) -> Result:
     """The result of `call`, a step that reaches these values, by name.
 
     `names_data`, `sources`: as in `Attempts.begin`. `refusal` says why an attempt cannot be taken back, where the caller knows; `restore` takes back
-    what is not in `reached`, after all else.
+    what is not in `reached`, after all else. `lower` makes the step smaller after an error, and says how; empty where it cannot be.
 
     Raises:
         torch.OutOfMemoryError: the step found no memory with any plan, or could not be taken back; its notes say which. What else `call` raises is not
@@ -48,6 +49,6 @@ def run_step(
             attempts.climb()
             return result
         # Outside of the handler: its frames hold the activations of the failed step.
-        attempts.take_back(attempt, failure, tried, refusal=refusal)
+        attempts.take_back(attempt, failure, tried, refusal=refusal, lower=lower)
         restore()
         del attempt

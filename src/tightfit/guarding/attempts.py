@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tightfit.capture.processes.process_role import begin_plan
+from tightfit.effects.state import Snapshot
 from tightfit.guarding.memory.ballast import Ballast
 from tightfit.guarding.memory.out_of_memory import drop_failed_backward, is_out_of_memory, release_memory
 from tightfit.guarding.memory.post_mortem import PostMortem
@@ -90,9 +91,16 @@ class Attempts:
             self.statistics["climbs"] += 1
 
     def take_back(
-        self, attempt: Attempt, error: BaseException, tried: list[str], *, refusal: Callable[[], str] = lambda: ""
+        self,
+        attempt: Attempt,
+        error: BaseException,
+        tried: list[str],
+        *,
+        refusal: Callable[[], str] = lambda: "",
+        lower: Callable[[BaseException], str] = lambda _: "",
     ) -> None:
-        """Restores the state at the beginning of the step, and frees memory for the next trial. `refusal` says why not, where the caller knows.
+        """Restores the state at the beginning of the step, and frees memory for the next trial. `refusal` says why not, where the caller knows; `lower` makes
+        the step smaller, and says how.
 
         Raises:
             BaseException: `error`, if the step cannot be taken back, or nothing is left to be tried; its notes say which.
@@ -118,7 +126,9 @@ class Attempts:
             tried.append("released the ballast")
         else:
             release_memory()
-            if _RELEASED not in tried:
+            if lowered := lower(error):
+                tried.append(lowered)
+            elif _RELEASED not in tried:
                 tried.append(_RELEASED)
             elif not self.rungs.try_next(tried):
                 raise self.post_mortem.added_to(
@@ -132,6 +142,10 @@ class Attempts:
             why_not = self._restoration.restore(attempt)
         release_memory()
         return why_not
+
+    def now(self, attempt: Attempt) -> list[Snapshot]:
+        """The state now, of what the attempt reaches."""
+        return self._restoration.now(attempt)
 
     def end(self) -> None:
         """Takes everything off the models and optimizers."""

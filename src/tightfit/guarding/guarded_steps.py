@@ -10,12 +10,9 @@ the error it had, and says why.
 """
 
 import functools
-import signal
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -28,9 +25,11 @@ from tightfit.guarding.attempts import Attempts
 from tightfit.guarding.largest_batch_of import largest_batch_of
 from tightfit.guarding.memory.ballast import Ballast
 from tightfit.guarding.named_values import attributes_named_by
+from tightfit.guarding.parts.adaptive_backward import AdaptiveBackward
 from tightfit.guarding.rehearsal import Rehearsal, rehearse_step
 from tightfit.guarding.replayed_batches import Batch, ReplayedBatches
 from tightfit.guarding.rungs import CALM_STEPS, Rungs
+from tightfit.guarding.told_to_end import ToldToEnd
 from tightfit.planner.plan import Plan
 from tightfit.runtime.apply import has_plan
 from tightfit.units import to_bytes
@@ -52,7 +51,7 @@ class GuardedSteps:
         ballast_bytes: int,
         on_terminate: Callable[[], object] | None,
     ) -> None:
-        self._on_terminate = on_terminate
+        self.told_to_end = ToldToEnd(on_terminate)
         self._attempts = Attempts(
             model,
             optimizers,
@@ -62,8 +61,9 @@ class GuardedSteps:
             ballast=Ballast(ballast_bytes, lambda: _device_of(model), calm_steps=calm_steps),
         )
         self.statistics = self._attempts.statistics
+        self._backward = AdaptiveBackward(model, self._attempts)
+        self._has_plans = bool(plans)
         self._batches: list[ReplayedBatches[Any]] = []
-        self._is_told_to_end = False
 
     def step(self, function: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Result:
         """Runs `function(*args, **kwargs)`, one step of the loop, to its end, and returns its result.
@@ -81,7 +81,7 @@ class GuardedSteps:
             names_data=lambda: "data" in attributes_named_by(function),
             sources=self._batches,
         )
-        self._succeeded()
+        self.told_to_end.at_border()
         return result
 
     def rehearse(
@@ -114,6 +114,40 @@ class GuardedSteps:
             shapes=shapes_of(found.batch), num_seen=found.num_seen, num_examples=found.num_examples, plan=plan
         )
 
+    def backward(
+        self,
+        loss_of: Callable[[Any], torch.Tensor],
+        batch: Any,
+        /,
+        *,
+        weight: Callable[[Any], Any] | None = None,
+        draws_anew: bool = False,
+    ) -> torch.Tensor:
+        """Forward and backward pass of a batch in parts that fit: adds the gradient of the whole batch's loss to `grad`, and returns that loss.
+
+        `loss_of(part)` is the mean loss over the examples of a part, or over as many terms as `weight(part)` says, such as tokens that count. How many
+        examples go at once is found from the first batches on, on a card without an out-of-memory error on the way. With `draws_anew` a model may draw random
+        numbers, which are others in parts than in the whole.
+
+        Raises:
+            UsageError: the batch cannot be split, or the gradient of two examples is not that of one and one.
+            torch.OutOfMemoryError: a single example has no room.
+        """
+        if self._attempts.is_running:
+            raise UsageError("guarded.backward was called within a guarded step; it is one itself")
+        if self._has_plans:
+            raise UsageError(
+                "guarded.backward takes no `plans`: it finds what fits by itself; leave them out, or use guarded.step"
+            )
+        # Between a backward pass and the update that follows is no border of a step.
+        self.told_to_end.at_border()
+        return self._backward.run(loss_of, batch, weight=weight, draws_anew=draws_anew)
+
+    @property
+    def part_in_use(self) -> int:
+        """How many examples `backward` runs at once now; 0 before the first batch."""
+        return self._backward.in_use
+
     @property
     def plan_in_use(self) -> int:
         """The position in `plans` of the one that is on the model now; -1 for none."""
@@ -128,16 +162,6 @@ class GuardedSteps:
     def end(self) -> None:
         """Takes everything off the model and its optimizers."""
         self._attempts.end()
-
-    def _succeeded(self) -> None:
-        if self._is_told_to_end:
-            self._is_told_to_end = False
-            assert self._on_terminate is not None
-            self._on_terminate()
-
-    def _terminate(self, number: int, frame: FrameType | None) -> None:
-        # At the next border of a step; a handler runs between any two instructions.
-        self._is_told_to_end = True
 
 
 @contextmanager
@@ -179,25 +203,14 @@ def guard(
         on_terminate=on_terminate,
     )
     try:
-        with _on_sigterm(guarded._terminate if on_terminate else None):
-            yield guarded
+        if on_terminate is not None:
+            guarded.told_to_end.begin()
+        yield guarded
+        guarded.told_to_end.at_border()
     finally:
+        guarded.told_to_end.end()
         guarded.end()
 
 
 def _device_of(model: torch.nn.Module) -> torch.device | None:
     return next((parameter.device for parameter in model.parameters()), None)
-
-
-@contextmanager
-def _on_sigterm(handler: Callable[[int, FrameType | None], object] | None) -> Iterator[None]:
-    if handler is None:
-        yield
-        return
-    if threading.current_thread() is not threading.main_thread():
-        raise UsageError("on_terminate needs the main thread: Python handles signals there alone")
-    former = signal.signal(signal.SIGTERM, handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, former)

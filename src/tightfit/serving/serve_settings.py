@@ -6,6 +6,8 @@ from typing import Self
 from tightfit.devices.device import Device
 from tightfit.errors import UsageError
 from tightfit.serving.engine_rules import EngineRules
+from tightfit.serving.model.adapters import AdapterSlots
+from tightfit.units import parse
 
 KV_DTYPES = {
     "auto": 0,
@@ -37,6 +39,9 @@ class ServeSettings:
     enforce_eager: bool = False
     chunked_prefill: bool | None = None
     cache: str | None = None
+    lora: str | None = None
+    draft: str | None = None
+    kv_offload: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_gpus", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
@@ -63,6 +68,8 @@ class ResolvedSettings:
     gpu_memory_utilization: float
     enforce_eager: bool
     is_chunked: bool
+    adapters: AdapterSlots | None = None
+    kv_offload_bytes: int = 0
 
     @classmethod
     def of(cls, asked: ServeSettings, rules: EngineRules, device: Device, max_positions: int | None) -> Self:
@@ -89,4 +96,6 @@ class ResolvedSettings:
             gpu_memory_utilization=asked.gpu_memory_utilization or rules.utilization,
             enforce_eager=asked.enforce_eager,
             is_chunked=is_chunked,
+            adapters=None if asked.lora is None else AdapterSlots.parsed(asked.lora),
+            kv_offload_bytes=0 if asked.kv_offload is None else parse(asked.kv_offload),
         )

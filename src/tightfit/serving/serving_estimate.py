@@ -11,11 +11,13 @@ from tightfit.devices.nodes import node_of
 from tightfit.serving.costs.profiled_batch import StepMemory
 from tightfit.serving.costs.serving_speed import ServingSpeed
 from tightfit.serving.engine_rules import EngineRules
+from tightfit.serving.host_memory import HostCache, Sleep, asleep, host_cache
 from tightfit.serving.load.load_summary import LoadSummary
 from tightfit.serving.model.cache_size import CacheSize, mean_request_bytes, num_tokens
 from tightfit.serving.model.model_facts import ModelFacts
 from tightfit.serving.model.weight_formats import WeightFormat, weights_bytes, whole_rows
 from tightfit.serving.serve_settings import KV_DTYPES, ResolvedSettings
+from tightfit.serving.serving_points import ServingCurves
 from tightfit.units import KIB, format_bytes
 
 
@@ -53,6 +55,11 @@ class ServingEstimate:
     launch: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
     host_bytes: int = 0
     cache: str = ""
+    curves: ServingCurves | None = None
+    adapter_bytes: int = 0
+    draft_bytes: int = 0
+    host_cache: HostCache | None = None
+    sleep: Sleep | None = None
     layers_on_card: int | None = None
     num_layers: int | None = None
 
@@ -60,7 +67,7 @@ class ServingEstimate:
     def charged_bytes(self) -> int:
         """Bytes of one card that the engine counts before it gives the rest of its share to the cache."""
         graphs = self.graph_bytes if self.counts_graphs else 0
-        return self.weights_bytes + self.activation_bytes + self.non_torch_bytes + graphs
+        return self.weights_bytes + self.adapter_bytes + self.activation_bytes + self.non_torch_bytes + graphs
 
     @property
     def fits(self) -> bool:
@@ -110,6 +117,7 @@ def estimate_serving(
     """What `facts` need on `device`, of which the engine's largest batch was traced as `profiled`. `lengths` are tokens of prompt and answer of each request."""
     degree = settings.num_gpus
     weights = weights_bytes(facts, weight_format, degree)
+    adapters = 0 if settings.adapters is None else settings.adapters.num_bytes(facts, degree)
     is_reserved = rules.activation_peak == "reserved"
     activation = profiled.reserved_bytes if is_reserved else profiled.allocated_bytes
     node = node_of(device)
@@ -117,7 +125,7 @@ def estimate_serving(
     communicators = communicator_bytes(node, Group.of(degree, stride=1, num_linked=node.num_linked), ("all_gather",))
     context = device.context_bytes
     graphs = graph_bytes(facts, rules, settings)
-    charged = weights + activation + communicators + (context if rules.charges_context else 0)
+    charged = weights + adapters + activation + communicators + (context if rules.charges_context else 0)
     charged += graphs if rules.charges_graphs else 0
     share = int(device.capacity_bytes * settings.gpu_memory_utilization)
     kv_bytes = share - charged
@@ -151,6 +159,18 @@ def estimate_serving(
         concurrency_at_lengths=(room / asked if asked else 0.0) if lengths else None,
         why=_refusal(kv_bytes, longest, share, settings, device),
         assumptions=_assumptions(facts, settings, rules),
+        adapter_bytes=adapters,
+        host_cache=host_cache(
+            settings.kv_offload_bytes,
+            num_layers=len({tensor.layer for tensor in facts.cache}),
+            degree=degree,
+            token_bytes=size.token_bytes or size.window_token_bytes,
+        )
+        if settings.kv_offload_bytes
+        else None,
+        sleep=asleep(
+            device, weights_bytes=weights + adapters, graph_bytes=graphs, outside_bytes=communicators + context
+        ),
     )
 
 

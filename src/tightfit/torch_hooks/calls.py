@@ -1,7 +1,7 @@
-"""Notifies owners of outermost module calls, of new optimizers and wrappers, and of the training steps of a framework's loop.
+"""Notifies owners of outermost module calls, of new optimizers and wrappers, of the training steps of a framework's loop, and of calls of transformers' `generate`.
 
 What is called is not changed: owners are notified before a call, or after an optimizer or a wrapper was constructed, and an exception of theirs ends the call.
-The owner of a training step may make the call itself, and more than once.
+The owner of a training step or of a call of `generate` may make the call itself, and more than once.
 """
 
 import functools
@@ -12,7 +12,15 @@ from typing import Any, Protocol
 import torch
 
 from tightfit.errors.faults import note
-from tightfit.torch_hooks.manifest import GRAPH_TASK_ID, MODULE_CALL, OPTIMIZER_INIT, REDUCER_INIT, Name
+from tightfit.torch_hooks.manifest import (
+    GENERATE,
+    GRAPH_TASK_ID,
+    MODULE_CALL,
+    OPTIMIZER_INIT,
+    PREPARE_CACHE,
+    REDUCER_INIT,
+    Name,
+)
 from tightfit.torch_hooks.replaced import Leave, Replaced
 
 
@@ -51,6 +59,20 @@ class StepOwner:
         return call()
 
 
+class GenerationOwner(Protocol):
+    """Has a say in what `generate` does. It is held weakly."""
+
+    def around_generate(
+        self, model: Any, generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The result of the call, which `generate(model, *args, **kwargs)` makes."""
+        ...
+
+    def before_cache(self, model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> None:
+        """Called before a cache is made by `generation_config`, a copy that is the call's own; a cache of the program's is in `model_kwargs`."""
+        ...
+
+
 def on_outermost_call(owner: CallOwner) -> Leave:
     """Notifies `owner` of outermost module calls until the returned function is called or the owner is collected.
 
@@ -87,6 +109,21 @@ def on_training_step(name: Name, owner: StepOwner) -> Leave:
     if name not in _STEPS:
         _STEPS[name] = Replaced(name, functools.partial(_put_step, name))
     return _STEPS[name].enter(owner)
+
+
+def on_generation(owner: GenerationOwner) -> Leave:
+    """Notifies `owner` until the returned function is called, or it is collected.
+
+    Raises:
+        ApplyError: this version of transformers has no such names.
+    """
+    leaves = [_CACHE.enter(owner), _GENERATE.enter(owner)]
+
+    def leave() -> None:
+        for each in reversed(leaves):
+            each()
+
+    return leave
 
 
 class _Depth(threading.local):
@@ -137,6 +174,25 @@ def _put_reducer(inner: Callable[..., Any], owners: Callable[[], list[ReducerOwn
     return __init__
 
 
+def _put_generate(inner: Callable[..., Any], owners: Callable[[], list[GenerationOwner]]) -> Callable[..., Any]:
+    @functools.wraps(inner)
+    def generate(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        found = owners()
+        return found[-1].around_generate(self, inner, args, kwargs) if found else inner(self, *args, **kwargs)
+
+    return generate
+
+
+def _put_cache(inner: Callable[..., Any], owners: Callable[[], list[GenerationOwner]]) -> Callable[..., Any]:
+    @functools.wraps(inner)
+    def prepare(self: Any, generation_config: Any, model_kwargs: Any, /, *args: Any, **kwargs: Any) -> Any:
+        for owner in owners():
+            owner.before_cache(self, generation_config, model_kwargs)
+        return inner(self, generation_config, model_kwargs, *args, **kwargs)
+
+    return prepare
+
+
 def _put_step(name: Name, inner: Callable[..., Any], owners: Callable[[], list[StepOwner]]) -> Callable[..., Any]:
     @functools.wraps(inner)
     def training_step(self: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -164,3 +220,5 @@ _CALL: Replaced[CallOwner] = Replaced(MODULE_CALL, _put_call)
 _MADE: Replaced[OptimizerOwner] = Replaced(OPTIMIZER_INIT, _put_init)
 _REDUCED: Replaced[ReducerOwner] = Replaced(REDUCER_INIT, _put_reducer)
 _STEPS: dict[Name, Replaced[StepOwner]] = {}
+_GENERATE: Replaced[GenerationOwner] = Replaced(GENERATE, _put_generate)
+_CACHE: Replaced[GenerationOwner] = Replaced(PREPARE_CACHE, _put_cache)

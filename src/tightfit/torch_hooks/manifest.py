@@ -72,6 +72,22 @@ TRAINER_STEP = known(
     last="5.23",
     is_checked=False,
 )
+GENERATE = known(
+    "transformers.generation.utils:GenerationMixin.generate",
+    "to compare what generate makes with another cache",
+    "torch_hooks",
+    first="5.0",
+    last="5.23",
+    is_checked=False,
+)
+PREPARE_CACHE = known(
+    "transformers.generation.utils:GenerationMixin._prepare_cache_for_generation",
+    "to give generate another cache",
+    "torch_hooks",
+    first="5.0",
+    last="5.23",
+    is_checked=False,
+)
 CUDA_IS_AVAILABLE = known(
     "torch.cuda:is_available", "to import a library of kernels beside a virtual card", "torch_hooks"
 )
@@ -197,6 +213,8 @@ REPLACED = (
     TENSOR_TO,
     TENSOR_CUDA,
     TENSOR_COPY,
+    GENERATE,
+    PREPARE_CACHE,
     NODE_HOOK,
     SAVE_FOR_BACKWARD,
 )

@@ -194,7 +194,9 @@ IN_BOTH: tuple[Name, ...] = (
     known(
         "torch.utils._pytree:tree_map", "to find tensors among arguments", "capture/dispatch capture/patches techniques"
     ),
-    known("torch.utils._pytree:tree_map_only", "to find tensors among arguments", "capture/patches techniques"),
+    known(
+        "torch.utils._pytree:tree_map_only", "to find tensors among arguments", "capture/patches guarding techniques"
+    ),
     # Tensors without data, modes and operators.
     known(
         "torch._ops:OpOverload",

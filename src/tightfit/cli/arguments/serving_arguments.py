@@ -39,6 +39,12 @@ class EngineArguments:
         Without CUDA graphs.
     cache
         The cache of transformers: dynamic (its default), static, offloaded or quantized.
+    lora
+        Adapters: the largest rank, and how many at once, 16:4.
+    draft
+        A second model that drafts tokens (speculative decoding), as MODEL is given: its weights and its cache.
+    kv_offload
+        Host memory for a cache beside that of the GPUs, of all of them together: 20GiB.
     """
 
     quantization: str | None = None
@@ -49,6 +55,9 @@ class EngineArguments:
     gpu_memory_utilization: float | None = None
     enforce_eager: bool = False
     cache: str | None = None
+    lora: str | None = None
+    draft: str | None = None
+    kv_offload: str | None = None
 
 
 @Parameter(name="*", group=Group("Load", sort_key=2))
@@ -101,6 +110,11 @@ class PlanArguments:
     objective: Annotated[str | None, Parameter(name="--for")] = None
     allow: Annotated[tuple[str, ...], SEVERAL] = ()
     at_once: int = 1
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether servers are to be chosen among."""
+        return self.plan or self.objective is not None or bool(self.allow)
 
 
 def level_of(load: LoadArguments) -> "ServiceLevel":

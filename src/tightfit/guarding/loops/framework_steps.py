@@ -18,10 +18,12 @@ from tightfit.guarding.attempted_step import run_step
 from tightfit.guarding.attempts import Attempts
 from tightfit.guarding.loops.outside_effects import OutsideEffects
 from tightfit.guarding.memory.ballast import Ballast
-from tightfit.guarding.rungs import Rungs
+from tightfit.guarding.rungs import CALM_STEPS, Rungs
+from tightfit.guarding.told_to_end import ToldToEnd
 from tightfit.planner.plan import Plan
 from tightfit.torch_hooks.calls import StepOwner, on_training_step
 from tightfit.torch_hooks.manifest import LIGHTNING_CLOSURE, TRAINER_STEP, Name
+from tightfit.units import to_bytes
 
 # Attributes of a Trainer that hold data and settings, or what runs between the batches: the passes for a batch write to none of their contents.
 _ASIDE = frozenset(
@@ -107,6 +109,21 @@ def run_framework_step(
     )
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GuardSettings:
+    """What the callback of a framework is given, as `tightfit.guard` is."""
+
+    plans: Sequence[Plan | str | Path] = ()
+    on_terminate: Callable[[], object] | None = None
+    post_mortems: str | Path = "."
+    calm_steps: int = CALM_STEPS
+    ballast: str | int = 0
+
+    def ladder(self) -> list[Plan]:
+        """The plans, loaded."""
+        return [each if isinstance(each, Plan) else Plan.load(each) for each in self.plans]
+
+
 class FrameworkGuard(StepOwner):
     """Guards the steps of the trainer that has the callback `of`, from now until `end`. `statistics` counts what was done."""
 
@@ -117,18 +134,24 @@ class FrameworkGuard(StepOwner):
         model: torch.nn.Module,
         optimizers: Sequence[Any],
         *,
-        plans: Sequence[Plan],
-        folder: Path,
+        settings: GuardSettings,
     ) -> None:
         own = [_innermost(optimizer) for optimizer in optimizers if optimizer is not None]
-        rungs = Rungs(plans, lambda: model, lambda: own)
+        plans, calm_steps = settings.ladder(), settings.calm_steps
+        rungs = Rungs(plans, lambda: model, lambda: own, calm_steps=calm_steps)
+        ballast_bytes = to_bytes(settings.ballast, "ballast")
+        self.told_to_end = ToldToEnd(settings.on_terminate)
+        if settings.on_terminate is not None:
+            self.told_to_end.begin()
         self._attempts = Attempts(
             model,
             own,
             rungs=rungs,
-            folder=folder,
+            folder=Path(settings.post_mortems),
             models=lambda: [model],
-            ballast=Ballast(0, lambda: None, calm_steps=0),
+            ballast=Ballast(
+                ballast_bytes, lambda: next((p.device for p in model.parameters()), None), calm_steps=calm_steps
+            ),
         )
         self._step_of = STEPS[name]
         self._of = of
@@ -158,6 +181,7 @@ class FrameworkGuard(StepOwner):
         """Takes everything off the model, its optimizers and the process. Says on stderr that no step was guarded, and why, if that is so and a reason is given."""
         self._leave()
         self._effects.end()
+        self.told_to_end.end()
         self._attempts.end()
         if why_unguarded and not self.statistics["steps"]:
             sys.stderr.write(f"tightfit: guard: no step of this training was guarded: {why_unguarded}\n")

@@ -3,7 +3,7 @@
 import builtins
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,19 +16,20 @@ from tightfit.guarding.loops.turn_variables import TurnVariables
 from tightfit.guarding.memory.out_of_memory import without_frames
 from tightfit.guarding.named_values import attributes_named_by
 from tightfit.guarding.replayed_batches import ReplayedBatches
+from tightfit.guarding.told_to_end import ToldToEnd
 
 
 class LoopGuard:
     """Guards the loops of a program. A loop whose turn contains a turn of another one is not taken back: the inner one is.
 
-    `between_turns` is called after each turn that has come to its end.
+    While a turn runs, what the program does at SIGTERM waits for its end.
     """
 
-    def __init__(self, attempts: Attempts, effects: OutsideEffects, between_turns: Callable[[], object]) -> None:
+    def __init__(self, attempts: Attempts, effects: OutsideEffects) -> None:
         self.names: list[TurnNames] = []
         self.attempts = attempts
         self.effects = effects
-        self._between_turns = between_turns
+        self.told_to_end = ToldToEnd()
         self._thread = threading.get_ident()
         self._running: Turn | None = None
         self._outer = set[int]()
@@ -45,6 +46,7 @@ class LoopGuard:
             self._outer.add(self._running.number)
             self._running.abandon()
         self._running = turn
+        self.told_to_end.begin()
         return True
 
     def leave(self, turn: "Turn", *, is_good: bool) -> None:
@@ -53,7 +55,6 @@ class LoopGuard:
             self._running = None
         if is_good:
             self.attempts.climb()
-            self._between_turns()
 
 
 class GuardedLoop:
@@ -174,6 +175,7 @@ class Turn:
             if self._is_good:
                 self._loop.succeeded()
             self._guard.leave(self, is_good=self._is_good)
+            self._guard.told_to_end.end()
 
     def abandon(self) -> None:
         """A turn of a loop inside of this one begins: this one is not taken back."""
@@ -200,6 +202,7 @@ class Turn:
             self._guard.attempts.take_back(attempt, error, self._loop.tried, refusal=lambda: first)
         except BaseException as final:
             final.add_note(f"tightfit: {self._place}")
+            self._guard.told_to_end.end()
             raise
         effects.printed.again()
         self._loop.failed()

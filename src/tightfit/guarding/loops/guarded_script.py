@@ -69,7 +69,7 @@ class GuardedScript(StepOwner):
             models=lambda: list(self._models),
             ballast=Ballast(ballast_bytes, _current_card, calm_steps=calm_steps),
         )
-        self._guard = LoopGuard(self._attempts, OutsideEffects(), lambda: None)
+        self._guard = LoopGuard(self._attempts, OutsideEffects())
         self._frameworks: dict[Name, Leave] = {}
 
     @property

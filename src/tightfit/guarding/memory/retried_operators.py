@@ -4,11 +4,11 @@ An operator that writes to many tensors at once may have written to some of them
 """
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -27,9 +27,12 @@ class RetriedOperators(TorchDispatchMode):
         self._free = free
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _writes_lists(func):
-            with _counted_writes(args):
-                result = self._run(func, args, kwargs or {})
+        if places := _written_lists(func):
+            # Below a dispatch mode torch does not count the writes of operators on lists, by which autograd and we find them.
+            written = [t for n in places if n < len(args) for t in args[n]]
+            versions = [tensor._version for tensor in written]
+            result = self._run(func, args, kwargs or {})
+            increment_version([t for t, v in zip(written, versions, strict=True) if t._version == v])
         else:
             result = self._run(func, args, kwargs or {})
         self.has_written = self.has_written or func._schema.is_mutable
@@ -47,23 +50,12 @@ class RetriedOperators(TorchDispatchMode):
 
 
 @functools.cache
-def _writes_lists(func: Any) -> bool:
-    """Whether an operator writes to the tensors of a list, such as `_foreach_add_` and `_fused_adamw_`."""
-    schema = func._schema
-    return schema.is_mutable and any(
-        argument.alias_info is not None and "List" in str(argument.type) for argument in schema.arguments
+def _written_lists(func: Any) -> tuple[int, ...]:
+    """The places of the arguments that are lists of tensors which an operator writes to, such as `_foreach_add_` and `_fused_adamw_`."""
+    arguments = enumerate(func._schema.arguments)
+    return tuple(
+        n for n, a in arguments if a.alias_info is not None and a.alias_info.is_write and "List" in str(a.type)
     )
-
-
-@contextmanager
-def _counted_writes(args: Any) -> Iterator[None]:
-    """Below a dispatch mode torch does not count the writes of operators on lists, by which autograd and we find them."""
-    written = [
-        t for t in tree_leaves([arg for arg in args if isinstance(arg, list | tuple)]) if isinstance(t, torch.Tensor)
-    ]
-    versions = [tensor._version for tensor in written]
-    yield
-    torch.autograd.graph.increment_version([t for t, v in zip(written, versions, strict=True) if t._version == v])
 
 
 def _may_run_again(func: Any, args: Any) -> bool:

@@ -10,7 +10,9 @@ from tightfit.effects.values.word_sums import sum_of_words
 class TensorSums:
     """The sums of the bits of each of these tensors, which are named, on its own device: nothing waits for them until they are compared."""
 
-    def __init__(self, tensors: Mapping[int, tuple[str, torch.Tensor]]) -> None:
+    def __init__(self, tensors: Mapping[int, tuple[str, torch.Tensor]], *, is_of_all: bool) -> None:
+        self.is_of_all = is_of_all
+        self.is_on_card = any(tensor.is_cuda for _, tensor in tensors.values())
         self._then = [(path, tensor, tensor._version, _sum(tensor)) for path, tensor in tensors.values()]
 
     def written_past(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -16,7 +16,7 @@ from tightfit.units import format_bytes, format_range_of_seconds, format_seconds
 def write_serving(found: ServingEstimate, *, price_per_hour: float | None = None, elapsed_seconds: float) -> None:
     """Prints the estimate on stdout."""
     out = console()
-    out.print(_verdict(found))
+    out.print(serving_verdict(found))
     count = f"{found.settings.num_gpus} x " if found.settings.num_gpus > 1 else ""
     out.print(
         Text(
@@ -28,7 +28,7 @@ def write_serving(found: ServingEstimate, *, price_per_hour: float | None = None
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(overflow="fold", style="dim")
-    for row in (*_rows(found), *_speed_rows(found, price_per_hour), *_load_rows(found)):
+    for row in (*_rows(found), *speed_rows(found, price_per_hour), *_load_rows(found)):
         table.add_row(*row)
     out.print(table)
     out.print()
@@ -37,7 +37,8 @@ def write_serving(found: ServingEstimate, *, price_per_hour: float | None = None
     out.print(Text(f"estimated in {elapsed_seconds:.1f} s", style="dim"))
 
 
-def _verdict(found: ServingEstimate) -> Text:
+def serving_verdict(found: ServingEstimate) -> Text:
+    """Whether it starts, and the room that it has, or why it does not."""
     if not found.fits:
         words = "does not start" if found.engine == "vllm" else "does not fit"
         return Text.assemble((words, "bold red"), f": {found.why}")
@@ -61,7 +62,11 @@ def _verdict(found: ServingEstimate) -> Text:
 def _rows(found: ServingEstimate) -> Iterator[tuple[str, str, str]]:
     settings = found.settings
     each = " on each GPU" if settings.num_gpus > 1 else ""
-    yield "weights", format_bytes(found.weights_bytes), each.strip()
+    drafts = f"{format_bytes(found.draft_bytes)} of them of the draft" if found.draft_bytes else ""
+    yield "weights", format_bytes(found.weights_bytes), ", ".join(part for part in (each.strip(), drafts) if part)
+    adapters = settings.adapters
+    if adapters is not None:
+        yield "adapters", format_bytes(found.adapter_bytes), f"{adapters.number} at once, of rank {adapters.rank}"
     yield (
         "activations",
         format_bytes(found.activation_bytes),
@@ -79,6 +84,14 @@ def _rows(found: ServingEstimate) -> Iterator[tuple[str, str, str]]:
     yield "cache", format_bytes(found.kv_bytes), f"{share}: {found.kv_tokens:,} tokens"
     yield "one more token", format_bytes(found.kv_bytes_per_token), "of cache" + each
     yield "one request", format_bytes(found.request_bytes), "of cache" + each
+    kept = found.host_cache
+    if kept is not None:
+        words = f"pinned, in powers of two, for a cache of {format_bytes(kept.asked_bytes)}: {kept.num_tokens:,} tokens"
+        yield "host memory", format_bytes(kept.pinned_bytes), words
+    if found.sleep is not None:
+        asleep = found.sleep
+        words = f"{format_bytes(asleep.host_bytes)} at the host, awake again in {format_seconds(asleep.wake_seconds)}"
+        yield "asleep", format_bytes(asleep.gpu_bytes), words
 
 
 def _batch_rows(found: ServingEstimate) -> Iterator[tuple[str, str, str]]:
@@ -94,7 +107,8 @@ def _batch_rows(found: ServingEstimate) -> Iterator[tuple[str, str, str]]:
         yield "host memory", format_bytes(found.host_bytes), ""
 
 
-def _speed_rows(found: ServingEstimate, price_per_hour: float | None) -> Iterator[tuple[str, str, str]]:
+def speed_rows(found: ServingEstimate, price_per_hour: float | None) -> Iterator[tuple[str, str, str]]:
+    """Name, figure and words of each row about the speed."""
     speed = found.speed
     if speed is None:
         return

@@ -108,6 +108,13 @@ class BatchServer:
             answer=self.answer,
         )
 
+    def room_at(self, num_tokens: int) -> float:
+        """Requests at once with so many tokens each, in the shares of prompt and answer that were asked for."""
+        prompt = max(1, round(num_tokens * self.prompt / (self.prompt + self.answer)))
+        other = dataclasses.replace(self, prompt=prompt, answer=max(1, num_tokens - prompt))
+        peaks, free = self.peaks, self.free_bytes
+        return float(_most(lambda n: other.generation_memory(n, peaks).reserved <= free))
+
     def estimate(self) -> ServingEstimate:
         """The estimate."""
         return _of_generation(self) if self.rules.engine == "transformers" else _of_layers(self)

@@ -15,6 +15,7 @@ from tightfit.errors import UsageError
 from tightfit.serving.serve_settings import ResolvedSettings
 from tightfit.serving.serving_estimate import ServingEstimate
 from tightfit.serving.traced_server import Server
+from tightfit.units import GIB
 
 ENGINES = ("vllm", "sglang", "tgi")
 
@@ -71,7 +72,9 @@ def launch_arguments(engine: str, launch: Launch) -> list[str]:
 def all_launches(launch: Launch) -> dict[str, list[str]]:
     """The arguments of each engine that serves such weights and such a cache."""
     found = {}
-    for engine in ENGINES:
+    # The others have arguments of their own for these.
+    only_vllm = launch.settings.adapters is not None or launch.settings.kv_offload_bytes
+    for engine in ENGINES[:1] if only_vllm else ENGINES:
         try:
             found[engine] = launch_arguments(engine, launch)
         except UsageError:
@@ -120,6 +123,10 @@ def _value(setting: str, launch: Launch, engine: str, of: Mapping[str, Any]) -> 
         "prefill_tokens": max(settings.max_num_batched_tokens, settings.max_model_len),
         "kv_tokens": launch.kv_tokens,
         "no_graphs": "0" if settings.enforce_eager else None,
+        "enable_lora": settings.adapters is not None,
+        "max_loras": settings.adapters.number if settings.adapters else None,
+        "max_lora_rank": settings.adapters.rank if settings.adapters else None,
+        "kv_offload_gib": settings.kv_offload_bytes / GIB if settings.kv_offload_bytes else None,
     }
     return derived[setting] if setting in derived else getattr(settings, setting)
 
