@@ -146,9 +146,39 @@ def test_what_is_not_the_gradient_of_the_whole_is_refused() -> None:
     normed = nn.Sequential(model, nn.BatchNorm1d(4))
     with pytest.raises(UsageError, match="BatchNorm1d takes its statistics"):
         run_once(normed, lambda b: normed(b["x"]).square().mean(), batch)
+    calls: list[int] = []
+
+    def counts(b: Any) -> torch.Tensor:
+        calls.append(1)
+        return model(b["x"]).square().mean()
+
+    with pytest.raises(UsageError, match="writes to what is there for the next call"):
+        run_once(model, counts, batch)
+    hook = model.weight.register_hook(lambda g: g.clamp(-1e-3, 1e-3))
+    with pytest.raises(UsageError, match="a weight has a hook"):
+        run_once(model, lambda b: model(b["x"]).square().mean(), batch)
+    hook.remove()
     dropped = nn.Sequential(model, nn.Dropout(0.5))
     state = torch.get_rng_state()
     with pytest.raises(UsageError, match="draws random numbers"):
         run_once(dropped, lambda b: dropped(b["x"]).square().mean(), batch)
     assert torch.equal(state, torch.get_rng_state())
     run_once(dropped, lambda b: dropped(b["x"]).square().mean(), batch, draws_anew=True)
+
+
+def test_a_part_of_no_terms_counts_for_nothing() -> None:
+    batch = {"x": torch.randn(6, 4), "labels": torch.tensor([-100, 1, -100, -100, 2, 3])}
+    model = nn.Linear(4, 4)
+
+    def loss(b: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(b["x"]), b["labels"])
+
+    loss(batch).backward()
+    whole = model.weight.grad.clone()
+    with tightfit.guard(model) as guarded:
+        for limit in (6, 1):
+            model.zero_grad()
+            guarded._backward._sizes.fail(2 * limit, num_elements=5)
+            assert torch.allclose(guarded.backward(loss, batch, weight=num_terms), loss(batch))
+            assert torch.allclose(model.weight.grad, whole)
+            assert guarded.part_in_use == limit

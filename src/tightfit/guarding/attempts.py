@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tightfit.capture.processes.process_role import begin_plan
+from tightfit.effects.state import Snapshot
 from tightfit.guarding.memory.ballast import Ballast
 from tightfit.guarding.memory.out_of_memory import drop_failed_backward, is_out_of_memory, release_memory
 from tightfit.guarding.memory.post_mortem import PostMortem
@@ -141,6 +142,10 @@ class Attempts:
             why_not = self._restoration.restore(attempt)
         release_memory()
         return why_not
+
+    def now(self, attempt: Attempt) -> list[Snapshot]:
+        """The state now, of what the attempt reaches."""
+        return self._restoration.now(attempt)
 
     def end(self) -> None:
         """Takes everything off the models and optimizers."""

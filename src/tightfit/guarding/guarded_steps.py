@@ -62,6 +62,7 @@ class GuardedSteps:
         )
         self.statistics = self._attempts.statistics
         self._backward = AdaptiveBackward(model, self._attempts)
+        self._has_plans = bool(plans)
         self._batches: list[ReplayedBatches[Any]] = []
 
     def step(self, function: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Result:
@@ -134,6 +135,10 @@ class GuardedSteps:
         """
         if self._attempts.is_running:
             raise UsageError("guarded.backward was called within a guarded step; it is one itself")
+        if self._has_plans:
+            raise UsageError(
+                "guarded.backward takes no `plans`: it finds what fits by itself; leave them out, or use guarded.step"
+            )
         # Between a backward pass and the update that follows is no border of a step.
         self.told_to_end.at_border()
         return self._backward.run(loss_of, batch, weight=weight, draws_anew=draws_anew)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from tightfit.effects.state import Snapshot
 from tightfit.guarding.begun_loaders import BegunLoaders
 from tightfit.guarding.memory.retried_operators import RetriedOperators
 from tightfit.guarding.memory.retried_updates import UpdateRetries
@@ -89,6 +90,10 @@ class Restoration:
         for batches in attempt.sources:
             batches.again()
         return ""
+
+    def now(self, attempt: Attempt) -> list[Snapshot]:
+        """The state now, of what the attempt reaches."""
+        return self._states.now(attempt.beginning)
 
     def end(self) -> None:
         """Ends the watch for loaders."""

@@ -1,11 +1,12 @@
 """Forward and backward pass of a batch in parts whose size is found while the run goes on: the gradient is that of the whole batch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from tightfit.effects.random_states import AllRandom
+from tightfit.effects.state import Snapshot, differences
 from tightfit.errors import UsageError
 from tightfit.guarding.attempted_step import run_step
 from tightfit.guarding.attempts import Attempts
@@ -14,6 +15,8 @@ from tightfit.guarding.memory.room import room_on
 from tightfit.guarding.named_values import attributes_named_by
 from tightfit.guarding.parts.part_sizes import PartSizes
 from tightfit.guarding.parts.split_batch import num_elements_of, num_examples_of, part_of
+from tightfit.guarding.state.leaf_hooks import has_hooks
+from tightfit.runtime.apply import has_plan
 
 Loss = Callable[[Any], torch.Tensor]
 Weight = Callable[[Any], Any]
@@ -44,6 +47,7 @@ class AdaptiveBackward:
             UsageError: the batch cannot be split, or the loss of its parts is not that of the whole.
             torch.OutOfMemoryError: one example has no room.
         """
+        self._check_model()
         num_examples = num_examples_of(batch)
         of_step: dict[str, Any] = {"the loss": loss_of, "the batch": batch, "the weight": weight}
         if not self._is_checked and num_examples > 1:
@@ -56,6 +60,22 @@ class AdaptiveBackward:
             lower=self._lower,
         )
 
+    def _check_model(self) -> None:
+        """Raises UsageError where parts of any batch would be another training."""
+        if has_plan(self._model):
+            raise UsageError(
+                "guarded.backward takes no plans: one that updates in the backward pass would do so once for each part; leave the plan out, or use guarded.step"
+            )
+        norm = next((m for m in self._model.modules() if isinstance(m, _BATCH_NORMS) and m.training), None)
+        if norm is not None:
+            raise UsageError(
+                f"guarded.backward runs a batch in parts, and {type(norm).__name__} takes its statistics from the whole batch: another training"
+            )
+        if any(map(has_hooks, self._model.parameters())):
+            raise UsageError(
+                "guarded.backward: a weight has a hook, which would be called with the gradient of each part: change the gradient behind the backward pass"
+            )
+
     def _in_parts(self, loss_of: Loss, batch: Any, num_examples: int, weight: Weight | None) -> torch.Tensor:
         total = num_examples if weight is None else weight(batch)
         num_elements = num_elements_of(batch)
@@ -65,10 +85,12 @@ class AdaptiveBackward:
             left = num_examples - begin
             size = self._size(left, num_elements)
             part = part_of(batch, begin, begin + size)
-            share = (size if weight is None else weight(part)) / total
+            share = _share(size if weight is None else weight(part), total)
             self._failed = (size, num_elements)
             self.in_use = size if not begin else self.in_use
-            loss = loss + self._of_part(loss_of, part, share, size, num_elements)
+            # The mean of no terms is not a number, and counts for nothing in the whole.
+            if share:
+                loss = loss + self._of_part(loss_of, part, share, size, num_elements)
             begin += size
         return loss
 
@@ -81,7 +103,7 @@ class AdaptiveBackward:
         # Alike, where nothing is to be measured: ten examples in parts of four are four, three and three.
         return -(-num_left // -(-num_left // size))
 
-    def _of_part(self, loss_of: Loss, part: Any, share: Any, size: int, num_elements: int) -> torch.Tensor:
+    def _of_part(self, loss_of: Loss, part: Any, share: float, size: int, num_elements: int) -> torch.Tensor:
         found: list[torch.Tensor] = []
 
         def call() -> None:
@@ -119,33 +141,39 @@ class AdaptiveBackward:
         Raises:
             UsageError: they differ.
         """
-        norms = [m for m in self._model.modules() if isinstance(m, _BATCH_NORMS) and m.training]
-        if norms:
-            raise UsageError(
-                f"guarded.backward runs a batch in parts, and {type(norms[0]).__name__} takes its statistics from the whole batch: another training"
-            )
         two = part_of(batch, num_examples - 2, num_examples)
         ones = [part_of(two, 0, 1), part_of(two, 1, 2)]
+        weights = [1.0, 1.0] if weight is None else [float(weight(one)) for one in ones]
+        if not all(weights):
+            # The next batch may tell.
+            return
         found: list[torch.Tensor] = []
         before = AllRandom.now()
         attempt = self._attempts.begin(of_step, names_data=lambda: True)
         try:
-            total = 2 if weight is None else weight(two)
             found.append(self._projected([(loss_of, two, 1)]))
-            shares = [(loss_of, one, (1 if weight is None else weight(one)) / total) for one in ones]
+            # What the first call makes and keeps is no matter, and what each call writes is written once for each part.
+            first = self._attempts.now(attempt)
+            total = 2.0 if weight is None else weight(two)
+            shares = [(loss_of, one, _share(each, total)) for one, each in zip(ones, weights, strict=True)]
             found.append(self._projected(shares))
+            written = _changed(first, self._attempts.now(attempt))
             is_random = not AllRandom.now().is_same(before)
         finally:
             self._attempts.leave(attempt)
             why_not = self._attempts.undo(attempt)
         if why_not:
             raise UsageError(f"guarded.backward cannot try two examples and take that back: {why_not}")
+        if written:
+            raise UsageError(
+                f"guarded.backward: the loss function writes to what is there for the next call ({written}), and would do so once for each part"
+            )
         if is_random:
             if not draws_anew:
                 raise UsageError(
                     "guarded.backward: the model draws random numbers (dropout), which are others in parts of a batch than in the whole; give draws_anew=True if they may be"
                 )
-        elif (off := _distance(*found)) > _tolerance(self._model):
+        elif not (off := _distance(*found)) <= _tolerance(self._model):
             raise UsageError(
                 f"guarded.backward: the gradient of two examples is not that of one and one ({off:.1e} of its norm): the loss is no mean over examples (give `weight`, which says how many terms a part has), or examples mix"
             )
@@ -171,6 +199,16 @@ def _products(gradient: torch.Tensor, seed: int) -> torch.Tensor:
     kind = torch.float64 if dense.dtype == torch.float64 else torch.float32
     signs = (torch.empty_like(dense, dtype=kind).bernoulli_(generator=generator) for _ in range(_NUM_PROJECTIONS))
     return torch.stack([(2 * each - 1).mul_(dense).sum(dtype=torch.float64).cpu() for each in signs])
+
+
+def _changed(first: Sequence[Snapshot], second: Sequence[Snapshot]) -> str:
+    """The first change between two states, but for random numbers; empty if there is none."""
+    found = (str(each) for pair in zip(first, second, strict=True) for each in differences(*pair))
+    return next((text for text in found if "was drawn from" not in text), "")
+
+
+def _share(weight: Any, total: Any) -> float:
+    return float(weight) / float(total) if total else float("nan")
 
 
 def _distance(one: torch.Tensor, other: torch.Tensor) -> float:

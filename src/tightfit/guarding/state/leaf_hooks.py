@@ -24,3 +24,8 @@ class LeafHooks:
                 if hooks is not None and list(hooks.items()) != list(before.items()):
                     hooks.clear()
                     hooks.update(before)
+
+
+def has_hooks(leaf: torch.Tensor) -> bool:
+    """Whether somebody is called with its gradient."""
+    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
