@@ -200,6 +200,26 @@ def test_visits_of_one_round_go_backwards_one_after_the_other() -> None:
     assert third.back_event < third.back_end_event <= second.back_event
 
 
+def test_sums_of_gradients_at_the_end_belong_to_the_visit_before() -> None:
+    scribe, saved = Scribe(), []
+    for _ in range(2):
+        saved += scribe.operator("Net.encoder.layer", Phase.FORWARD, 40)
+        scribe.operator("Net.encoder.layer", Phase.FORWARD, 10)
+        scribe.operator("Net.encoder", Phase.FORWARD)
+    for storage in reversed(saved):
+        for _ in range(3):
+            scribe.operator("Net.encoder", Phase.BACKWARD, 10)
+        scribe.operator("Net.encoder.layer", Phase.BACKWARD)
+        scribe.operator("", Phase.BACKWARD)
+        scribe.operator("Net.encoder.layer", Phase.BACKWARD)
+        scribe.free(storage)
+        # The gradients of its inputs are added up when nothing is saved any more, with an operator of no module in between.
+        scribe.operator("", Phase.BACKWARD)
+        scribe.operator("Net.encoder.layer", Phase.BACKWARD)
+    first, second = ModuleCalls(StorageLifetimes(scribe.tape())).calls("Net.encoder.layer")
+    assert [(v.back_begin, v.back_end) for v in (second, first)] == [(9, 14), (17, 22)]
+
+
 def test_visits_that_go_backwards_side_by_side_share_the_backward_pass() -> None:
     scribe, saved = Scribe(), []
     for _ in range(2):

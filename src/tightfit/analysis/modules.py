@@ -212,20 +212,21 @@ def _is_run_backwards(call: ModuleCall, freed_at: Column) -> bool:
 
 
 def _one_after_the_other(calls: list[ModuleCall], backward: Column, of: ModuleCalls) -> list[ModuleCall]:
-    """The calls of one round, each with its own range of `backward`, which runs from the last call to the first: a range ends where the last
-    storage that the call saved is freed. Where these ends are in another order, all calls share the whole range."""
+    """The calls of one round, each with its own range of `backward`, which runs from the last call to the first: a range holds what frees the last
+    storage that the call saved. Where these ends are in another order, all calls share the whole range."""
     if len(calls) < 2:
         return calls
-    end, ends = calls[0].back_end, []
-    for call in reversed(calls[1:]):
-        gone = of.lifetimes.freed_at[call.saved]
-        gone = gone[(gone >= call.back_event) & (gone < call.back_end_event)]
-        ends.append(int(of.tape.events.operator[gone.max()]) if len(gone) else end)
-    if max(ends) >= end:
+    freed_by, end, begins = of.tape.events.operator, calls[0].back_end, [calls[0].back_begin]
+    for call, earlier in zip(reversed(calls[1:]), reversed(calls[:-1]), strict=True):
+        gone = _freed_in_backward(call, of)
+        if not len(gone) or int(freed_by[gone[-1]]) >= end:
+            return calls
+        after = int(freed_by[gone[-1]])
+        until = next((at for at in freed_by[_freed_in_backward(earlier, of)].tolist() if at > after), after)
+        begins.append(_begin_between(backward, after, until))
+    if any(b >= e for b, e in itertools.pairwise([*begins, end])):
         return calls
-    begins = [calls[0].back_begin, *(int(backward[np.searchsorted(backward, e)]) for e in ends)]
-    if any(b >= e for b, e in zip(begins, [*ends, end], strict=True)):
-        return calls
+    ends = [int(backward[np.searchsorted(backward, b) - 1]) + 1 for b in begins[1:]]
     return [
         dataclasses.replace(
             call,
@@ -236,6 +237,22 @@ def _one_after_the_other(calls: list[ModuleCall], backward: Column, of: ModuleCa
         )
         for call, b, e in zip(calls, reversed(begins), reversed([*ends, end]), strict=True)
     ]
+
+
+def _freed_in_backward(call: ModuleCall, of: ModuleCalls) -> Column:
+    """The events of the backward pass that free what `call` saved, in order."""
+    gone = of.lifetimes.freed_at[call.saved]
+    return np.sort(gone[(gone >= call.back_event) & (gone < call.back_end_event)])
+
+
+def _begin_between(backward: Column, after: int, until: int) -> int:
+    """Where a call's part of `backward` begins, if the call that comes before it there has freed all that it saved before operator `after`, and this one frees the first before `until`.
+
+    The call before may have gradients to add up still. Other modules run between the two: this one begins behind the longest gap.
+    """
+    first = int(np.searchsorted(backward, after))
+    around = backward[max(0, first - 1) : np.searchsorted(backward, until)]
+    return int(backward[first]) if len(around) < 2 else int(around[int(np.diff(around).argmax()) + 1])
 
 
 def paths_below(path: str, modules: Iterable[str]) -> set[str]:

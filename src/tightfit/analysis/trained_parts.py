@@ -6,12 +6,14 @@ to: each module is given the share of them that it has of the gradients.
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tightfit.analysis.intervals import changes, memory_timeline
+from tightfit.analysis.modules import ModuleCall
 from tightfit.planner.option import Change
 from tightfit.tape import Category, Column, Phase, Tape
 
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 
 
 MIN_BLOCKS = 2
+# Of the operators of forward passes.
+_MOST = 0.5
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,11 +97,18 @@ class TrainedParts:
         for path in sorted(long, key=lambda p: (-counts[p], p.count("."))):
             calls = [self.module_calls.calls(f"{path}.{i}") for i in range(counts[path])]
             in_order = all(calls) and all(a[0].end <= b[0].begin for a, b in itertools.pairwise(calls))
-            # A list inside of a numbered block (layers.0.experts) repeats within each layer and is no stack of layers.
-            if in_order and not any(part.isdigit() for part in path.split(".")):
+            # A list inside of a numbered block (layers.0.experts) repeats within each layer and is no stack of layers, but where it is most of the model:
+            # a pipeline of modules has one in its first (0.encoder.layer).
+            is_inside = any(part.isdigit() for part in path.split("."))
+            if in_order and not (is_inside and self._share_of_forward(calls) < _MOST):
                 best = NumberedModules(path=path, number=counts[path], before=self._before(calls[0][0].begin))
                 break
         return best
+
+    def _share_of_forward(self, calls: Sequence[Sequence[ModuleCall]]) -> float:
+        """The share of the operators of all forward passes that these modules run."""
+        num_forward = int((self.tape.operators.phase == Phase.FORWARD).sum())
+        return sum(call.end - call.begin for of_module in calls for call in of_module) / max(1, num_forward)
 
     def _before(self, operator: int) -> tuple[str, ...]:
         """The modules with operators of their own before `operator` in a forward pass; parents of the list may be among them."""

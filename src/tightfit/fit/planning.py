@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -409,6 +410,9 @@ def _full_checkpointing(found: Found) -> Alternative | None:
     blocks = [
         i for i, o in enumerate(options) if o.technique == "checkpointing" and o.where.rpartition(".")[2].isdigit()
     ]
+    # One that has no others beside it repeats nothing: the first part of a pipeline, whose layers are inside of it.
+    lists = Counter(options[i].where.rpartition(".")[0] for i in blocks)
+    blocks = [i for i in blocks if lists[options[i].where.rpartition(".")[0]] > 1]
     outermost = [i for i in blocks if not any(options[i].slots < options[j].slots for j in blocks)]
     if not outermost:
         return None

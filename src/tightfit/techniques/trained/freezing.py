@@ -46,7 +46,7 @@ class Freezing(AbstractTechnique):
         blocks = parts.blocks
         if not parts.run.step_ranges or blocks is None or not len(parts.gradients):
             return
-        for number in _numbers(blocks):
+        for number in _numbers(parts, blocks):
             yield Option(
                 technique=self.name,
                 where=blocks.path,
@@ -65,8 +65,11 @@ class Freezing(AbstractTechnique):
         if not parts.run.step_ranges or blocks is None or not len(parts.gradients):
             return []
         seconds = profile.costs.seconds
+        numbers = _numbers(parts, blocks)
+        if not numbers:
+            return []
         peak_bytes = parts.peak_with(())
-        left_bytes = {number: parts.peak_with(_changes(parts, blocks, number)) for number in _numbers(blocks)}
+        left_bytes = {number: parts.peak_with(_changes(parts, blocks, number)) for number in numbers}
         held = [
             f"{format_bytes(num_bytes)} with {number} of {blocks.number} "
             f"({format_seconds_change(-_saved_seconds(parts, blocks, number, seconds))} per step)"
@@ -89,8 +92,11 @@ class Freezing(AbstractTechnique):
         apply_freezing(session, chosen)
 
 
-def _numbers(blocks: NumberedModules) -> list[int]:
-    return sorted({max(1, blocks.number * part // 4) for part in PARTS})
+def _numbers(parts: TrainedParts, blocks: NumberedModules) -> list[int]:
+    """How many blocks may be frozen, each leaving something to train."""
+    trained = set(parts.modules_of(parts.gradients))
+    numbers = sorted({max(1, blocks.number * part // 4) for part in PARTS})
+    return [number for number in numbers if trained - _frozen_names(parts, blocks, number)]
 
 
 def _frozen_names(parts: TrainedParts, blocks: NumberedModules, number: int) -> frozenset[str]:
