@@ -38,7 +38,7 @@ class EngineArguments:
     enforce_eager
         Without CUDA graphs.
     cache
-        The cache of transformers: dynamic (its default), static, offloaded or quantized.
+        The cache of transformers: dynamic (its default), static, offloaded, quantized (4 bits) or fp8.
     lora
         Adapters: the largest rank, and how many at once, 16:4.
     draft
