@@ -121,6 +121,8 @@ def _row(name: str, shape: tuple[int, ...], num_layers: int, role: str = "linear
     # 4 layers of 2,000 bytes a token each: keys and values of one layer grow at a time.
     ("dynamic", 4 * 2000 * 199 + 1000 * 199, 0),
     ("static", 4 * 2000 * 199, 0),
+    # A byte for each number, one half of a layer twice; keys of a layer as they were, values also in float32.
+    ("fp8", 4 * 1000 * 199 + 500 * 199 + 2 * 2000 * 199, 0),
     ("offloaded", 2 * 2000 * 199 + 1000 * 199, 4 * 2000 * 199),
 ])  # fmt: skip
 def test_caches_of_transformers(cache: str, on_card: int, host: int) -> None:

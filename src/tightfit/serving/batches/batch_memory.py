@@ -136,6 +136,11 @@ def _cache_bytes(size: CacheSize, rules: BatchRules, cache: str, num_tokens: int
         older = round((whole - recent) * bits / (8 * _item_bytes(size)))
         # A layer's keys and values are dequantised, and joined with the recent ones.
         return recent + older + 2 * largest, 0
+    if cache == "fp8":
+        item = _item_bytes(size)
+        # Keys are joined and dequantised, then values, whose numbers are in float32 on the way.
+        grows = round(largest / 2 / item)
+        return round(whole / item) + grows + round(largest * (1 + 2 / item)), 0
     return whole + twice, 0
 
 
