@@ -121,6 +121,8 @@ def _row(name: str, shape: tuple[int, ...], num_layers: int, role: str = "linear
     # 4 layers of 2,000 bytes a token each: keys and values of one layer grow at a time.
     ("dynamic", 4 * 2000 * 199 + 1000 * 199, 0),
     ("static", 4 * 2000 * 199, 0),
+    # A byte for each number, one half of a layer twice; keys of a layer as they were, values also in float32.
+    ("fp8", 4 * 1000 * 199 + 500 * 199 + 2 * 2000 * 199, 0),
     ("offloaded", 2 * 2000 * 199 + 1000 * 199, 4 * 2000 * 199),
 ])  # fmt: skip
 def test_caches_of_transformers(cache: str, on_card: int, host: int) -> None:
@@ -146,3 +148,30 @@ def test_caches_before_4_36_are_there_twice() -> None:
     assert BatchRules.of("transformers", "4.31.0").copies == "all"
     with pytest.raises(UsageError, match="known from b3000"):
         BatchRules.of("llama.cpp", "b100")
+
+
+def test_layers_with_a_window_or_states_stay_on_the_card() -> None:
+    window = _tensors(3, max_tokens=50)
+    states = CacheTensor(path="layers.9.state", fixed_bytes=700, token_bytes=0, max_tokens=None, encoder_token_bytes=0, heads=1, item_bytes=2)  # fmt: skip
+    tensors = (*window, *_tensors(5, max_tokens=None, first=3), states)
+    small = StepMemory(allocated_bytes=0, reserved_bytes=0)
+    traced = TracedPeaks(forward=((1, small), (2, small)), sampler=((1, small), (2, small)))
+    facts = ModelFacts(
+        model_type="x", dtype="float16", weights=(_row("a.weight", (10, 10), 0),), cache=tensors,
+        max_positions=None, is_encoder_decoder=False, has_parallel_plan=False,
+    )  # fmt: skip
+    size = CacheSize(tensors=tensors, element_bytes=0, degree=1, block_tokens=1)
+    found = batch_memory_of(
+        facts, traced, size, BatchRules.of("transformers", None), None, cache="offloaded", requests=1, prompt=100, answer=100
+    )  # fmt: skip
+    kept = 3 * 2 * 1000 * (50 + 1) + 700
+    assert found.cache == kept + 2 * 2 * 1000 * 199 + 1000 * 199
+    assert found.host == 5 * 2 * 1000 * 199
+
+
+def _tensors(number: int, *, max_tokens: int | None, first: int = 0) -> tuple[CacheTensor, ...]:
+    return tuple(
+        CacheTensor(path=f"layers.{first + at}.{name}", fixed_bytes=0, token_bytes=1000, max_tokens=max_tokens, encoder_token_bytes=0, heads=1, item_bytes=2)
+        for at in range(number)
+        for name in ("keys", "values")
+    )  # fmt: skip

@@ -311,6 +311,11 @@ def test_a_step_that_never_fits_ends_with_its_error_and_what_was_tried() -> None
         with pytest.raises(torch.OutOfMemoryError) as raised:
             guarded.step(step, ROWS[2])
     assert "tightfit: tried: released memory" in raised.value.__notes__
+    assert any("what would have fitted: tightfit plan" in note for note in raised.value.__notes__)
+    (file,) = Path().glob("tightfit-out-of-memory-*.json")
+    found = json.loads(file.read_text())
+    assert found["plans"] == [] and "--largest-batch --ladder 3" in found["what_would_have_fitted"]
+    assert found["requested_bytes"] == 2 << 30
     assert all(map(same, before.values(), model.state_dict().values()))
     assert "step" not in vars(optimizer)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.cpu.ranks import accumulated, by_hand, handed_over, recomputed, refused  # noqa: F401 - enter their programs
+from tests.cpu.ranks import accumulated, by_hand, handed_over, recomputed, refused, returned  # noqa: F401 - enter their programs
 from tests.cpu.ranks.programs import PROGRAMS
 from tests.forked_python import forked_python
 
@@ -53,6 +53,9 @@ REFUSED = {
     "accumulated_means_of_other_numbers": "of which one part of the batch has another share",
     "accumulated_with_weights_that_change": "a weight was changed between the forward and the backward pass",
     "accumulated_within_a_checkpoint": "a checkpoint of the program's is around it",
+    "view_of_an_argument_that_is_written": "the memory of another of its results or arguments",
+    "view_of_a_result_that_is_written": "the memory of another of its results or arguments",
+    "accumulated_view_that_is_written": "a view of another of its results or of its arguments, was written to",
     "error_on_one": "RankLost: another rank has ended",
 }
 

@@ -306,3 +306,24 @@ def _folder(path: Path) -> Path:
     folder = path / "other"
     folder.mkdir()
     return folder
+
+
+def test_what_does_not_start_says_up_to_which_length_it_would(traced: dict[str, TracedModel]) -> None:
+    longest = 1 << 18
+    whole = server(traced["llama"], max_model_len=longest).start_up()
+    # Room for about half of the longest request.
+    share = (whole.charged_bytes + whole.request_bytes // 2) / whole.capacity_bytes
+    found = server(traced["llama"], gpu_memory_utilization=share, max_model_len=longest).start_up()
+    fitting = int(found.why.rpartition(" ")[2].replace(",", ""))
+    assert server(traced["llama"], gpu_memory_utilization=share, max_model_len=fitting).start_up().fits
+    assert not server(traced["llama"], gpu_memory_utilization=share, max_model_len=fitting + 16).start_up().fits
+
+
+def test_several_models_share_a_card(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = config_file(tmp_path, "llama", max_position_embeddings=256)
+    assert run(["serve", source, "--beside", source, "--device", "L4"]) == 2
+    assert "give --lengths" in capsys.readouterr().err
+    assert run(["serve", source, "--beside", source, "--device", "L4", "--lengths", "90:10", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits_together"]
+    assert found["together_bytes"] == sum(each["awake_bytes"] for each in found["servers"])

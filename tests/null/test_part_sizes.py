@@ -57,3 +57,17 @@ def test_a_size_that_has_failed_is_not_tried_again() -> None:
     assert sizes.choose(8, num_elements=1, room_bytes=None) == 4
     assert sizes.choose(8, num_elements=2, room_bytes=None) == 4
     assert not sizes.fail(1, num_elements=1)
+
+
+def test_after_calm_a_larger_size_is_tried_again_later_each_time() -> None:
+    sizes = PartSizes()
+    assert sizes.fail(8, num_elements=1)
+    waits = []
+    for _ in range(3):
+        count = 0
+        while sizes.choose(8, num_elements=1, room_bytes=None) == 4:
+            sizes.succeed()
+            count += 1
+        waits.append(count)
+        assert sizes.fail(8, num_elements=1)
+    assert waits == [100, 200, 400]

@@ -94,11 +94,9 @@ def serve(
     asked = ServeSettings(num_gpus=gpus, **dataclasses.asdict(arguments))
     requests = lengths_of(lengths) if lengths is not None else []
     names: dict[str, Any] = {"engine": engine, "engine_version": engine_version, "dtype": dtype}
-    if plan.is_asked:
-        if output is not None:
-            raise UsageError("--output is of one server; leave out --plan, --for and --allow")
-        chosen = _chosen(model, cards, asked, plan, load, requests, names)
-        return _answer(chosen, launch, as_json=json, started=started)
+    if plan.beside or plan.is_asked:
+        others = {"--output": output, "--gpus": gpus > 1}
+        return _planned(model, cards, asked, plan, load, requests, names, launch, others, as_json=json)
     if len(cards) > 1:
         raise UsageError("several --device: give --plan too, which chooses one of them")
     _refuse_what_nothing_uses(load, price_per_hour, requests)
@@ -117,6 +115,63 @@ def serve(
     if output is not None:
         _write_page(output, found, price)
     return _answer_one(found, launch, price, as_json=json, started=started)
+
+
+def _planned(
+    model: str,
+    cards: "list[PricedCard]",
+    asked: "ServeSettings",
+    plan: PlanArguments,
+    load: LoadArguments,
+    lengths: Sequence[tuple[int, int]],
+    names: Mapping[str, Any],
+    launch: str | None,
+    others: Mapping[str, object],
+    *,
+    as_json: bool,
+) -> int:
+    """The best server, or several on one card; `others` are options, of which --output goes with neither."""
+    started = time.monotonic()
+    if plan.beside:
+        others = {**others, "--plan": plan.is_asked, "--launch": launch, "--rate": load.rate}
+        return _beside([model, *plan.beside], cards, asked, plan, lengths, names, others, as_json=as_json)
+    if others["--output"] is not None:
+        raise UsageError("--output is of one server; leave out --plan, --for and --allow")
+    chosen = _chosen(model, cards, asked, plan, load, lengths, names)
+    return _answer(chosen, launch, as_json=as_json, started=started)
+
+
+def _beside(
+    models: Sequence[str],
+    cards: "list[PricedCard]",
+    asked: "ServeSettings",
+    plan: PlanArguments,
+    lengths: Sequence[tuple[int, int]],
+    names: Mapping[str, Any],
+    others: Mapping[str, object],
+    *,
+    as_json: bool,
+) -> int:
+    """Several models on one card; `others` are options that do not go with that."""
+    from tightfit.fit.serving_planning import share_card
+    from tightfit.reports.text.shared_cards import write_shared_card
+    from tightfit.serving.choices.choosing import Wanted
+
+    refused = [name for name, value in others.items() if value]
+    if refused or not lengths or len(cards) > 1 or plan.at_once < 1:
+        words = f"leave out {', '.join(refused)}" if refused else "give --lengths and one --device"
+        raise UsageError(f"--beside is of several models on one GPU: {words}")
+    started = time.monotonic()
+    wanted = Wanted(
+        objective="memory", lengths=lengths, at_once=plan.at_once, level=level_of(LoadArguments()), load=None
+    )
+    with ProgressLine(f"serve {' and '.join(models)}", timeout_seconds=None) as line:
+        found = share_card(models, cards[0], wanted, asked=asked, on_progress=line.report, **names)
+    if as_json:
+        print(jsonlib.dumps(found.to_json()))
+    else:
+        write_shared_card(found, elapsed_seconds=time.monotonic() - started)
+    return 0 if found.fits else 1
 
 
 def _write_page(output: Path, found: "ServingEstimate", price: float | None) -> None:

@@ -63,6 +63,8 @@ def serve_batch(
         degrees=[1],
         on_progress=on_progress,
     )
+    if is_llama_cpp and traced.facts.is_encoder_decoder:
+        raise UsageError(f"--engine llama.cpp: its server takes no encoder-decoder, as a {traced.facts.model_type} is")
     positions = traced.facts.max_positions
     if positions is not None and prompt + answer > positions:
         raise UsageError(f"a request of {prompt + answer:,} tokens is longer than the model's positions, {positions:,}")

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from tightfit.errors import UsageError
 from tightfit.errors.faults import answering
@@ -20,6 +21,7 @@ from tightfit.serving.choices.candidate_servers import (
 )
 from tightfit.serving.choices.choosing import Offer, Wanted, best_of_kind, ranked
 from tightfit.serving.choices.serving_plan import ServingPlan, refusals
+from tightfit.serving.choices.shared_card import SharedCard, SharedServer, shared_card
 from tightfit.serving.engine_rules import EngineRules, rules_of
 from tightfit.serving.launch.launch_arguments import all_launches, launch_of
 from tightfit.serving.model.checkpoint_format import checkpoint_format
@@ -86,6 +88,32 @@ def plan_serving(
         launch=all_launches(launch_of(best[0].server, best[0].estimate, served_name(model))) if best else {},
         assumptions=tuple(sorted(assumptions)),
     )
+
+
+@answering("the estimate of servers that share a card")
+def share_card(
+    models: Sequence[str],
+    card: PricedCard,
+    wanted: Wanted,
+    *,
+    asked: ServeSettings,
+    on_progress: OnProgress | None = None,
+    **names: Any,
+) -> SharedCard:
+    """`models` as servers on one card, each with the least share that starts and holds what is `wanted`.
+
+    Raises:
+        UsageError: no such model or engine, or a setting that cannot be.
+        CaptureError: a model could not be run.
+    """
+    found = []
+    for model in models:
+        least = dataclasses.replace(wanted, objective="memory")
+        chosen = plan_serving(model, [card], least, asked=asked, on_progress=on_progress, **names)
+        why = "" if chosen.offers else next((why for _, why in chosen.refused), "no server does")
+        estimate = chosen.offers[0].estimate if chosen.offers else None
+        found.append(SharedServer(model=model, estimate=estimate, why=why))
+    return shared_card(card.device.name, card.device.capacity_bytes, found)
 
 
 def _traced(

@@ -41,7 +41,7 @@ class Attempts:
         self.statistics: Counter[str] = Counter()
         self.num_steps = 0
         self.rungs = rungs
-        self.post_mortem = PostMortem(folder, models, optimizers)
+        self.post_mortem = PostMortem(folder, models, optimizers, rungs.plans)
         begin_plan()
         self._session = Session(model=model or torch.nn.Module(), optimizers=optimizers)
         self._ballast = ballast

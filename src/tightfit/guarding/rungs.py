@@ -34,7 +34,7 @@ class Rungs:
         put: Put = apply,
         calm_steps: int = CALM_STEPS,
     ) -> None:
-        self._num_plans = len(plans)
+        self.plans = plans
         self.present = PlanOnModel(plans, model, optimizers, first=first, has_first=has_first, put=put)
         self._top = self.present.at
         self._calm_steps = calm_steps
@@ -66,7 +66,7 @@ class Rungs:
             ApplyError: the present plan could not be taken off, for want of memory.
         """
         begin = self.at
-        for position in range(begin + 1, self._num_plans):
+        for position in range(begin + 1, len(self.plans)):
             if position in self.present.useless:
                 continue
             if position == begin + 1 and self._has_climbed:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.autograd import grad  # torch's own, whatever the program puts in its place later
 
+from tightfit.effects.values.shared_memory import OneMemory
 from tightfit.effects.values.value_checks import bound_for, difference
 from tightfit.effects.values.written_past import WrittenPast
 from tightfit.errors import ApplyError, TightfitError
@@ -22,6 +23,7 @@ from tightfit.techniques.wrappers.first_order import Refuse, first_order
 from tightfit.torch_hooks.backward import BackwardPass, keeps_graph, of_a_part
 
 BESIDE_LOSS = "the program asks for the gradient of what the model returns beside its loss (a hook, retain_grad, autograd.grad), and that of the loss does not go through it here"
+WRITTEN = "the program writes to what the model has returned, which in a plain run is the memory of another of its results or arguments, and is a copy here"
 SPARSE = "a gradient is sparse, and sums over ranks are of dense ones"
 # A gradient of less than this share of all of them is compared with that share: one that is zero but for rounding differs from itself.
 _LEAST_SHARE = 1e-3
@@ -69,6 +71,7 @@ class DividedCall:
     whole: Whole | None
     is_compared: bool
     returned: WrittenPast | None = None
+    memory: OneMemory | None = None
 
     def joined(self) -> list[torch.Tensor]:
         """The outputs for the whole batch."""
@@ -109,6 +112,8 @@ class DividedCall:
             raise self.refuse(
                 "what the model returned was written to past autograd (through .data, say) before the backward pass, and the parts that it was made of were not"
             )
+        if self.memory is not None and self.memory.is_any_written():
+            raise self.refuse(WRITTEN)
         given = [
             (output, self._of_part(at, gradient))
             for at, (output, gradient) in enumerate(zip(self.outputs, grad_outputs, strict=True))

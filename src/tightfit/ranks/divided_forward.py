@@ -14,12 +14,13 @@ from torch.nn.parameter import is_lazy
 from tightfit.effects.ambient import modes_of_program
 from tightfit.effects.random_states import TorchRandom
 from tightfit.effects.values.fingerprints import paused
+from tightfit.effects.values.shared_memory import OneMemory
 from tightfit.effects.values.value_checks import difference
 from tightfit.effects.values.written_past import WrittenPast
 from tightfit.errors import ApplyError, TightfitError
 from tightfit.ranks.accumulated_part import AccumulatedPart, loss_of
 from tightfit.ranks.content_hash import content_hash
-from tightfit.ranks.divided_call import DividedCall, Joined, Whole
+from tightfit.ranks.divided_call import WRITTEN, DividedCall, Joined, Whole
 from tightfit.ranks.divided_outputs import (
     Kind,
     ProvedCall,
@@ -31,6 +32,7 @@ from tightfit.ranks.divided_outputs import (
 from tightfit.ranks.own_part import OwnPart, RaisesInPart
 from tightfit.ranks.rank_batch import RankBatch, mapped, shares
 from tightfit.ranks.rank_group import RankGroup, number_of
+from tightfit.ranks.same_memory import Places, one_memory, places_of
 from tightfit.techniques.micro_batches.loaded_batch import leaves_of
 from tightfit.techniques.micro_batches.loss_means import LossWatch
 from tightfit.techniques.micro_batches.split_forward import (
@@ -81,6 +83,8 @@ class DividedForward(OnlyHere):
             )
         self._checks_left = self._check_steps = check_steps
         self._has_divided = False
+        # Of the last call.
+        self._memory: OneMemory | None = None
         self._num_calls = 0
         self._begins = moment()
         on_node_hooks(self, is_of_later=True)
@@ -117,6 +121,9 @@ class DividedForward(OnlyHere):
     def _divided(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         batch = RankBatch(args, kwargs)
         self._num_calls += 1
+        if self._memory is not None and self._memory.is_any_written():
+            raise self._refuse(WRITTEN)
+        self._memory = None
         is_compared = self._agree(batch)
         if batch.num_examples < self._group.size:
             if not self._has_divided:
@@ -142,7 +149,11 @@ class DividedForward(OnlyHere):
             return self._raised(forward, args, kwargs, raised.error)
         if not torch.is_grad_enabled():
             raise self._refuse("the model leaves gradients switched off, and its parts are joined after it")
-        call = self._call_of(batch, output, watch, proved, parts, whole, is_compared=is_compared)
+        leaves, own = list(leaves_of(output)), parts[self._group.rank]
+        if len(leaves) != len(proved.kinds):
+            raise self._refuse("the model returns another number of outputs than in the proof")
+        places = places_of(leaves, proved.kinds, batch, own, self.model)
+        call = self._call_of(batch, output, watch, proved, parts, whole, places, is_compared=is_compared)
         refuse_hooks(self.model, self._refuse, since=self._begins, are_on_parts=False)
         code = refuse_code_in_backward(call.outputs, self._refuse)
         if is_led and code.checkpoints():
@@ -150,15 +161,15 @@ class DividedForward(OnlyHere):
                 "the model decides by values of the batch, in code that a checkpoint of its own runs again: there each part would decide by its own"
             )
         joined = Joined.apply(call, *call.inputs[: len(call.inputs) - call.num_leaves], *batch.wanting)
-        call.returned = WrittenPast(joined)
+        call.returned, call.memory = WrittenPast(joined), one_memory(leaves, places, joined, batch)
+        self._memory = call.memory
         if call.whole is not None:
             self._compare(call.whole, joined, call.kinds)
         self._end_call()
         batch.copied.do_to_originals(
             lambda: Unused("the model has put it into an argument (a dict, a list)", self._refuse)
         )
-        begin, end = parts[self._group.rank]
-        return self._as_returned(output, proved.kinds, joined, end - begin)
+        return self._as_returned(output, proved.kinds, places, joined, own[1] - own[0])
 
     def _end_call(self) -> None:
         self._has_divided, self._checks_left = True, max(0, self._checks_left - 1)
@@ -195,22 +206,16 @@ class DividedForward(OnlyHere):
         proved: ProvedCall,
         parts: Sequence[tuple[int, int]],
         whole: Whole | None,
+        places: Places,
         *,
         is_compared: bool,
     ) -> DividedCall:
-        leaves = list(leaves_of(output))
-        if len(leaves) != len(proved.kinds):
-            raise self._refuse("the model returns another number of outputs than in the proof")
+        leaves, known = list(leaves_of(output)), places.joined
         begin, end = parts[self._group.rank]
         counts = numbers_of_terms(proved.kinds, watch.terms, end - begin, batch.device)
         of_all = [] if counts is None else self._group.links.of_each(counts)
         assert bool(of_all) == bool(means_of(proved.kinds))
         weights = weights_of(proved.kinds, of_all, watch.terms, self._refuse)
-        known = [
-            at
-            for at, (leaf, kind) in enumerate(zip(leaves, proved.kinds, strict=True))
-            if isinstance(leaf, torch.Tensor) and kind.name != "unknown"
-        ]
         trained = [p for p in self.model.parameters() if p.requires_grad]
         return DividedCall(
             group=self._group,
@@ -278,16 +283,16 @@ class DividedForward(OnlyHere):
                 )
 
     def _as_returned(
-        self, output: Any, kinds: Sequence[Kind], joined: Sequence[torch.Tensor], num_examples: int
+        self, output: Any, kinds: Sequence[Kind], places: Places, joined: Sequence[torch.Tensor], num_examples: int
     ) -> Any:
-        kinds_left, results = iter(kinds), iter(joined)
+        left = iter(enumerate(kinds))
 
         def put(leaf: Any) -> Any:
-            kind = next(kinds_left)
+            at, kind = next(left)
             if kind.name == "unknown":
                 return Unused(kind.reason, self._refuse)
             if isinstance(leaf, torch.Tensor):
-                return next(results)
+                return places.result(at, joined)
             found = kind.of_whole(leaf, num_examples)
             if found is None and leaf is not None:
                 return Unused("it returns a number that depends on how many examples there are", self._refuse)

@@ -104,6 +104,7 @@ class RankAttachment:
             "the number of models that were trained": self.num_models,
             "what has become of the weights": content_hash(weights),
         })  # fmt: skip
+        self._group.leave()
         if not self.num_models:
             raise ApplyError("the script called no model with gradients that could be divided over ranks")
         if self._choices:

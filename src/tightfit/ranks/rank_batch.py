@@ -9,7 +9,7 @@ import torch
 from tightfit.errors import ApplyError
 from tightfit.ranks.divided_outputs import Unused
 from tightfit.ranks.written_arguments import CopiedArguments
-from tightfit.techniques.micro_batches.batches import AbstractBatch, Instead, check_rows
+from tightfit.techniques.micro_batches.batches import AbstractBatch, Instead, check_rows, whole_argument
 from tightfit.techniques.micro_batches.loaded_batch import leaves_of
 
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
@@ -88,6 +88,13 @@ class RankBatch(AbstractBatch):
         args, kwargs = self.part(begin, end, cut)
         self.copied = CopiedArguments([*self._args, *self._kwargs.values()], [*args, *kwargs.values()])
         return args, kwargs
+
+    def original_of(self, output: torch.Tensor, part: tuple[int, int]) -> torch.Tensor | None:
+        """The argument of the program's of which an output of the model is this part's rows as they are; None for others."""
+        for wanted, leaf in zip(self.wanting, self.leaves, strict=True):
+            if output is leaf:
+                return wanted
+        return whole_argument(output, part, self)
 
     def _is_split(self, tensor: torch.Tensor) -> bool:
         return bool(tensor.dim()) and tensor.shape[0] == self.num_examples

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tightfit.errors import TightfitError
-from tightfit.ranks.rank_errors import RanksDiffer
+from tightfit.ranks.rank_errors import RankLost, RanksDiffer
 from tightfit.ranks.rank_links import RankLinks
 
 _NUM_FIELDS = 8
@@ -68,6 +68,11 @@ class RankGroup:
                         f"{name} must be the same on all ranks, and rank {rank} has not what rank 0 has: seed what draws random numbers, "
                         "with what is no time and no number of a process"
                     ))  # fmt: skip
+
+    def leave(self) -> None:
+        """After the last meeting: no rank ends, and closes its connections, before all are through that."""
+        with contextlib.suppress(RankLost):
+            self.links.of_each(torch.zeros(1, dtype=torch.int64))
 
 
 def number_of(text: object) -> int:

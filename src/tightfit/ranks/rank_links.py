@@ -72,7 +72,10 @@ class RankLinks:
             self._wait(lambda wide=wide: self._of(wide).allreduce([wide]))
             summed = wide.to(flat.dtype).split([each.numel() for each in bucket])
             # Copies: a gradient that is a view of a bucket would keep all of it, and could not be detached in place.
-            found += [part.view(each.shape).clone() for part, each in zip(summed, bucket, strict=True)]
+            # With the strides of a plain gradient, which kernels of optimizers go by.
+            found += [
+                torch.empty_like(each).copy_(part.view(each.shape)) for part, each in zip(summed, bucket, strict=True)
+            ]
         return found
 
     def send_from(self, source: int, tensors: Sequence[torch.Tensor]) -> None:

@@ -157,7 +157,7 @@ def estimate_serving(
         kv_tokens=num_tokens(size, kv_bytes),
         max_concurrency=room / longest if longest else 0.0,
         concurrency_at_lengths=(room / asked if asked else 0.0) if lengths else None,
-        why=_refusal(kv_bytes, longest, share, settings, device),
+        why=_refusal(kv_bytes, longest, share, settings, device, _longest_within(facts, size, room, settings)),
         assumptions=_assumptions(facts, settings, rules),
         adapter_bytes=adapters,
         host_cache=host_cache(
@@ -187,7 +187,17 @@ def held_tokens(facts: ModelFacts, prompt: int, answer: int) -> tuple[int, int]:
     return (answer + 1, prompt) if facts.is_encoder_decoder else (prompt + answer, 0)
 
 
-def _refusal(kv_bytes: int, longest: int, share: int, settings: ResolvedSettings, device: Device) -> str:
+def _longest_within(facts: ModelFacts, size: CacheSize, room: int, settings: ResolvedSettings) -> int:
+    """Tokens of the longest request whose cache has room, 0 where not one has."""
+    low, high = 0, settings.max_model_len + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        fits = size.request_bytes(*held_tokens(facts, middle, 0)) <= room
+        low, high = (middle, high) if fits else (low, middle)
+    return low
+
+
+def _refusal(kv_bytes: int, longest: int, share: int, settings: ResolvedSettings, device: Device, fitting: int) -> str:
     if share > device.capacity_bytes - device.context_bytes:
         return (
             f"{settings.gpu_memory_utilization:g} of the card is {format_bytes(share)}, and {format_bytes(device.capacity_bytes - device.context_bytes)}"
@@ -201,7 +211,7 @@ def _refusal(kv_bytes: int, longest: int, share: int, settings: ResolvedSettings
     if kv_bytes < longest:
         return (
             f"one request of {settings.max_model_len:,} tokens needs {format_bytes(longest)} of cache, and {format_bytes(kv_bytes)} are left:"
-            " lower --max-model-len"
+            f" lower --max-model-len to {fitting:,}"
         )
     return ""
 

@@ -38,7 +38,7 @@ class EngineArguments:
     enforce_eager
         Without CUDA graphs.
     cache
-        The cache of transformers: dynamic (its default), static, offloaded or quantized.
+        The cache of transformers: dynamic (its default), static, offloaded, quantized (4 bits) or fp8.
     lora
         Adapters: the largest rank, and how many at once, 16:4.
     draft
@@ -103,13 +103,16 @@ class PlanArguments:
     allow
         A format of weights that changes answers but may be used, fp8-cache, or lossy for all of them; repeatable.
     at_once
-        With memory: how many requests there must be room for.
+        With memory and --beside: how many requests there must be room for.
+    beside
+        Another model on the same GPU: which of them can be awake together, or in turns; repeatable, with --lengths.
     """
 
     plan: bool = False
     objective: Annotated[str | None, Parameter(name="--for")] = None
     allow: Annotated[tuple[str, ...], SEVERAL] = ()
     at_once: int = 1
+    beside: Annotated[tuple[str, ...], SEVERAL] = ()
 
     @property
     def is_asked(self) -> bool:

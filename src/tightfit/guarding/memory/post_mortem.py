@@ -2,6 +2,9 @@
 
 import gc
 import json
+import re
+import shlex
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -13,9 +16,12 @@ import torch
 from tightfit.errors import OutputError
 from tightfit.guarding.memory.out_of_memory import release_memory
 from tightfit.output_files import write_text
-from tightfit.units import format_bytes
+from tightfit.planner.plan import Plan
+from tightfit.units import format_bytes, parse_bytes
 
 _MOST_KINDS = 50
+# As the caching allocator says it (c10/cuda/CUDACachingAllocator.cpp).
+_REQUESTED = re.compile(r"Tried to allocate ([0-9.]+) ?([KMGT]iB|bytes)")
 
 
 class PostMortem:
@@ -26,7 +32,9 @@ class PostMortem:
         folder: Path,
         models: Callable[[], Sequence[torch.nn.Module]],
         optimizers: Sequence[torch.optim.Optimizer],
+        plans: Sequence[Plan] = (),
     ) -> None:
+        self._plans = plans
         self._folder = folder
         self._models = models
         self._optimizers = optimizers
@@ -43,9 +51,15 @@ class PostMortem:
             notes.append("tightfit: tried: " + "; ".join(tried))
         try:
             path = write_post_mortem(
-                self._folder, error, step=step, tried=[*tried, why], models=models, optimizers=self._optimizers
+                self._folder,
+                error,
+                step=step,
+                tried=[*tried, why],
+                models=models,
+                optimizers=self._optimizers,
+                plans=self._plans,
             )
-            notes.append(f"tightfit: more in {path}")
+            notes += [f"tightfit: what would have fitted: {_command()}", f"tightfit: more in {path}"]
         except OutputError as failed:
             notes.append(f"tightfit: {failed}")
         for note in notes:
@@ -61,6 +75,7 @@ def write_post_mortem(
     tried: Sequence[str],
     models: Sequence[torch.nn.Module],
     optimizers: Sequence[torch.optim.Optimizer],
+    plans: Sequence[Plan] = (),
 ) -> Path:
     """Writes `tightfit-out-of-memory-STEP.json` to `folder`, and returns its path.
 
@@ -76,7 +91,12 @@ def write_post_mortem(
         "tried": list(tried),
         "devices": {device: {"tensor_bytes": dict(kinds)} for device, kinds in held.items()},
         "largest_tensors": _largest_tensors(),
+        # The ladder, as it was predicted: a plan whose peak is above what was free could not help.
+        "plans": [{"predicted_device_bytes": plan.run.peak.device_bytes, "device": plan.device} for plan in plans],
+        "what_would_have_fitted": _command(),
     }
+    if requested := _REQUESTED.search(str(error)):
+        found["requested_bytes"] = parse_bytes(requested[1] + requested[2].removesuffix("bytes"))
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         for index in range(torch.cuda.device_count()):
             found["devices"].setdefault(f"cuda:{index}", {}).update(_counters(index))
@@ -118,6 +138,14 @@ def explain(held: Mapping[str, Counter[str]]) -> str:
     return f"{device} holds " + ", ".join(
         f"{format_bytes(n)} of {kind.replace('_', ' ')}" for kind, n in kinds.most_common(4)
     )
+
+
+def _command() -> str:
+    """What finds plans for the largest batch of this program on this card."""
+    has_card = torch.cuda.is_available() and torch.cuda.is_initialized()
+    device = torch.cuda.get_device_name() if has_card else "DEVICE"
+    script = sys.argv[0] if sys.argv[0].endswith(".py") else "SCRIPT"
+    return f"tightfit plan {shlex.quote(script)} --device {shlex.quote(device)} --largest-batch --ladder 3 -o plan.json"
 
 
 def _tensors() -> list[torch.Tensor]:

@@ -92,6 +92,7 @@ class AdaptiveBackward:
             if share:
                 loss = loss + self._of_part(loss_of, part, share, size, num_elements)
             begin += size
+        self._sizes.succeed()
         return loss
 
     def _size(self, num_left: int, num_elements: int) -> int:

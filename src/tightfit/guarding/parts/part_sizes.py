@@ -15,6 +15,8 @@ _FASTER = 0.98
 _TIMES = 2
 # Sizes down to this part of the largest are timed a second time.
 _NEAR = 4
+# As those of plans.
+_CALM_BATCHES, _MOST_CALM_BATCHES = 100, 6400
 
 
 @dataclasses.dataclass(slots=True)
@@ -31,6 +33,9 @@ class PartSizes:
     def __init__(self) -> None:
         self._measured: dict[int, dict[int, _Measured]] = {}
         self._failed: dict[int, int] = {}
+        self._num_good = 0
+        self._calm_batches = _CALM_BATCHES
+        self._is_after_calm = False
 
     def choose(self, num_left: int, *, num_elements: int, room_bytes: int | None) -> int:
         """The size of the next part, of a batch of which so many examples are left, whose examples have so many elements, with so much room; all where nothing counts it."""
@@ -55,7 +60,20 @@ class PartSizes:
     def fail(self, size: int, *, num_elements: int) -> bool:
         """A part of this size had no room; whether a smaller one may."""
         self._failed[num_elements] = min(size, self._failed.get(num_elements, size))
+        self._calm_batches = (
+            min(_MOST_CALM_BATCHES, 2 * self._calm_batches) if self._is_after_calm else self._calm_batches
+        )
+        self._is_after_calm = False
+        self._num_good = 0
         return size > 1
+
+    def succeed(self) -> None:
+        """A batch has run. After enough of them twice the size is tried again, later each time that this fails."""
+        self._num_good += 1
+        if self._failed and self._num_good >= self._calm_batches:
+            self._failed = {elements: 2 * size for elements, size in self._failed.items()}
+            self._is_after_calm = True
+            self._num_good = 0
 
     def _largest(self, num_left: int, num_elements: int, room_bytes: int | None) -> int:
         known = self._measured.get(num_elements, {})

@@ -121,21 +121,31 @@ def _cache_bytes(size: CacheSize, rules: BatchRules, cache: str, num_tokens: int
     if cache == "static":
         return whole, 0
     layers: dict[str, int] = {}
+    moved: dict[str, int] = {}
     for tensor in size.tensors:
-        only = dataclasses.replace(size, tensors=(tensor,))
-        layers[tensor.layer] = layers.get(tensor.layer, 0) + only.request_bytes(num_tokens, encoded)
+        own = dataclasses.replace(size, tensors=(tensor,)).request_bytes(num_tokens, encoded)
+        layers[tensor.layer] = layers.get(tensor.layer, 0) + own
+        # Layers with a window, or with states, are never offloaded (Cache, offload_only_non_sliding).
+        if tensor.max_tokens is None and (tensor.token_bytes or tensor.encoder_token_bytes):
+            moved[tensor.layer] = moved.get(tensor.layer, 0) + own
     largest = max(layers.values(), default=0)
     # Keys are replaced first, then values: one of the two is there twice.
     twice = largest // 2 if rules.copies == "tensor" else whole
     if cache == "offloaded":
-        on_card = sum(sorted(layers.values())[-rules.layers_on_card :])
-        return min(whole, on_card) + twice, whole
+        at_host = sum(moved.values())
+        on_card = sum(sorted(moved.values())[-rules.layers_on_card :])
+        return whole - at_host + on_card + twice, at_host
     if cache == "quantized":
         recent = size.request_bytes(min(num_tokens, rules.residual_tokens), encoded)
         bits = rules.quantized_bits + 32 / rules.quantized_group
         older = round((whole - recent) * bits / (8 * _item_bytes(size)))
         # A layer's keys and values are dequantised, and joined with the recent ones.
         return recent + older + 2 * largest, 0
+    if cache == "fp8":
+        item = _item_bytes(size)
+        # Keys are joined and dequantised, then values, whose numbers are in float32 on the way.
+        grows = round(largest / 2 / item)
+        return round(whole / item) + grows + round(largest * (1 + 2 / item)), 0
     return whole + twice, 0
 
 

@@ -11,7 +11,7 @@ from tightfit.errors import UsageError
 from tightfit.serving.engine_rules import parsed_version
 
 BATCH_ENGINES = ("transformers", "llama.cpp")
-CACHES = ("dynamic", "static", "offloaded", "quantized")
+CACHES = ("dynamic", "static", "offloaded", "quantized", "fp8")
 """Kinds of the cache of `generate`, as its `cache_implementation` has them."""
 _BUILD = "b"
 

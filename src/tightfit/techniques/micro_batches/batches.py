@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from tightfit.effects.values.shared_memory import storage_of
 from tightfit.errors import ApplyError
 
 Instead = Callable[[torch.Tensor], torch.Tensor]
@@ -55,6 +56,18 @@ def check_rows(what: str, tensor: torch.Tensor) -> None:
         raise ApplyError(
             f"{what} is a {'nested' if tensor.is_nested else 'sparse'} tensor, which is not known how to split; leave micro_batches out"
         )
+
+
+def whole_argument(output: torch.Tensor, part: tuple[int, int], batch: AbstractBatch) -> torch.Tensor | None:
+    """The argument of a model of which its output is the rows of this part as they are; None for others."""
+    if output.requires_grad or output.layout is not torch.strided:
+        return None
+    for argument in batch.tensors():
+        rows = argument[part[0] : part[1]]
+        is_same = storage_of(rows) == storage_of(output) and rows.storage_offset() == output.storage_offset()
+        if is_same and (rows.shape, rows.stride(), rows.dtype) == (output.shape, output.stride(), output.dtype):
+            return argument.detach() if argument.requires_grad else argument
+    return None
 
 
 class Batch(AbstractBatch):

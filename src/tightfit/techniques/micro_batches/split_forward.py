@@ -23,6 +23,7 @@ from tightfit.effects.graph_shapes import graph_shape
 from tightfit.effects.outside_calls import without_outside_calls
 from tightfit.effects.reads import Reads
 from tightfit.effects.values.fingerprints import paused
+from tightfit.effects.values.shared_memory import OneMemory
 from tightfit.effects.values.value_checks import has_values, nothing_hidden
 from tightfit.errors import ApplyError, TightfitError
 from tightfit.techniques.lazy_tensors.code_in_graphs import CodeInGraph
@@ -31,7 +32,7 @@ from tightfit.techniques.micro_batches.example_wise_check import BatchProofs
 from tightfit.techniques.micro_batches.led_parts import DecidesOtherwise, values_read
 from tightfit.techniques.micro_batches.loss_means import Decision, LossWatch
 from tightfit.techniques.micro_batches.saved_by_parts import Unchanged
-from tightfit.techniques.micro_batches.split_outputs import Outputs, Sums, find_loss
+from tightfit.techniques.micro_batches.split_outputs import WRITTEN, Outputs, Sums, find_loss
 from tightfit.techniques.wrappers.first_order import Refuse, are_transforms_active
 from tightfit.techniques.wrappers.repeated_proofs import RepeatedProofs
 from tightfit.techniques.wrappers.traced_calls import is_looked_at
@@ -111,6 +112,7 @@ class SplitForward:
         # On a card the graph is walked in the first steps alone.
         self._runs_again = False
         self._latest: Callable[[], Unchanged | None] = lambda: None
+        self._memory: OneMemory | None = None
         self._begins = moment()
         on_node_hooks(self, is_of_later=True)
 
@@ -150,6 +152,9 @@ class SplitForward:
     # torch.compile would take apart the proofs as well: in a model that was compiled as a whole the parts run as they are written.
     @torch._disable_dynamo
     def _in_parts(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._memory is not None and self._memory.is_any_written():
+            raise self._refuse(f"{WRITTEN}, and micro_batches has copies; leave it out")
+        self._memory = None
         batch = self._batch_of(args, kwargs)
         if not batch.num_examples:
             # There is nothing to hold, and a mean of nothing is what torch says.
@@ -182,7 +187,9 @@ class SplitForward:
         sums.unchanged = Unchanged(aside.parameters, batch.tensors(), sums.saved, has_checksum=is_checked)
         self._latest = weakref.ref(sums.unchanged)
         self.end_forward()
-        return outputs.joined(sums, aside.parameters)
+        joined = outputs.joined(sums, aside.parameters)
+        self._memory = sums.memory
+        return joined
 
     def end_forward(self) -> None:
         """What changes of the model's state from now on is changed between the forward and the backward pass. For callers that do something of the forward's afterwards."""
@@ -267,7 +274,7 @@ class SplitForward:
                         forward, batch, parts, decided, values, shape, may_leave=not number, led=led
                     )
                 self._checks_left = self._check_steps
-            outputs.add(output, end - begin, loss_key, proved.joined)
+            outputs.add(output, (begin, end), loss_key, proved.joined, batch)
             weight = sums.weight_of(proved.means, watch.terms, end - begin, loss)
             del output, watch
             self._run_backward(loss, weight, sums, batch, aside)

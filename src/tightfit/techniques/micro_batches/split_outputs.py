@@ -9,8 +9,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from tightfit.effects.global_settings import precisions
 from tightfit.effects.independence.totals import ROWS
+from tightfit.effects.values.shared_memory import OneMemory, overlap
 from tightfit.effects.values.written_past import WrittenPast
 from tightfit.errors import ApplyError
+from tightfit.techniques.micro_batches.batches import AbstractBatch, whole_argument
 from tightfit.techniques.micro_batches.loss_means import Term
 from tightfit.techniques.micro_batches.saved_by_parts import SavedByParts, Unchanged
 from tightfit.techniques.wrappers.first_order import Refuse, first_order
@@ -18,6 +20,7 @@ from tightfit.techniques.wrappers.first_order import Refuse, first_order
 # By how much shares of whole numbers, and of sums of class weights, may differ.
 _EXACT, _ROUNDED = 1e-12, 1e-6
 
+WRITTEN = "what the model returned, a view of another of its results or of its arguments, was written to"
 SMALL_OUTPUT_BYTES = 16 << 20
 """What else a model returns is put together again up to this size, which class scores have and logits of a vocabulary do not."""
 
@@ -35,6 +38,7 @@ class Sums:
         self.before_backward: Callable[[torch.Tensor | None], None] | None = None
         self.unchanged: Unchanged | None = None
         self.beside: WrittenPast | None = None
+        self.memory: OneMemory | None = None
         self.saved = SavedByParts()
         self._losses: list[torch.Tensor] = []
         self._weights: list[torch.Tensor] = []
@@ -133,10 +137,18 @@ class Outputs:
     absent: set[Any] = dataclasses.field(default_factory=set)
     # What was none of the time in each part: code asks for that by `is`, which no stand-in sees.
     none: set[Any] | None = None
+    # Those that are another one, those that are an argument, pairs of those that are views of one memory, and the arguments that one is a view of.
+    again: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    arguments: dict[Any, torch.Tensor] = dataclasses.field(default_factory=dict)
+    views: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
+    viewed: dict[Any, list[torch.Tensor]] = dataclasses.field(default_factory=dict)
     num_bytes: int = 0
 
-    def add(self, output: Any, num_examples: int, loss_key: Any, joined: frozenset[Any]) -> None:
-        """Keeps the outputs that can be concatenated, detached: those in `joined`, which have a row for each example, if they are small."""
+    def add(
+        self, output: Any, part: tuple[int, int], loss_key: Any, joined: frozenset[Any], batch: AbstractBatch
+    ) -> None:
+        """Keeps the outputs that can be concatenated, detached: those in `joined`, which have a row for each example of the `part`, if they are small."""
+        num_examples = part[1] - part[0]
         items = items_of(output)
         if self.keys and self.keys != list(items):
             raise self.refuse(
@@ -153,6 +165,8 @@ class Outputs:
             if key == self.loss_key or key in self.absent:
                 continue
             can_join = key in joined and isinstance(value, torch.Tensor) and value.shape[0] == num_examples
+            if can_join and self._is_known(key, value, items, part, batch):
+                continue
             if can_join:
                 self.values.setdefault(key, []).append(value.detach())
                 self.num_bytes += value.numel() * value.element_size()
@@ -160,11 +174,29 @@ class Outputs:
                 self.absent.add(key)
                 self.values.pop(key, None)
 
+    def _is_known(
+        self, key: Any, value: torch.Tensor, items: Mapping[Any, Any], part: tuple[int, int], batch: AbstractBatch
+    ) -> bool:
+        """Whether an output is another one, or an argument of the model: the program may write to one and read the other."""
+        others = [other for other in self.values if other != key and isinstance(items.get(other), torch.Tensor)]
+        for other in others:
+            if items[other] is value:
+                self.again[key] = other
+                return True
+            if overlap(items[other], value):
+                self.views.append((other, key))
+        argument = whole_argument(value, part, batch)
+        if argument is not None:
+            self.arguments[key] = argument
+        elif viewed := [each for each in batch.tensors() if overlap(value, each)]:
+            self.viewed[key] = viewed
+        return argument is not None
+
     def combine(
         self, gathered: Callable[[torch.Tensor], torch.Tensor], of_each: Callable[[torch.Tensor], list[torch.Tensor]]
     ) -> None:
         """Puts the rows of other processes beside those of this one: `gathered` gives the rows of all. What is left out in one is in all."""
-        others = [key for key in self.keys if key != self.loss_key]
+        others = [key for key in self.keys if key != self.loss_key and key not in {*self.again, *self.arguments}]
         flags = torch.tensor([key in self.values for key in others] or [False], device="cpu")
         is_there = torch.stack(of_each(flags)).all(0).tolist()
         for key, each in zip(others, is_there, strict=False):
@@ -181,6 +213,12 @@ class Outputs:
         found: dict[Any, Any] = {key: _Beside.apply(sums.refuse, self.values[key], *parameters) for key in keys}
         # A plain graph may have saved them, and goes by what is written there.
         sums.beside = WrittenPast(found.values())
+        watched = {key: found[key] for pair in self.views for key in pair if set(pair) <= found.keys()}
+        watched |= {key: found[key] for key in self.viewed if key in found}
+        arguments = {id(each): each for key, viewed in self.viewed.items() if key in found for each in viewed}
+        sums.memory = OneMemory([*watched.values(), *arguments.values()]) if watched else None
+        found |= self.arguments
+        found |= {key: found[other] for key, other in self.again.items() if other in found}
         found[self.loss_key] = loss
         found |= dict.fromkeys(self.none or ())
         items = {key: found[key] if key in found else LeftOut(key, self.refuse) for key in self.keys}
@@ -286,6 +324,8 @@ class _Joined(torch.autograd.Function):
         changed = "" if sums.unchanged is None else sums.unchanged.what_changed()
         if sums.beside is not None and sums.beside.is_any():
             changed = changed or "what the model returned was written to past autograd (through .data, say)"
+        if sums.memory is not None and sums.memory.is_any_written():
+            changed = changed or WRITTEN
         if changed:
             raise ctx.refuse(
                 f"{changed} between the forward and the backward pass, and micro_batches has run both; leave it out"
