@@ -18,6 +18,7 @@ from tightfit.effects.values.written_past import WrittenPast
 from tightfit.errors import ApplyError, TightfitError
 from tightfit.ranks.content_hash import content_hash
 from tightfit.ranks.divided_outputs import Kind
+from tightfit.ranks.hooks_in_order import refuse_first_of_several
 from tightfit.ranks.rank_group import RankGroup, number_of
 from tightfit.techniques.wrappers.first_order import Refuse, first_order
 from tightfit.torch_hooks.backward import BackwardPass, keeps_graph, of_a_part
@@ -100,6 +101,7 @@ class DividedCall:
 
     def gradients(self, grad_outputs: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The gradients of the parameters and arguments for the whole batch."""
+        refuse_first_of_several(self.inputs, self.refuse)
         if self.is_compared or not self.group.on_cards:
             found = content_hash([each for each in grad_outputs if each is not None])
         else:
