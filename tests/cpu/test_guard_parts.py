@@ -182,3 +182,38 @@ def test_a_part_of_no_terms_counts_for_nothing() -> None:
             assert torch.allclose(guarded.backward(loss, batch, weight=num_terms), loss(batch))
             assert torch.allclose(model.weight.grad, whole)
             assert guarded.part_in_use == limit
+
+
+def test_a_mean_over_labels_without_weights_is_refused_as_soon_as_examples_have_other_numbers_of_them() -> None:
+    torch.manual_seed(0)
+    model = Tagger()
+    loss = loss_of(model)
+    whole, some = ({"ids": torch.randint(0, 50, (6, 10)), "labels": torch.randint(0, 50, (6, 10))} for _ in range(2))
+    # Not the last ones.
+    some["labels"][1, 4:] = -100
+    with tightfit.guard(model) as guarded:
+        guarded.backward(loss, whole)
+        with pytest.raises(UsageError, match="no mean over examples"):
+            guarded.backward(loss, some)
+    model.zero_grad()
+    with tightfit.guard(model) as guarded:
+        guarded.backward(loss, some, weight=num_terms)
+        found = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    loss(some).backward()
+    torch.testing.assert_close(found, [p.grad for p in model.parameters()])
+
+
+def test_an_example_without_labels_is_compared_too() -> None:
+    torch.manual_seed(0)
+    model = Tagger()
+    batch = {"ids": torch.randint(0, 50, (6, 10)), "labels": torch.randint(0, 50, (6, 10))}
+    batch["labels"][2] = -100
+
+    def summed(b: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(b["ids"]).flatten(0, 1), b["labels"].flatten(), reduction="sum")
+
+    with tightfit.guard(model) as guarded:
+        guarded.backward(loss_of(model), batch, weight=num_terms)
+    with tightfit.guard(model) as guarded, pytest.raises(UsageError, match="no mean over examples"):
+        guarded.backward(summed, {name: tensor[1:] for name, tensor in batch.items()})

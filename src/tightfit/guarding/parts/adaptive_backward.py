@@ -14,7 +14,7 @@ from tightfit.guarding.memory.out_of_memory import is_out_of_memory
 from tightfit.guarding.memory.room import room_on
 from tightfit.guarding.named_values import attributes_named_by
 from tightfit.guarding.parts.part_sizes import PartSizes
-from tightfit.guarding.parts.split_batch import num_elements_of, num_examples_of, part_of
+from tightfit.guarding.parts.split_batch import examples_of, num_elements_of, num_examples_of, part_of, unlike_examples
 from tightfit.guarding.state.leaf_hooks import has_hooks
 from tightfit.runtime.apply import has_plan
 
@@ -35,7 +35,7 @@ class AdaptiveBackward:
         self._model = model
         self._attempts = attempts
         self._sizes = PartSizes()
-        self._is_checked = False
+        self._num_batches, self._next_check = 0, 1
         # Of the part that runs: its size, and the elements of its examples.
         self._failed = (0, 0)
         self._room = room_on(next((p.device for p in model.parameters()), None))
@@ -50,8 +50,10 @@ class AdaptiveBackward:
         self._check_model()
         num_examples = num_examples_of(batch)
         of_step: dict[str, Any] = {"the loss": loss_of, "the batch": batch, "the weight": weight}
-        if not self._is_checked and num_examples > 1:
-            self._check(loss_of, batch, num_examples, weight, of_step, draws_anew=draws_anew)
+        self._num_batches += 1
+        # What depends on the data (labels that are left out, say) may come later: in the first batch, the second, the fourth and so on.
+        if self._num_batches >= self._next_check and num_examples > 1:
+            self._check(loss_of, batch, weight, of_step, draws_anew=draws_anew)
         return run_step(
             self._attempts,
             lambda: self._in_parts(loss_of, batch, num_examples, weight),
@@ -131,7 +133,6 @@ class AdaptiveBackward:
         self,
         loss_of: Loss,
         batch: Any,
-        num_examples: int,
         weight: Weight | None,
         of_step: dict[str, Any],
         *,
@@ -142,10 +143,10 @@ class AdaptiveBackward:
         Raises:
             UsageError: they differ.
         """
-        two = part_of(batch, num_examples - 2, num_examples)
+        two = examples_of(batch, *unlike_examples(batch))
         ones = [part_of(two, 0, 1), part_of(two, 1, 2)]
         weights = [1.0, 1.0] if weight is None else [float(weight(one)) for one in ones]
-        if not all(weights):
+        if not any(weights):
             # The next batch may tell.
             return
         found: list[torch.Tensor] = []
@@ -156,7 +157,7 @@ class AdaptiveBackward:
             # What the first call makes and keeps is no matter, and what each call writes is written once for each part.
             first = self._attempts.now(attempt)
             total = 2.0 if weight is None else weight(two)
-            shares = [(loss_of, one, _share(each, total)) for one, each in zip(ones, weights, strict=True)]
+            shares = [(loss_of, one, _share(each, total)) for one, each in zip(ones, weights, strict=True) if each]
             found.append(self._projected(shares))
             written = _changed(first, self._attempts.now(attempt))
             is_random = not AllRandom.now().is_same(before)
@@ -178,7 +179,7 @@ class AdaptiveBackward:
             raise UsageError(
                 f"guarded.backward: the gradient of two examples is not that of one and one ({off:.1e} of its norm): the loss is no mean over examples (give `weight`, which says how many terms a part has), or examples mix"
             )
-        self._is_checked = True
+        self._next_check = 2 * self._num_batches
 
     def _projected(self, parts: list[tuple[Loss, Any, Any]]) -> torch.Tensor:
         """The gradient of a sum of losses, of which no second copy is held: of each weight's its products with some vectors of ones and minus ones."""

@@ -7,6 +7,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tightfit.errors import UsageError
 
+_ORDERED = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64})  # fmt: skip
+
 
 def num_examples_of(batch: Any) -> int:
     """How many examples a batch has.
@@ -40,3 +42,28 @@ def num_elements_of(batch: Any) -> int:
     """The elements of one example."""
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()]
     return sum(t[:1].numel() for t in tensors)
+
+
+def unlike_examples(batch: Any) -> tuple[int, int]:
+    """Two examples that differ most in how much of them is padding, zero, or left out of a loss: a mean over something else than examples differs for them.
+
+    What is counted in each tensor are its smallest and its largest value (`-100` of labels, the number of a padding token, `False` of a mask) and zero.
+    """
+    most, found = 0.0, (0, 1)
+    for tensor in tree_leaves(batch):
+        if not isinstance(tensor, torch.Tensor) or not tensor.dim() or not tensor.numel():
+            continue
+        if tensor.dtype not in _ORDERED:
+            continue
+        rows = tensor.detach().reshape(len(tensor), -1)
+        for value in (rows.min(), rows.max(), torch.zeros((), dtype=rows.dtype, device=rows.device)):
+            counts = (rows == value).sum(1).float() / rows.shape[1]
+            spread = float(counts.max() - counts.min())
+            if spread > most:
+                most, found = spread, (int(counts.argmin()), int(counts.argmax()))
+    return found
+
+
+def examples_of(batch: Any, *numbers: int) -> Any:
+    """These examples, in this order."""
+    return tree_map_only(torch.Tensor, lambda t: t[list(numbers)] if t.dim() else t, batch)
