@@ -56,6 +56,7 @@ REFUSED = {
     "view_of_an_argument_that_is_written": "the memory of another of its results or arguments",
     "view_of_a_result_that_is_written": "the memory of another of its results or arguments",
     "accumulated_view_that_is_written": "a view of another of its results or of its arguments, was written to",
+    "hook_on_the_first_gradient": "a hook is called with the first gradient of several weights",
     "error_on_one": "RankLost: another rank has ended",
 }
 

@@ -6,7 +6,7 @@ and returns the sums over the ranks: whoever reads a gradient, clips it or scale
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ from tightfit.torch_hooks.backward import BackwardPass, keeps_graph, of_a_part
 BESIDE_LOSS = "the program asks for the gradient of what the model returns beside its loss (a hook, retain_grad, autograd.grad), and that of the loss does not go through it here"
 WRITTEN = "the program writes to what the model has returned, which in a plain run is the memory of another of its results or arguments, and is a copy here"
 SPARSE = "a gradient is sparse, and sums over ranks are of dense ones"
+# What `register_multi_grad_hook(mode="any")` puts on each of its tensors (torch/autograd/graph.py).
+_OF_THE_FIRST = "wrapped_fn"
 # A gradient of less than this share of all of them is compared with that share: one that is zero but for rounding differs from itself.
 _LEAST_SHARE = 1e-3
 
@@ -100,6 +102,7 @@ class DividedCall:
 
     def gradients(self, grad_outputs: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The gradients of the parameters and arguments for the whole batch."""
+        _refuse_first_of_several(self.inputs, self.refuse)
         if self.is_compared or not self.group.on_cards:
             found = content_hash([each for each in grad_outputs if each is not None])
         else:
@@ -257,3 +260,14 @@ class AskedGradients:
             if isinstance(call, DividedCall) and call.has_loss and call.kinds[number].name != "total":
                 raise call.refuse(BESIDE_LOSS)
         return backward.run()
+
+
+def _refuse_first_of_several(tensors: Iterable[torch.Tensor], refuse: Refuse) -> None:
+    """Raises where a hook is for the first gradient of several: the call hands all of them over at once, in an order of its own."""
+    for tensor in tensors:
+        for hook in (tensor._backward_hooks or {}).values():
+            code = getattr(hook, "__code__", None)
+            if code is not None and code.co_name == _OF_THE_FIRST and code.co_filename == torch.autograd.graph.__file__:
+                raise refuse(
+                    "a hook is called with the first gradient of several weights (register_multi_grad_hook with mode any), and which one comes first is not as on one card"
+                )

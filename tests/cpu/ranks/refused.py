@@ -385,3 +385,11 @@ def steps_in_a_fork() -> Any:
         os._exit(0)
     os.waitpid(child, 0)
     return found
+
+
+@program()
+def hook_on_the_first_gradient() -> Any:
+    """It takes the time of the first gradient, whichever that is."""
+    model, seen = mlp(), []
+    torch.autograd.graph.register_multi_grad_hook(list(model.parameters()), lambda g: seen.append(len(g)), mode="any")
+    return trained(model, data(3))

@@ -324,8 +324,8 @@ IN_BOTH: tuple[Name, ...] = (
         "to see a module's own buffers",
         "capture/patches capture/steps effects runtime techniques",
     ),
-    known("torch.nn:Module._forward_hooks", "to see hooks on a module", "capture/steps effects techniques"),
-    known("torch.nn:Module._forward_pre_hooks", "to see hooks on a module", "capture/steps effects techniques"),
+    known("torch.nn:Module._forward_hooks", "to see hooks on a module", "capture/steps effects runtime techniques"),
+    known("torch.nn:Module._forward_pre_hooks", "to see hooks on a module", "capture/steps effects runtime techniques"),
     known("torch.nn:Module._modules", "to see a module's own children", "capture/steps effects runtime techniques"),
     known(
         "torch.nn:Module._parameters",

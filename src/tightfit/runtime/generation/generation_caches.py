@@ -1,11 +1,12 @@
 """Another cache for `generate` of transformers, in a program that names none: static, offloaded, or of 8-bit floats.
 
-In the first call of each model the first tokens are made with this cache and with the program's own, from the same random state, and compared. A cache that is exact must give the same tokens;
-if it does not, the program keeps its own. Of a lossy one the difference of the logits is said. The program's call runs once, by itself, afterwards.
+In the first call of each kind (greedy, with beams, of a batch ...) of each model the first tokens are made with this cache and with the program's own, from the same random state, and compared. A cache that is
+exact must give the same tokens; if it does not, the program keeps its own. Of a lossy one the difference of the logits is said. The program's call runs once, by itself, afterwards.
 """
 
 import contextlib
 import dataclasses
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,39 +22,87 @@ _LOSSY = ("fp8",)
 _TRIED_TOKENS = 64
 _DEFAULT_TOKENS = 20
 _OWN = ("past_key_values", "cache_params", "cache_implementation")
-# Arguments of `generate` that keep a state or show each token to somebody: a call with one is not made twice.
-_SEEN_OUTSIDE = ("streamer", "stopping_criteria", "logits_processor", "prefix_allowed_tokens_fn", "assistant_model")
+# Arguments of `generate` that keep a state or show each token to somebody: the calls that are compared are made without them.
+_SEEN_OUTSIDE = ("streamer", "stopping_criteria", "logits_processor", "prefix_allowed_tokens_fn")
+# Settings of `generate` that change no code path of a cache.
+_LENGTHS = ("max_new_tokens", "max_length", "min_new_tokens", "min_length")
+# A program that makes more kinds of calls than this compares too often.
+_MAX_KINDS = 8
+_Kind = tuple[object, ...]
+
+
+class _OfThread(threading.local):
+    """Whether the call under way in this thread uses the cache."""
+
+    uses = False
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, weakref_slot=True, eq=False)
 class ChosenCache:
-    """The cache `kind` for programs that name none; `tell` is given what was found. `uses` says whether the call under way uses it."""
+    """The cache `kind` for programs that name none; `tell` is given what was found."""
 
     kind: str
     tell: Callable[[str], None]
     checks: bool = True
-    uses: bool = True
-    trying: bool = False
     used: bool = False
-    verdicts: "weakref.WeakKeyDictionary[Any, bool]" = dataclasses.field(default_factory=weakref.WeakKeyDictionary)
+    verdicts: "weakref.WeakKeyDictionary[Any, dict[_Kind, bool]]" = dataclasses.field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    busy: "weakref.WeakSet[Any]" = dataclasses.field(default_factory=weakref.WeakSet)
     told: set[str] = dataclasses.field(default_factory=set)
+    call: _OfThread = dataclasses.field(default_factory=_OfThread)
 
     def around_generate(
         self, model: Any, generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """The program's own call, with this cache unless it was found to give other tokens."""
-        if self.trying or any(kwargs.get(name) is not None for name in _OWN):
-            # A cache of the program's is filled by the call, which may not be made twice.
-            return generate(model, *args, **kwargs)
-        if model not in self.verdicts:
-            self.verdicts[model] = not self.checks or self._tried(model, generate, args, kwargs)
-        self.uses = self.verdicts[model]
-        return generate(model, *args, **kwargs)
+        if any(kwargs.get(name) is not None for name in _OWN):
+            # It is filled by the call, which may not be made twice.
+            self._tell_once(f"{type(model).__name__}.generate names a cache of its own, which it keeps")
+            return self._plainly(generate, model, args, kwargs)
+        if model in self.busy:
+            # A call of another thread, or around this one: transformers keeps one static cache for each model.
+            return self._plainly(generate, model, args, kwargs)
+        self.busy.add(model)
+        try:
+            if not self._is_right(model, generate, args, kwargs):
+                return self._plainly(generate, model, args, kwargs)
+            return self._run(generate, model, args, kwargs, uses=True)
+        finally:
+            self.busy.discard(model)
+
+    def _plainly(self, generate: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._run(generate, model, args, kwargs, uses=False)
+
+    def _is_right(
+        self, model: Any, generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
+        """Whether calls of this kind may use the cache, which is found out in the first."""
+        name = type(model).__name__
+        config = _config_of(model, args, kwargs)
+        if kwargs.get("return_dict_in_generate", getattr(config, "return_dict_in_generate", False)):
+            self._tell_once(f"{name}.generate returns its cache (return_dict_in_generate), and keeps the plain one")
+            self.used = True
+            return False
+        if not self.checks:
+            return True
+        known = self.verdicts.setdefault(model, {})
+        kind = _kind_of(config, args, kwargs)
+        if kind not in known:
+            if len(known) == _MAX_KINDS:
+                self._tell_once(
+                    f"{name}.generate is called in more than {_MAX_KINDS} ways; others keep the plain cache"
+                )
+                return False
+            known[kind] = self._tried(model, generate, args, kwargs)
+        return known[kind]
 
     def before_cache(self, model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> None:
         """Names the cache where the program names none."""
-        if not self.uses:
+        if not self.call.uses:
             return
+        # Each call has its own: one that was made in inference mode cannot be written to outside of it.
+        vars(model).pop("_cache", None)
         has_own = any(model_kwargs.get(name) is not None for name in ("past_key_values", "cache_params"))
         if has_own or generation_config.cache_implementation is not None or generation_config.use_cache is False:
             self._tell_once(f"{type(model).__name__}.generate names a cache of its own, which it keeps")
@@ -72,36 +121,52 @@ class ChosenCache:
 
     def _tried(self, model: Any, generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the cache may be used: the first tokens, made with it and without."""
-        seen = next((name for name in _SEEN_OUTSIDE if kwargs.get(name) is not None), None)
         name = type(model).__name__
-        if seen is not None:
-            self._tell_once(f"{self.kind} cache of {name}: not compared with the plain one, as the call has a {seen}")
-            return True
+        if _has_hooks(model):
+            # They would see these calls.
+            is_lossy = self.kind in _LOSSY
+            then = "is used all the same" if is_lossy else "is not used"
+            self._tell_once(
+                f"{self.kind} cache of {name}: the model has hooks, so it is not compared with the plain one, and {then}"
+            )
+            self.used = True
+            return is_lossy
         short = _short(model, args, kwargs)
         try:
             with _same_random_state():
-                self.uses = False
-                plain = self._run(generate, model, args, short)
-        except (RuntimeError, ValueError, TypeError) as error:
+                plain = self._run(generate, model, args, short, uses=False)
+        except torch.OutOfMemoryError as error:
             # Where the plain cache has no room, this one may.
             self._tell_once(f"{self.kind} cache of {name}: not compared with the plain one ({error})")
             return True
+        except (RuntimeError, ValueError, TypeError):
+            # The program's own call says so too.
+            return False
         try:
             with _same_random_state():
-                self.uses = True
-                other = self._run(generate, model, args, short)
+                other = self._run(generate, model, args, short, uses=True)
         except (RuntimeError, ValueError, TypeError) as error:
             self._tell_once(f"{self.kind} cache of {name}: it cannot be used, and the plain one is kept ({error})")
             self.used = True
             return False
         return self._judged(name, plain, other)
 
-    def _run(self, generate: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.trying = True
+    def _run(
+        self,
+        generate: Callable[..., Any],
+        model: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        uses: bool,
+    ) -> Any:
+        before, self.call.uses = self.call.uses, uses
         try:
             return generate(model, *args, **kwargs)
         finally:
-            self.trying = False
+            self.call.uses = before
+            if uses:
+                vars(model).pop("_cache", None)
 
     def _judged(self, name: str, plain: Any, other: Any) -> bool:
         same = plain.sequences.shape == other.sequences.shape and torch.equal(plain.sequences, other.sequences)
@@ -148,16 +213,39 @@ def with_cache(kind: str, tell: Callable[[str], None], *, checks: bool = True) -
         tell(f"--cache {kind}: the program has made no cache by generate of transformers, and ran as it is")
 
 
+def _config_of(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return kwargs.get("generation_config") or (args[1] if len(args) > 1 else None) or model.generation_config
+
+
+def _has_hooks(model: torch.nn.Module) -> bool:
+    return any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+
+
+def _kind_of(config: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Kind:
+    """What decides how a call of `generate` uses its cache: settings that are no lengths or shares, what it is given, one row or several, and padding."""
+    of_config = config.to_diff_dict().items() if hasattr(config, "to_diff_dict") else ()
+    found: list[object] = [torch.is_inference_mode_enabled(), torch.is_grad_enabled()]
+    for name, value in (*of_config, *kwargs.items(), *((f"argument {at}", each) for at, each in enumerate(args))):
+        if name in _LENGTHS or value is None:
+            continue
+        if isinstance(value, torch.Tensor):
+            is_padded = "mask" in name and not bool(value.all())
+            found.append((name, value.dim(), value.dtype, min(2, len(value) if value.dim() else 0), is_padded))
+        else:
+            found.append((name, value if isinstance(value, bool | int | str) else type(value).__name__))
+    return tuple(sorted(found, key=str))
+
+
 def _short(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call for the first tokens alone, with their logits."""
-    config = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None) or model.generation_config
+    config = _config_of(model, args, kwargs)
     asked = kwargs.get("max_new_tokens") or getattr(config, "max_new_tokens", None)
     limit = kwargs.get("max_length")
     inputs = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
     if not asked and limit and isinstance(inputs, torch.Tensor) and not model.config.is_encoder_decoder:
         asked = max(1, limit - inputs.shape[-1])
     number = min(asked or _DEFAULT_TOKENS, _TRIED_TOKENS)
-    short = {name: value for name, value in kwargs.items() if name != "max_length"}
+    short = {name: value for name, value in kwargs.items() if name not in ("max_length", *_SEEN_OUTSIDE)}
     least = kwargs.get("min_new_tokens")
     return {
         **short,
