@@ -10,6 +10,7 @@ import json
 import statistics
 import tempfile
 import tomllib
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -66,11 +67,13 @@ def main() -> None:
     parser.add_argument("--only", default="", help="rows whose model contains this")
     given = parser.parse_args()
     errors: dict[str, list[float]] = {"weights": [], "parameters x bytes": [], "tokens": [], "share - weights": []}
+    verdicts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
         for row, known in published(given.rows):
             if given.only not in row["model"]:
                 continue
-            print(_line(row, known, Path(folder), errors), flush=True)
+            print(_line(row, known, Path(folder), errors, verdicts), flush=True)
+    print("; ".join(f"{number} rows {verdict}" for verdict, number in verdicts.items()))
     for name, found in errors.items():
         if found:
             ordered = sorted(abs(error) for error in found)
@@ -78,15 +81,22 @@ def main() -> None:
             print(f"{name}: {len(found)} rows, median {statistics.median(ordered):.1%}, P90 {ninth:.1%}")
 
 
-def _line(row: Row, known: Mapping[str, Any], folder: Path, errors: dict[str, list[float]]) -> str:
+def _line(
+    row: Row, known: Mapping[str, Any], folder: Path, errors: dict[str, list[float]], verdicts: Counter[str]
+) -> str:
     name = f"{row['model'][:44]:44} {row['gpu'][:22]:22} x{row['n_gpu']}"
     if not known:
+        verdicts["not predicted"] += 1
         return f"{name} not predicted: another engine, or no published config"
     try:
         found = predicted(row, known, folder)
     except TightfitError as error:
-        return f"{name} refused: {error}"
-    parts = []
+        verdicts["not estimated"] += 1
+        return f"{name} not estimated: {error}"
+    # Without the card, or the longest request, whether it starts is no prediction.
+    verdict = "of which parts are predicted" if "leaves_out" in known else "start" if found.fits else "do not start"
+    verdicts[verdict] += 1
+    parts = [verdict]
     weights, tokens, activations = (_number(row[key]) for key in ("weights_GiB_per_gpu", "kv_tokens", "act_peak_GiB"))
     if weights:
         errors["weights"].append(found.weights_bytes / GIB / weights - 1)

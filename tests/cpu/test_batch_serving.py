@@ -10,6 +10,7 @@ from tightfit.errors import UsageError
 from tightfit.fit import serving
 from tightfit.serving.batches.batch_memory import StepMemory, TracedPeaks, batch_memory_of
 from tightfit.serving.batches.batch_rules import BatchRules
+from tightfit.serving.batches.split_layers import SplitModel, split_model
 from tightfit.serving.model.cache_size import CacheSize
 from tightfit.serving.model.model_facts import CacheTensor, ModelFacts, WeightRow
 from tightfit.serving.model.weight_formats import format_named
@@ -83,8 +84,8 @@ def test_llama_cpp_puts_as_many_layers_on_the_card_as_fit(tmp_path: Path) -> Non
     assert (found.layers_on_card, found.num_layers) == (9, 9)
     # Slots are rounded up to 256 tokens, two of them, in float16.
     assert found.kv_bytes == 2 * 256 * EACH_TOKEN
-    # Of each of 512 tokens the logits, and its state, in float32.
-    assert found.activation_bytes >= 512 * (1024 + 256) * 4
+    # Of each of 512 tokens its state, of each slot the logits, in float32; and a mask.
+    assert found.activation_bytes >= (512 * 256 + 2 * 1024) * 4 + 512 * 256 * 2
     arguments = found.launch["llama.cpp"]
     assert arguments[arguments.index("--n-gpu-layers") + 1] == "9"
     assert arguments[arguments.index("--ctx-size") + 1] == str(2 * 129)
@@ -94,6 +95,65 @@ def test_the_mixed_types_of_gguf_have_the_published_sizes() -> None:
     # Llama-3-8B: 4,920,734,272 bytes as published in Q4_K_M, of which 7.8 MB are of the vocabulary's words.
     found = sum(format_named("q4_k_m").num_bytes(row) for row in _llama_3_8b())  # type: ignore[union-attr]
     assert found == pytest.approx(4_920_734_272 - 7_800_000, rel=2e-3)
+
+
+@pytest.mark.parametrize(("format_name", "name", "shape", "bits"), [
+    # The first eighth of the layers, and every third between the first and the last.
+    ("q4_k_m", "model.layers.3.mlp.down_proj.weight", (4096, 14336), 6.5625),
+    ("q4_k_m", "model.layers.4.mlp.down_proj.weight", (4096, 14336), 4.5),
+    ("q4_k_m", "model.layers.3.mlp.experts.down_proj", (8, 4096, 14336), 6.5625),
+    ("q4_k_m", "model.layers.3.mlp.gate.weight", (8, 4096), 32),
+    ("q4_k_m", "model.layers.3.input_layernorm.weight", (4096,), 32),
+    ("q4_k_s", "model.layers.3.self_attn.v_proj.weight", (1024, 4096), 5.5),
+    ("q4_k_s", "model.layers.4.self_attn.v_proj.weight", (1024, 4096), 4.5),
+    ("q4_k_s", "model.layers.3.mlp.down_proj.weight", (4096, 14336), 5.5),
+    ("q4_k_s", "model.layers.31.mlp.down_proj.weight", (4096, 14336), 4.5),
+    ("iq4_xs", "model.layers.9.self_attn.v_proj.weight", (1024, 4096), 5.5),
+    ("iq4_xs", "model.layers.9.self_attn.v_proj.weight", (4096, 4096), 4.25),
+    ("iq4_xs", "model.layers.3.mlp.down_proj.weight", (4096, 14336), 5.5),
+    # 896 is no multiple of 256.
+    ("q4_k_m", "model.layers.9.self_attn.q_proj.weight", (896, 896), 5.5),
+    ("q4_k_m", "model.layers.0.self_attn.v_proj.weight", (128, 896), 8.5),
+    ("q6_k", "model.layers.0.self_attn.v_proj.weight", (128, 896), 8.5),
+    ("q6_k", "model.layers.0.self_attn.v_proj.weight", (1024, 4096), 6.5625),
+])  # fmt: skip
+def test_types_of_gguf_by_tensor(format_name: str, name: str, shape: tuple[int, ...], bits: float) -> None:
+    found = format_named(format_name)
+    assert found is not None
+    row = _row(name, shape, 32, "other" if len(shape) == 1 else "linear")
+    assert found.num_bytes(row) == row.num_elements * bits / 8
+
+
+def test_a_matrix_that_is_the_output_too_has_its_type() -> None:
+    weights = (
+        _row("model.embed_tokens.weight", (1024, 256), 0, "embedding"),
+        _row("layers.0.q_proj.weight", (256, 256), 1),
+    )
+    split = _split(weights, "b9460")
+    assert split.embedding == split.output == 1024 * 256 * 6.5625 / 8
+
+
+def test_the_output_goes_to_the_card_first_since_its_build() -> None:
+    old, new = (_split(_SMALL, version) for version in ("b6900", "b9460"))
+    assert (old.on_card(1)[0], old.on_card(2)[0]) == (old.layers[-1], sum(old.layers) + old.output)
+    assert (new.on_card(1)[0], new.on_card(2)[0]) == (new.output, sum(new.layers) + new.output)
+    assert old.on_card(0) == new.on_card(0) == (0, 0)
+    # Of each slot the logits, and no more than two bytes for each place of the mask.
+    assert old.compute == 512 * (1024 + 256) * 4 + 512 * 256 * 6
+    assert new.compute == (3 * 1024 + 512 * 256) * 4 + 512 * 256 * 2
+
+
+def _split(weights: tuple[WeightRow, ...], version: str) -> SplitModel:
+    small = StepMemory(allocated_bytes=0, reserved_bytes=0)
+    traced = TracedPeaks(forward=((1, small), (2, small)), sampler=((1, small), (2, small)))
+    tensors = _tensors(1, max_tokens=None)
+    facts = ModelFacts(
+        model_type="x", dtype="float16", weights=weights, cache=tensors, max_positions=None, is_encoder_decoder=False, has_parallel_plan=False,
+    )  # fmt: skip
+    size = CacheSize(tensors=tensors, element_bytes=0, degree=1, block_tokens=1)
+    return split_model(
+        facts, traced, size, BatchRules.of("llama.cpp", version), format_named("q4_k_m"), slots=3, context=200
+    )
 
 
 def _llama_3_8b() -> list[WeightRow]:
@@ -175,3 +235,10 @@ def _tensors(number: int, *, max_tokens: int | None, first: int = 0) -> tuple[Ca
         for at in range(number)
         for name in ("keys", "values")
     )  # fmt: skip
+
+
+_SMALL = (
+    _row("model.embed_tokens.weight", (1024, 256), 0, "embedding"),
+    _row("layers.0.q_proj.weight", (256, 256), 1),
+    _row("lm_head.weight", (1024, 256), 0, "head"),
+)

@@ -61,6 +61,14 @@ def test_pinned_blocks_are_powers_of_two() -> None:
     assert found.num_tokens == 163_840
 
 
+def test_a_cache_at_the_host_has_whole_pages() -> None:
+    # A page of 16 tokens on two ranks is 2 MiB, of which 1 GiB and 3 MiB hold 513.
+    found = host_cache(GIB + 3 * 1024**2, num_layers=32, degree=2, token_bytes=65536, block_tokens=16)
+    assert found.num_tokens == 513 * 16
+    # Each of 64 buffers has 513 pages of 32 KiB, one more than 16 MiB.
+    assert found.pinned_bytes == 64 * 32 * 1024**2
+
+
 def test_what_sleeps_keeps_its_context_and_its_graphs() -> None:
     card = find("L4")
     found = asleep(card, weights_bytes=15 * GIB, graph_bytes=GIB, outside_bytes=0)

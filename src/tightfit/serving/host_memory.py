@@ -1,6 +1,9 @@
 """What an engine keeps at the host: a cache beside that of the card, and the weights while it sleeps.
 
-torch rounds each block of pinned memory up to a power of two (aten/src/ATen/core/CachingHostAllocator.h), so that a buffer for each layer is up to twice of what was asked for.
+torch rounds each block of pinned memory up to a power of two (aten/src/ATen/core/CachingHostAllocator.h of 2.11 to 2.13, unless `pinned_max_round_threshold` is set), so that a buffer for each layer is up
+to twice of what was asked for. Read in vLLM 0.21.0: the size that is asked for is of all ranks, in whole pages (vllm/v1/kv_offload/cpu/spec.py), each tensor of the cache has a pinned buffer
+(cpu/gpu_worker.py); a level-1 sleep copies each allocation of the pool of weights to a pinned buffer and drops the pool of the cache (vllm/device_allocator/cumem.py, vllm/v1/worker/gpu_worker.py).
+Which blocks the pool of weights has depends on how the engine fuses them, so what they take at the host is known within a factor of two: from their bytes to twice that.
 """
 
 import dataclasses
@@ -11,7 +14,7 @@ from tightfit.devices.device import Device
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sleep:
-    """An engine that sleeps (vLLM's level 1): bytes that it holds on a card, its weights at the host, and seconds until it is awake."""
+    """An engine that sleeps (vLLM's level 1): bytes that it holds on a card, its weights at the host (pinned, in powers of two: up to twice of that), and seconds until it is awake."""
 
     gpu_bytes: int
     host_bytes: int
@@ -36,13 +39,15 @@ def asleep(device: Device, *, weights_bytes: int, graph_bytes: int, outside_byte
     )
 
 
-def host_cache(asked_bytes: int, *, num_layers: int, degree: int, token_bytes: int) -> HostCache:
-    """A buffer of pinned memory for each layer on each rank."""
-    each = asked_bytes // (max(1, num_layers) * degree)
+def host_cache(asked_bytes: int, *, num_layers: int, degree: int, token_bytes: int, block_tokens: int = 1) -> HostCache:
+    """A buffer of pinned memory for each layer on each rank, with room for whole pages of `block_tokens`."""
+    page = token_bytes * degree * block_tokens
+    num_pages = asked_bytes // page if page else 0
+    each = num_pages * page // (max(1, num_layers) * degree)
     return HostCache(
         asked_bytes=asked_bytes,
         pinned_bytes=power_of_two(each) * num_layers * degree,
-        num_tokens=asked_bytes // (token_bytes * degree) if token_bytes else 0,
+        num_tokens=num_pages * block_tokens,
     )
 
 

@@ -165,6 +165,7 @@ def estimate_serving(
             num_layers=len({tensor.layer for tensor in facts.cache}),
             degree=degree,
             token_bytes=size.token_bytes or size.window_token_bytes,
+            block_tokens=size.block_tokens,
         )
         if settings.kv_offload_bytes
         else None,

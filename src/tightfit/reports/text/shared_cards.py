@@ -47,7 +47,7 @@ def _verdict(found: SharedCard) -> Text:
     if found.fits_together:
         return Text.assemble(("fit together", "bold green"), ": all of them awake")
     if found.fits:
-        words = f": one awake while the others sleep, {format_bytes(found.host_bytes)} of weights at the host"
+        words = f": one awake while the others sleep, {format_bytes(found.host_bytes)} of weights at the host (pinned: up to twice that)"
         return Text.assemble(("fit in turns", "bold yellow"), words)
     missing = found.in_turns_bytes - found.capacity_bytes
     words = (

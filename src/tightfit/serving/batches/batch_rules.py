@@ -32,6 +32,9 @@ class BatchRules:
     micro_batch: int = 0
     context_step: int = 0
     embedding_at_host: bool = False
+    output_first: bool = False
+    logits_of_slots: bool = False
+    mask_bytes: int = 0
     host_microseconds: tuple[float, ...] = (0.0, 0.0)
 
     @classmethod

@@ -1,6 +1,7 @@
 """Bytes of llama.cpp's server: which layers are on the card, their part of the cache, and the buffer of the graph.
 
-The last layers go to the card first, each with its cache; the output is one more of them (`--n-gpu-layers`). A graph is reserved for a micro-batch, whose activations and logits are in float32.
+The last layers go to the card first, each with its cache; the output is one more of them (`--n-gpu-layers`), the first or the last to go there, by version. A graph is reserved for a micro-batch,
+whose activations and logits are in float32.
 """
 
 import dataclasses
@@ -27,6 +28,7 @@ class SplitModel:
     output: int
     embedding: int
     compute: int
+    output_first: bool = False
 
     @property
     def most(self) -> int:
@@ -35,10 +37,9 @@ class SplitModel:
 
     def on_card(self, num_layers: int) -> tuple[int, int]:
         """Bytes of weights and of cache on the card with so many layers there."""
-        first = max(0, len(self.layers) - num_layers)
-        weights = sum(self.layers[first:]) if num_layers else 0
-        caches = sum(self.caches[first:]) if num_layers else 0
-        return weights + (self.output if num_layers == self.most else 0), caches
+        has_output = num_layers > 0 and (self.output_first or num_layers == self.most)
+        first = len(self.layers) - (num_layers - has_output)
+        return sum(self.layers[first:]) + has_output * self.output, sum(self.caches[first:])
 
     def at_host(self, num_layers: int) -> int:
         """Bytes at the host, weights and cache."""
@@ -66,8 +67,11 @@ def split_model(
     caches: defaultdict[int, int] = defaultdict(int)
     output = embedding = 0
     num_layers = _number_of_layers(facts)
+    heads = [row for row in facts.weights if row.role == "head"]
+    tied = _tied_head(facts) if not heads else None
     for row in facts.weights:
-        num_bytes = row_bytes(row, weight_format)
+        # A matrix that is the output too has the output's type in the file.
+        num_bytes = row_bytes(row if row is not tied else dataclasses.replace(row, role="head"), weight_format)
         at = _layer(row.name)
         if at is not None and row.role not in ("embedding", "head"):
             layers[min(at, num_layers - 1)] += num_bytes
@@ -75,8 +79,6 @@ def split_model(
             embedding += num_bytes
         else:
             output += num_bytes
-    heads = [row for row in facts.weights if row.role == "head"]
-    tied = _tied_head(facts) if not heads else None
     if tied is not None:
         # The matrix of the tokens stays at the host, and the output has a copy of its own on the card.
         output += row_bytes(dataclasses.replace(tied, role="head"), weight_format)
@@ -89,12 +91,16 @@ def split_model(
     # ggml computes in float32, whatever the type of the weights.
     items = max((row.item_bytes for row in facts.weights), default=_FLOAT32)
     forward = traced.at(rules.micro_batch, 1).allocated_bytes * _FLOAT32 // items
+    logits = vocabulary * (min(slots, rules.micro_batch) if rules.logits_of_slots else rules.micro_batch)
+    # The mask of attention, of each token and each place of its slot, is there through all layers.
+    mask = rules.micro_batch * padded * rules.mask_bytes
     return SplitModel(
         layers=tuple(layers[at] for at in range(num_layers)),
         caches=tuple(caches[at] for at in range(num_layers)),
         output=output,
         embedding=embedding,
-        compute=max(forward, (vocabulary + _width(facts)) * rules.micro_batch * _FLOAT32),
+        compute=mask + max(forward, (logits + _width(facts) * rules.micro_batch) * _FLOAT32),
+        output_first=rules.output_first,
     )
 
 

@@ -17,6 +17,10 @@ _CUT_STYLES = frozenset(
     {"colwise", "rowwise", "packed_colwise", "packed_rowwise", "colwise_rep", "rowwise_rep", "colwise_gather_output"}
 )
 _LAYER = re.compile(r"(?<![^.])\d+(?![^.])")
+# Weights for which ggml's K types take their scales together.
+_SUPER_BLOCK = 256
+# Products that choose experts are in float32 in a file, as are vectors (conversion/base.py of llama.cpp).
+_ROUTERS = (".mlp.gate", ".block_sparse_moe.gate", ".router", ".mlp.shared_expert_gate")
 _ALIASES = {
     "compressed-tensors": "int8",
     "fbgemm_fp8": "fp8",
@@ -52,35 +56,45 @@ class WeightFormat:
     written_copies: int = 1
     host_microseconds: float = 0.0
     of_files: bool = False
-    raised: tuple[str, ...] = ()
+    raised: tuple[tuple[str, str], ...] = ()
     raised_bits: float = 0.0
+    uneven_bits: float = 0.0
+    uneven_raised_bits: float = 0.0
+    uneven_head_bits: float = 0.0
     kernels: str = ""
     loss: str = ""
     left_out: tuple[str, ...] = ()
 
     def num_bytes(self, row: WeightRow, degree: int = 1) -> int:
         """Bytes of `row` in this format on one of `degree` ranks."""
+        if self.of_files and (len(row.shape) < 2 or _path(row).endswith(_ROUTERS)):
+            return row.num_elements * 4 // _share(row, degree)
         if row.role == "other" or row.role in self.keeps or len(row.shape) < 2 or self._leaves_out(row):
             return row.num_bytes // _share(row, degree)
+        is_uneven = self.uneven_bits > 0 and row.shape[-1] % _SUPER_BLOCK > 0
         whole = {"embedding": self.embedding_bits, "head": self.head_bits}.get(row.role, 0.0)
+        if row.shape[-1] % _SUPER_BLOCK:
+            whole = {"embedding": self.uneven_bits, "head": self.uneven_head_bits}.get(row.role, 0.0) or whole
         if whole:
             return math.ceil(row.num_elements * whole / 8) // _share(row, degree)
         *others, num_inputs = row.shape
         num_rows = math.prod(others)
-        bits = row.num_elements * self._of_module(row) + num_rows * self.row_bits + self.tensor_bits
+        bits = (
+            row.num_elements * self._of_module(row, is_uneven=is_uneven) + num_rows * self.row_bits + self.tensor_bits
+        )
         bits += num_inputs * self.input_bits * math.prod(others[:-1])
         if self.group:
             bits += num_rows * math.ceil(num_inputs / self.group) * self.group_bits
         return math.ceil(bits / 8 / _share(row, degree))
 
-    def _of_module(self, row: WeightRow) -> float:
+    def _of_module(self, row: WeightRow, *, is_uneven: bool) -> float:
         """Bits of a weight of `row`, whose place among the layers decides where a file mixes types."""
-        module = row.name.rpartition(".")[0].rpartition(".")[2]
-        found = _LAYER.search(row.name)
-        if module not in self.raised or found is None or not row.num_layers:
-            return self.bits
-        at, eighth = int(found.group()), row.num_layers // 8
-        is_raised = at < eighth or at >= 7 * row.num_layers // 8 or (at - eighth) % 3 == 2
+        path, found = _path(row), _LAYER.search(row.name)
+        rules = (rule for module, rule in self.raised if path.endswith(f".{module}"))
+        rule = next(rules, "") if found is not None and row.num_layers else ""
+        is_raised = found is not None and _is_raised(rule, int(found.group()), row)
+        if is_uneven:
+            return self.uneven_raised_bits if is_raised else self.uneven_bits
         return self.raised_bits if is_raised else self.bits
 
     def _leaves_out(self, row: WeightRow) -> bool:
@@ -93,6 +107,22 @@ class WeightFormat:
         )
 
 
+def _is_raised(rule: str, at: int, row: WeightRow) -> bool:
+    """Whether `rule` (see `weight_formats.toml`) gives `row` more bits in the layer `at`."""
+    number, eighth = row.num_layers, row.num_layers // 8
+    if rule == "more":
+        return at < eighth or at >= 7 * number // 8 or (at - eighth) % 3 == 2
+    if rule == "grouped":
+        # Four queries or more for each pair of key and value.
+        return 4 * row.shape[-2] <= row.shape[-1]
+    return at < {"first four": 4, "eighth": eighth}.get(rule, 0)
+
+
+def _path(row: WeightRow) -> str:
+    """The path of the module; of a parameter with a name of its own, as experts have them, that is part of it."""
+    return row.name.removesuffix(".weight")
+
+
 @functools.cache
 def all_formats() -> dict[str, WeightFormat]:
     """The formats by name."""
@@ -101,7 +131,9 @@ def all_formats() -> dict[str, WeightFormat]:
 
 
 def _format(name: str, table: dict[str, Any]) -> WeightFormat:
-    return WeightFormat(name=name, keeps=tuple(table.pop("keeps")), raised=tuple(table.pop("raised", ())), **table)
+    return WeightFormat(
+        name=name, keeps=tuple(table.pop("keeps")), raised=tuple(table.pop("raised", {}).items()), **table
+    )
 
 
 def format_named(name: str | None) -> WeightFormat | None:
