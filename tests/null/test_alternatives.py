@@ -9,9 +9,12 @@ from tightfit.fit.planning import _full_checkpointing
 
 
 def _found(*, fits: bool, reached: int) -> Any:
-    option = SimpleNamespace(technique="checkpointing", where="Model.layers.0", slots=frozenset({"a"}))
+    options = [
+        SimpleNamespace(technique="checkpointing", where=f"Model.layers.{i}", slots=frozenset({str(i)}))
+        for i in range(2)
+    ]
     variant = SimpleNamespace(
-        problem=SimpleNamespace(options=[option], peak_bytes=lambda _: 900, seconds_of=lambda _: 0.1),
+        problem=SimpleNamespace(options=options, peak_bytes=lambda _: 900, seconds_of=lambda _: 0.1),
         gap_bytes=100,
         run=SimpleNamespace(seconds=1.0),
     )
@@ -25,3 +28,15 @@ def test_where_nothing_fits_no_prediction_is_below_the_lowest_peak(fits: bool, r
     assert alternative is not None
     assert alternative.device_bytes == said
     assert ("below the lowest peak" in alternative.why) is (said is None)
+
+
+def test_a_pipeline_is_no_block_of_its_own_and_its_layers_are() -> None:
+    found = _found(fits=True, reached=0)
+    layers = found.variant.problem.options
+    pipeline = SimpleNamespace(technique="checkpointing", where="Model.0", slots=frozenset({"0", "1", "more"}))
+    asked: list[list[int]] = []
+    found.variant.problem = SimpleNamespace(
+        options=[pipeline, *layers], peak_bytes=lambda which: asked.append(list(which)) or 900, seconds_of=lambda _: 0.1
+    )
+    assert _full_checkpointing(found) is not None
+    assert asked == [[1, 2]]

@@ -7,7 +7,6 @@ exact must give the same tokens; if it does not, the program keeps its own. Of a
 import contextlib
 import dataclasses
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 
 from tightfit.errors import UsageError
 from tightfit.torch_hooks.calls import on_generation
+from tightfit.torch_hooks.weak_references import WeakTable
 
 CACHES = ("static", "offloaded", "fp8")
 _LOSSY = ("fp8",)
@@ -45,10 +45,8 @@ class ChosenCache:
     tell: Callable[[str], None]
     checks: bool = True
     used: bool = False
-    verdicts: "weakref.WeakKeyDictionary[Any, dict[_Kind, bool]]" = dataclasses.field(
-        default_factory=weakref.WeakKeyDictionary
-    )
-    busy: "weakref.WeakSet[Any]" = dataclasses.field(default_factory=weakref.WeakSet)
+    verdicts: WeakTable[Any, dict[_Kind, bool]] = dataclasses.field(default_factory=WeakTable)
+    busy: set[int] = dataclasses.field(default_factory=set)
     told: set[str] = dataclasses.field(default_factory=set)
     call: _OfThread = dataclasses.field(default_factory=_OfThread)
 
@@ -60,16 +58,16 @@ class ChosenCache:
             # It is filled by the call, which may not be made twice.
             self._tell_once(f"{type(model).__name__}.generate names a cache of its own, which it keeps")
             return self._plainly(generate, model, args, kwargs)
-        if model in self.busy:
+        if id(model) in self.busy:
             # A call of another thread, or around this one: transformers keeps one static cache for each model.
             return self._plainly(generate, model, args, kwargs)
-        self.busy.add(model)
+        self.busy.add(id(model))
         try:
             if not self._is_right(model, generate, args, kwargs):
                 return self._plainly(generate, model, args, kwargs)
             return self._run(generate, model, args, kwargs, uses=True)
         finally:
-            self.busy.discard(model)
+            self.busy.discard(id(model))
 
     def _plainly(self, generate: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._run(generate, model, args, kwargs, uses=False)
@@ -86,7 +84,9 @@ class ChosenCache:
             return False
         if not self.checks:
             return True
-        known = self.verdicts.setdefault(model, {})
+        if model not in self.verdicts:
+            self.verdicts[model] = {}
+        known = self.verdicts[model]
         kind = _kind_of(config, args, kwargs)
         if kind not in known:
             if len(known) == _MAX_KINDS:
