@@ -1,6 +1,7 @@
 """Another cache in `generate`: exact ones give the plain tokens, a lossy one says how far its logits are, and what gives other tokens is not used."""
 
 import contextlib
+import copy
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -219,3 +220,23 @@ def test_two_threads_that_generate_at_once_have_a_cache_each() -> None:
         go_on.set()
         thread.join()
     assert torch.equal(found[1], expected[0]) and torch.equal(found[0], expected[1])
+
+
+def test_a_model_that_is_trained_and_copied_in_between_generates_as_plainly() -> None:
+    def trained() -> list[Any]:
+        model = model_of("gpt2", bos_token_id=1, eos_token_id=199)
+        optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+        for step in range(3):
+            torch.manual_seed(step)
+            rows = torch.randint(2, 190, (4, 20))
+            model.train()(rows, labels=rows).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            model.eval()
+            found.append(model.generate(rows[:1, :5], max_new_tokens=10, do_sample=True))
+            found.append(copy.deepcopy(model).generate(rows[:, :6], max_new_tokens=9, do_sample=False))
+        return [*found, *model.state_dict().values()]
+
+    plain = trained()
+    with cache("static", []):
+        assert all(torch.equal(found, expected) for found, expected in zip(trained(), plain, strict=True))

@@ -47,6 +47,7 @@ class ChosenCache:
     used: bool = False
     verdicts: WeakTable[Any, dict[_Kind, bool]] = dataclasses.field(default_factory=WeakTable)
     busy: set[int] = dataclasses.field(default_factory=set)
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     told: set[str] = dataclasses.field(default_factory=set)
     call: _OfThread = dataclasses.field(default_factory=_OfThread)
 
@@ -58,10 +59,13 @@ class ChosenCache:
             # It is filled by the call, which may not be made twice.
             self._tell_once(f"{type(model).__name__}.generate names a cache of its own, which it keeps")
             return self._plainly(generate, model, args, kwargs)
-        if id(model) in self.busy:
+        # Two threads that come here at once must not both find that none is under way.
+        with self.lock:
+            is_busy = id(model) in self.busy
+            self.busy.add(id(model))
+        if is_busy:
             # A call of another thread, or around this one: transformers keeps one static cache for each model.
             return self._plainly(generate, model, args, kwargs)
-        self.busy.add(id(model))
         try:
             if not self._is_right(model, generate, args, kwargs):
                 return self._plainly(generate, model, args, kwargs)
