@@ -4,6 +4,7 @@ The child simulates a card, and a fault inside autograd can abort an interpreter
 comes to no step is ended too.
 """
 
+import collections
 import dataclasses
 import errno
 import json
@@ -18,7 +19,7 @@ from typing import Any
 
 from tightfit import errors
 from tightfit.capture.child_process import trace_server
-from tightfit.capture.child_process.child import BATCHES_DIFFER
+from tightfit.capture.child_process.child import BATCHES_DIFFER, TURNS_DIFFER
 from tightfit.capture.collectives.rank_traces import RankTraces
 from tightfit.capture.collectives.world import World
 from tightfit.capture.processes.children import shared_folder
@@ -31,6 +32,7 @@ from tightfit.capture.trace_settings import DEFAULT_NUM_STEPS, DEFAULT_TIMEOUT_S
 from tightfit.errors.faults import answering, kept_file
 from tightfit.errors.program_errors import says_of_a_thread
 from tightfit.tape import Assumption, Coverage, Tape
+from tightfit.tape.left_out import with_left_out
 from tightfit.tape.verify import verify_tape
 
 _SECONDS_BETWEEN_LOOKS = 0.25
@@ -38,8 +40,13 @@ _MIN_FREE_BYTES = 1 << 20
 """With less in the folder for temporary files, that it is full is what kept a program from being closed in."""
 _programs_with_threads: set[str] = set()
 """Targets that were seen to use the GPU in threads of their own; a plan traces the same one several times."""
-_programs_with_other_batches: set[str] = set()
-"""Targets with a micro-batch that was taken for one like those before, and was not."""
+_programs_that_differ: collections.defaultdict[str, collections.Counter[str]] = collections.defaultdict(
+    collections.Counter
+)
+"""Of targets with a micro-batch, or a turn of `generate`, that was taken for one like those before, and was not: how often that was seen."""
+ALIKE_TURNS = (3, 20, 0)
+"""So many turns of `generate` must be alike before others are left out, in the first trace and in the next ones where they differ later; 0: all are run. Kernels
+round lengths up to 8 or 16, so that three turns may look alike whose next is not."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +92,7 @@ def trace(
     world: World | None = None,
     ranks: RankTraces | None = None,
     runs_all_batches: bool = False,
+    runs_all_turns: bool = False,
 ) -> Traced:
     """The tape of `num_steps` steps of `target` on a virtual `device`, a name of the catalogue or the path of a card's TOML file.
 
@@ -93,7 +101,7 @@ def trace(
     `policy` says what the program may do to this machine; by default what it writes is dropped, and it reaches no network. `used_bytes` are held by
     other processes, and not free to a program that asks. `meanwhile` is called once while the child runs, `on_progress` a few times a second.
     `world`: the target is a distributed program, of which one process is traced; `ranks` keeps what others send it, for the trace of another one. `with_effects`: the tape also has the side effects of modules and accesses to gradients.
-    `runs_all_batches`: micro-batches that are alike are run too, for a tape that is the same.
+    `runs_all_batches` and `runs_all_turns`: micro-batches, and turns of `generate`, that are alike are run too, for a tape that is the same.
 
     Raises:
         UsageError: `timeout_seconds` is not positive.
@@ -117,6 +125,7 @@ def trace(
         "largest_batch_from": largest_batch_from,
         # A technique may do something else in the last micro-batch of a step, and another process what depends on the number of those before.
         "runs_all_batches": runs_all_batches or world is not None,
+        "runs_all_turns": runs_all_turns or world is not None,
     }
 
     def once(world: World | None) -> Traced:
@@ -146,33 +155,43 @@ def _with_threads(
     program = repr(target)
     if program not in _programs_with_threads:
         try:
-            return _with_alike_batches(target, fields, policy, on_progress, meanwhile)
+            return _with_alike_parts(target, fields, policy, on_progress, meanwhile)
         except errors.ProgramError as error:
             if not says_of_a_thread(str(error)):
                 raise
         # Threads that take turns are not quite what the program has, so only one that needs it is traced so.
         _programs_with_threads.add(program)
-    return _attempt({**fields, "follows_threads": True, "runs_all_batches": True}, target, policy, on_progress)
+    return _attempt(
+        {**fields, "follows_threads": True, "runs_all_batches": True, "runs_all_turns": True, "num_alike_turns": 0},
+        target,
+        policy,
+        on_progress,
+    )
 
 
-def _with_alike_batches(
+def _with_alike_parts(
     target: Target,
     fields: dict[str, Any],
     policy: Policy,
     on_progress: Callable[[TraceProgress], None] | None,
     meanwhile: Callable[[], object] | None,
 ) -> Traced:
-    """One trace, and another one that runs all micro-batches where some that looked alike turn out to differ."""
+    """One trace, and others where micro-batches, or turns of `generate`, that looked alike turn out to differ: all batches are run then, and more turns, and at last all."""
     program = repr(target)
-    if not fields["runs_all_batches"] and program not in _programs_with_other_batches:
+    while True:
+        differing = _programs_that_differ[program]
+        num_alike_turns = (
+            0 if fields["runs_all_turns"] else ALIKE_TURNS[min(differing[TURNS_DIFFER], len(ALIKE_TURNS) - 1)]
+        )
+        runs_all_batches = fields["runs_all_batches"] or differing[BATCHES_DIFFER] > 0
+        asked = {**fields, "runs_all_batches": runs_all_batches, "num_alike_turns": num_alike_turns}
         try:
-            return _attempt(fields, target, policy, on_progress, meanwhile)
+            return _attempt(asked, target, policy, on_progress, meanwhile)
         except errors.CaptureError as error:
-            if str(error) != BATCHES_DIFFER:
+            if str(error) not in (BATCHES_DIFFER, TURNS_DIFFER):
                 raise
-        _programs_with_other_batches.add(program)
+            differing[str(error)] += 1
         meanwhile = None
-    return _attempt({**fields, "runs_all_batches": True}, target, policy, on_progress, meanwhile)
 
 
 def _attempt(
@@ -188,7 +207,8 @@ def _attempt(
         request, tape = folder / "request.json", folder / "tape.npz"
         containment = contained(policy, folder, words_of(target))
         closed_in = None if containment is None else dataclasses.asdict(containment)
-        request.write_text(json.dumps({**fields, "tape": str(tape), "containment": closed_in}))
+        asked = {name: value for name, value in fields.items() if name != "runs_all_turns"}
+        request.write_text(json.dumps({**asked, "tape": str(tape), "containment": closed_in}))
         with forked_child(
             "tightfit.capture.child_process.child",
             request,
@@ -214,7 +234,7 @@ def _attempt(
         result = _answer(request)
         # Keys of JSON are strings.
         num_examples = {int(size): number for size, number in result["num_examples"].items()}
-        noted = _noted(Tape.load(tape), result["notes"], folder)
+        noted = _noted(with_left_out(Tape.load(tape)), result["notes"], folder)
         traced = Traced(tape=noted, report=result["report"], num_examples=num_examples)
         with answering("the capture"):
             faults = verify_tape(traced.tape)

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from tightfit.errors import RecordingError
 from tightfit.output_files import writing
 from tightfit.tape.coverage import Coverage
+from tightfit.tape.left_out import LeftOut
 from tightfit.tape.loader_use import LoaderUse
 
 SCHEMA = 1
@@ -351,6 +352,7 @@ class Tape:
     are the names of the operators of this run that draw random numbers (torch's tag `nondeterministic_seeded`), those of the program's own among them.
     Of a distributed program the tape has one process, `rank` of `num_ranks` on `num_nodes` machines; `communicators` are the ranks of each group that communicates on cards.
     `operators_of_steps` are the operators `[begin, end)` of each span of kind `STEP`; `loaders` are those that batches were taken from.
+    `left_out` are turns of loops that the trace left out (`tightfit.tape.left_out`): the tapes that are handed on have them all, and none here.
     `tf32_matmul` and `tf32_convolution`: products and convolutions of float32 are computed in TF32 where a card can, as the program has set it; by torch's defaults convolutions alone. Tapes from before these, `copies`, `waits`, `weights`, `geometry` and `casts` were recorded have none.
     """
 
@@ -386,6 +388,7 @@ class Tape:
     loaders: tuple[LoaderUse, ...] = ()
     tf32_matmul: bool = False
     tf32_convolution: bool = True
+    left_out: tuple[LeftOut, ...] = ()
 
     def of_steps(self) -> Self:
         """The tape up to the end of its last step, without what comes after the steps; the same tape where it has no step or nothing follows."""
@@ -436,6 +439,7 @@ class Tape:
             "loaders": [loader.to_json() for loader in self.loaders],
             "tf32_matmul": self.tf32_matmul,
             "tf32_convolution": self.tf32_convolution,
+            "left_out": [dataclasses.asdict(each) for each in self.left_out],
         }
         arrays = {f"{t}.{c}": column for t in _TABLES for c, column in getattr(self, t).columns().items()}
         buffer = io.BytesIO()
@@ -475,6 +479,7 @@ class Tape:
         head["operators_of_steps"] = tuple((begin, end) for begin, end in head.get("operators_of_steps", ()))
         head["communicators"] = tuple(tuple(ranks) for ranks in head.get("communicators", ()))
         head["loaders"] = tuple(LoaderUse.from_json(loader) for loader in head.get("loaders", ()))
+        head["left_out"] = tuple(LeftOut.from_json(each) for each in head.get("left_out", ()))
         return cls(**head, **tables)
 
 

@@ -46,14 +46,15 @@ if TYPE_CHECKING:
 _end_process = os._exit
 _MOST_BYTES_SAID = 4096
 BATCHES_DIFFER = "micro-batches that looked alike turned out to differ"
-"""The message of an error that only whoever asked for the trace sees."""
+TURNS_DIFFER = "turns of a loop that looked alike turned out to differ"
+"""The messages of errors that only whoever asked for the trace sees."""
 _REPORTED_PACKAGES = ("transformers", "accelerate", "peft", "diffusers", "lightning", "torchvision", "timm")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """The request to the child. `device` is a name of the catalogue or a path; `target` is a `Target` as a dict with its `kind`,
-    `world` a `tightfit.capture.collectives.world.World` as a dict, `runs_all_batches`: micro-batches that are alike are run too, `preparation` a `tightfit.capture.trace.Preparation` as a dict.
+    `world` a `tightfit.capture.collectives.world.World` as a dict, `runs_all_batches`: micro-batches that are alike are run too, `num_alike_turns`: so many turns of `generate` must be alike before others are left out (0: all are run), `preparation` a `tightfit.capture.trace.Preparation` as a dict.
     """
 
     target: dict[str, Any]
@@ -72,6 +73,7 @@ class Request:
     largest_batch_from: int | None = None
     follows_threads: bool = False
     runs_all_batches: bool = True
+    num_alike_turns: int = 0
     world: dict[str, Any] | None = None
 
 
@@ -136,9 +138,9 @@ def no_room(file: str, error: OSError) -> NoReturn:
     _end_process(NO_ROOM)
 
 
-def _batches_differ(path: str, closed_in: ClosedIn) -> NoReturn:
-    """Ends the process: this trace is not that of the program, and another one that runs all batches is."""
-    answer = {"ok": False, "kind": CaptureError.__name__, "message": BATCHES_DIFFER, "details": {}, "trace": ""}
+def _differ(message: str, path: str, closed_in: ClosedIn) -> NoReturn:
+    """Ends the process: this trace is not that of the program, and another one that runs all batches, or turns, is."""
+    answer = {"ok": False, "kind": CaptureError.__name__, "message": message, "details": {}, "trace": ""}
     leave(path, {**answer, "notes": closed_in.end()})
 
 
@@ -196,8 +198,10 @@ def _trace(request: Request, path: str, closed_in: ClosedIn) -> Any:
         follows=None if request.follows is None else Coverage.from_json(request.follows),
         until=None if request.until is None else (request.until[0], request.until[1]),
         world=None if request.world is None else World(**request.world),
-        differs=None if request.runs_all_batches else lambda: _batches_differ(path, closed_in),
+        differs=None if request.runs_all_batches else lambda: _differ(BATCHES_DIFFER, path, closed_in),
     )
+    if request.num_alike_turns:
+        session.leave_out_turns(request.num_alike_turns, lambda: _differ(TURNS_DIFFER, path, closed_in))
     if request.largest_batch_from is not None:
         session.give_largest_batches(request.largest_batch_from)
     session.gpu.operators.progress = status = StatusFile(path)
@@ -215,7 +219,7 @@ def _trace(request: Request, path: str, closed_in: ClosedIn) -> Any:
     imported_before.exchange()
     _refuse_in_forks(session, request.label, path)
     with _steps_in_time(session.watch, request.timeout_seconds, f"{path}.stack", status), _exits_seen():
-        session.run(target_of(request.target))
+        session.run_to_its_end(target_of(request.target))
     raise_what_was_swallowed()
     if session.gpu.fake.used_in_a_thread is not None:
         raise session.gpu.fake.used_in_a_thread

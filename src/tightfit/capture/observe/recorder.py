@@ -31,6 +31,7 @@ from tightfit.tape import (
     WaitKind,
     Waits,
 )
+from tightfit.tape.left_out import LeftOut
 
 
 class CastLog:
@@ -169,6 +170,7 @@ class Recorder:
         self.is_in_thread = False  # of the program's own, beside the main one
         self.host = HostBytes()
         self.disk = DiskBytes()
+        self.left_out: list[LeftOut] = []
         self.loops: set[str] = set()  # whose loops ran backward passes; empty is the program's own
         # Bound once: dict lookups by name would be a good part of what a row costs.
         self._operator_columns = tuple(self.operators.values())
@@ -270,6 +272,7 @@ def tape_of(recorder: Recorder, *, target: str, versions: Mapping[str, str], tra
         assumptions=tuple(Assumption(where=where, what=what) for where, what in recorder.assumptions),
         host_peak_bytes=recorder.host.peak_bytes,
         disk_peak_bytes=recorder.disk.peak_bytes,
+        left_out=tuple(recorder.left_out),
         pinned_peak_bytes=recorder.host.pinned.peak_reserved_bytes,
         pinned_tensor_bytes=recorder.host.pinned.peak_requested_bytes,
         # A program with both a framework's loop and its own has no one loop whose step a plan could split.
