@@ -566,9 +566,7 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
 def test_an_optimizer_whose_epsilon_is_that_of_its_first_parameter_is_refused_where_types_are_mixed(name: str) -> None:
     model = nn.Sequential(nn.Linear(128, 128).bfloat16(), nn.ReLU(), nn.Linear(128, 64))
     where = "Sequential" if name == "trained_weight_streaming" else "optimizer"
-    choice = Choice(
-        technique=name, where=where, settings=TECHNIQUES[name], saves_bytes=0, adds_seconds=0.0, exact=True
-    )
+    choice = Choice(technique=name, where=where, settings=TECHNIQUES[name], saves_bytes=0, adds_seconds=0.0, exact=True)
     with pytest.raises(ApplyError, match=r"eps=\(None, \.\.\.\)"):
         apply_choices([choice], model, [torch.optim.Adafactor(model.parameters())])
     # A number of its own, and types apart, are that of each.

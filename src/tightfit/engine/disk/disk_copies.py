@@ -16,8 +16,8 @@ from tightfit.engine.copy_engines import CopyEngine, Link, Ticket
 from tightfit.engine.disk.disk_file import DiskFile
 from tightfit.engine.disk.disk_places import DiskPlace, OnDisk
 from tightfit.engine.disk.disk_slab import DiskSlab
-from tightfit.engine.host_slab import host_bytes
 from tightfit.engine.disk.disk_threads import DiskThreads, Moving
+from tightfit.engine.host_slab import host_bytes
 from tightfit.errors import ApplyError
 from tightfit.tape import CopyDirection
 
