@@ -40,8 +40,7 @@ class Calculated:
             else transformers.AutoModelForCausalLM
         )
         config.dtype = torch.float32
-        config.quantization_config = None
-        del config.quantization_config
+        vars(config).pop("quantization_config", None)
         with torch.device("meta"):
             model = auto.from_config(config)
         text = config.get_text_config()
