@@ -52,9 +52,7 @@ def apply_trained_weight_streaming(session: Session, chosen: Sequence[ChosenOpti
             f"the plan has {_NAME} at {' and '.join(places)}; it is for one model at a time", places=places
         )
     for optimizer in session.optimizers:
-        # Its class is defined in a module of another name, and it updates each parameter by itself.
-        if type(optimizer) is not torch.optim.Adafactor:
-            check_separable(optimizer, _NAME)
+        check_separable(optimizer, _NAME)
         if any(group.get("capturable") for group in optimizer.param_groups):
             raise ApplyError(
                 f"{type(optimizer).__name__}(capturable=True) updates on the card alone; leave {_NAME} out of the plan"

@@ -90,6 +90,16 @@ def set_kernel(
             states = {key: _with_count_on_host(state) for key, state in states.items()}
         return {**state_dict, "param_groups": groups, "state": states}
 
+    # A copy and a pickle train without the plan, by the optimizer's own implementation.
+    def state_of_copies() -> Any:
+        state: Any = type(optimizer).__getstate__(optimizer)
+        if not isinstance(state, dict) or not {"defaults", "param_groups"} <= state.keys():
+            return state
+        copied = [dict(holder) for holder in (state["defaults"], *state["param_groups"])]
+        for index, holder in enumerate(copied):
+            as_before(holder, index)
+        return {**state, "defaults": copied[0], "param_groups": copied[1:]}
+
     def undo() -> None:
         for index, holder in enumerate((optimizer.defaults, *optimizer.param_groups)):
             as_before(holder, index)
@@ -111,6 +121,7 @@ def set_kernel(
         session.hook(optimizer.register_step_pre_hook, before_step)
         session.hook(optimizer.register_step_post_hook, after_step)
     session.hook(optimizer.register_state_dict_post_hook, saved)
+    session.set(optimizer, "__getstate__", state_of_copies)
     session.hook(optimizer.register_load_state_dict_post_hook, put)
     put()
 
