@@ -1,5 +1,6 @@
 """Optimizers that a program makes when others have trained: a plan goes on without what they cannot have, and a first one is refused as ever."""
 
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -17,6 +18,14 @@ BLOCK = choice("checkpointing", "Net.layers.0")
 MAKES: dict[str, Callable[..., torch.optim.Optimizer]] = {"ASGD": torch.optim.ASGD, "LBFGS": torch.optim.LBFGS}
 
 
+def _loss(model: Net, optimizer: torch.optim.Optimizer, step: int) -> torch.Tensor:
+    rows, classes = batch_of(step)
+    optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(model(rows), classes)
+    loss.backward()
+    return loss
+
+
 def trained(make: Callable[..., torch.optim.Optimizer], *, later: bool = True) -> list[torch.Tensor]:
     """Weights after steps of Adam, of the other optimizer, and of Adam once more."""
     torch.manual_seed(0)
@@ -24,14 +33,7 @@ def trained(make: Callable[..., torch.optim.Optimizer], *, later: bool = True) -
     for made in (torch.optim.Adam, make, torch.optim.Adam) if later else (make,):
         optimizer = made(model.parameters(), lr=0.01)
         for step in range(2):
-
-            def closure(step: int = step) -> torch.Tensor:
-                optimizer.zero_grad()
-                loss = nn.functional.cross_entropy(model(batch_of(step)[0]), batch_of(step)[1])
-                loss.backward()
-                return loss
-
-            optimizer.step(closure)
+            optimizer.step(functools.partial(_loss, model, optimizer, step))
     return [p.detach().clone() for p in model.parameters()]
 
 
