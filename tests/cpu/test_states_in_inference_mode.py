@@ -84,5 +84,5 @@ def test_the_next_steps_are_those_of_the_plain_run(way: str, does: Callable[[nn.
         assert found[0][0] == found[1][0] and all(map(torch.equal, found[0][1], found[1][1]))
     else:
         # Of a way of at most four times the rate.
-        off = [float((a - b).abs().mean()) for a, b in zip(found[0][1], found[1][1], strict=True)]
+        off = [float((a - b).detach().abs().mean()) for a, b in zip(found[0][1], found[1][1], strict=True)]
         assert max(off) < 0.005

@@ -41,6 +41,7 @@ class EngineRules:
     large_num_seqs: int = 0
     admits_whole: bool = False
     graph_layer_kib: int = 0
+    fused: tuple[tuple[str, ...], ...] = ()
 
     def num_graphs(self, max_num_seqs: int) -> int:
         """How many CUDA graphs are captured: of steps in pieces between attention, and of decoding steps as a whole."""
@@ -91,6 +92,7 @@ def rules_of(engine: str, version: str | None = None) -> EngineRules:
         raise UsageError(f"--engine-version {version}: {engine} is known from {tables[0]['from']} on")
     table: dict[str, Any] = {**common, **fitting[-1]}
     first = table.pop("from")
+    table["fused"] = tuple(tuple(names) for names in table.get("fused", ()))
     return EngineRules(**table, version=version or first)
 
 

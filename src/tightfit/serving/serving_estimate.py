@@ -14,8 +14,9 @@ from tightfit.serving.engine_rules import EngineRules
 from tightfit.serving.host_memory import HostCache, Sleep, asleep, host_cache
 from tightfit.serving.load.load_summary import LoadSummary
 from tightfit.serving.model.cache_size import CacheSize, mean_request_bytes, num_tokens
+from tightfit.serving.model.held_weights import held_weights_bytes, rotary_bytes
 from tightfit.serving.model.model_facts import ModelFacts
-from tightfit.serving.model.weight_formats import WeightFormat, weights_bytes, whole_rows
+from tightfit.serving.model.weight_formats import WeightFormat, whole_rows
 from tightfit.serving.serve_settings import KV_DTYPES, ResolvedSettings
 from tightfit.serving.serving_points import ServingCurves
 from tightfit.units import KIB, format_bytes
@@ -116,7 +117,7 @@ def estimate_serving(
 ) -> ServingEstimate:
     """What `facts` need on `device`, of which the engine's largest batch was traced as `profiled`. `lengths` are tokens of prompt and answer of each request."""
     degree = settings.num_gpus
-    weights = weights_bytes(facts, weight_format, degree)
+    weights = held_weights_bytes(facts, weight_format, degree, rules.fused) + rotary_bytes(facts)
     adapters = 0 if settings.adapters is None else settings.adapters.num_bytes(facts, degree)
     is_reserved = rules.activation_peak == "reserved"
     activation = profiled.reserved_bytes if is_reserved else profiled.allocated_bytes
