@@ -58,5 +58,7 @@ class LaterOptimizers:
                     raise
                 # It is no refusal that the program has swallowed.
                 forget_apply_errors(str(error))
-                self._tell(f"{error}; the {type(model).__name__} goes on without it, since its optimizer was made later")
+                self._tell(
+                    f"{error}; the {type(model).__name__} goes on without it, since its optimizer was made later"
+                )
                 left = [choice for choice in left if choice not in refused]
