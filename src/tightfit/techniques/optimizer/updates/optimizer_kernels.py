@@ -16,6 +16,15 @@ from tightfit.techniques.session import Session
 UPDATED_ON_HOST = frozenset({"Adam", "AdamW", "SGD", "Adagrad"})
 """The classes of torch.optim that have a fused implementation for the host's processor (aten/src/ATen/native/cpu/FusedAdamKernel.cpp and beside it)."""
 
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def goes_wrong_at_host(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> bool:
+    """Whether the fused implementation for the host gives other numbers than it should: SGD's in half precision, from 16 elements on
+    (aten/src/ATen/native/cpu/FusedSGDKernel.cpp, torch 2.13; tests/cpu/test_fused_at_host.py)."""
+    return isinstance(optimizer, torch.optim.SGD) and dtype in _HALF
+
+
 # torch/amp/grad_scaler.py, `GradScaler.step`: an optimizer made with fused=True says so of itself.
 _STEP_UNSCALES = "_step_supports_amp_scaling"
 
@@ -53,6 +62,10 @@ def check_kernel(optimizer: torch.optim.Optimizer, model: torch.nn.Module, kerne
         for parameter in group["params"]:
             if kernel == "fused" and not parameter.is_floating_point():
                 raise ApplyError(f"{name} holds a parameter of {parameter.dtype}, which has no fused implementation")
+            if kernel == "fused" and parameter.device.type == "cpu" and goes_wrong_at_host(optimizer, parameter.dtype):
+                raise ApplyError(
+                    f"torch's fused {name} for the host goes wrong in {parameter.dtype}; leave optimizer_kernel out of the plan"
+                )
 
 
 def set_kernel(
