@@ -7,7 +7,6 @@ from typing import Any, Self
 
 from tightfit.devices.device import Device
 from tightfit.errors import UsageError
-from tightfit.serving.batches.smallest_change import ENGINE_FORMATS, smallest_change
 from tightfit.serving.costs.profiled_batch import StepMemory, TracedStep, batch_memory
 from tightfit.serving.costs.serving_speed import ServingSpeed, reductions_seconds, speed_at
 from tightfit.serving.costs.step_costs import StepCosts, step_costs
@@ -24,6 +23,7 @@ from tightfit.serving.model.model_facts import ModelFacts
 from tightfit.serving.model.weight_formats import WeightFormat, format_named
 from tightfit.serving.serve_settings import KV_DTYPES, ResolvedSettings
 from tightfit.serving.serving_estimate import ServingEstimate, estimate_serving
+from tightfit.serving.smallest_change import ENGINE_FORMATS, smallest_change
 from tightfit.tape import Tape
 
 # The lengths of vLLM's own benchmark (`vllm bench serve`, random), where the user names none.

@@ -10,7 +10,6 @@ from tightfit.cost.steps import step_operators
 from tightfit.devices.device import Device
 from tightfit.serving.batches.batch_memory import BatchMemory, TracedPeaks, batch_memory_of
 from tightfit.serving.batches.batch_rules import BatchRules
-from tightfit.serving.batches.smallest_change import FILE_FORMATS, LOADED_FORMATS, smallest_change
 from tightfit.serving.batches.split_layers import SplitModel, split_model
 from tightfit.serving.costs.profiled_batch import TracedStep
 from tightfit.serving.costs.seconds_range import SecondsRange
@@ -22,6 +21,7 @@ from tightfit.serving.model.cache_size import CacheSize
 from tightfit.serving.model.weight_formats import WeightFormat, all_formats, format_named, row_bytes
 from tightfit.serving.serve_settings import KV_DTYPES, ResolvedSettings
 from tightfit.serving.serving_estimate import ServingEstimate
+from tightfit.serving.smallest_change import FILE_FORMATS, LOADED_FORMATS, smallest_change
 from tightfit.serving.traced_server import TracedModel
 from tightfit.units import format_bytes
 
