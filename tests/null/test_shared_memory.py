@@ -6,8 +6,8 @@ from tightfit.devices.catalogue import find
 from tightfit.errors import UsageError
 from tightfit.fit import planning, serving
 from tightfit.fit.available import in_use, used_bytes_of
+from tightfit.serving.model.smallest_change import smallest_change
 from tightfit.serving.serve_settings import ServeSettings
-from tightfit.serving.smallest_change import smallest_change
 from tightfit.units import MIB
 
 NANO, OTHER = find("Orin Nano"), find("L4")

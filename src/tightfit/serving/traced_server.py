@@ -20,10 +20,10 @@ from tightfit.serving.load.scheduler import SchedulerLimits
 from tightfit.serving.load.simulation import LoadedEngine
 from tightfit.serving.model.cache_size import CacheSize
 from tightfit.serving.model.model_facts import ModelFacts
+from tightfit.serving.model.smallest_change import ENGINE_FORMATS, smallest_change
 from tightfit.serving.model.weight_formats import WeightFormat, format_named
 from tightfit.serving.serve_settings import KV_DTYPES, ResolvedSettings
 from tightfit.serving.serving_estimate import ServingEstimate, estimate_serving
-from tightfit.serving.smallest_change import ENGINE_FORMATS, smallest_change
 from tightfit.tape import Tape
 
 # The lengths of vLLM's own benchmark (`vllm bench serve`, random), where the user names none.

@@ -18,10 +18,10 @@ from tightfit.serving.costs.step_costs import StepCosts, step_costs
 from tightfit.serving.costs.traced_operators import TracedLayers, layer_times
 from tightfit.serving.costs.weight_products import WeightProducts
 from tightfit.serving.model.cache_size import CacheSize
+from tightfit.serving.model.smallest_change import FILE_FORMATS, LOADED_FORMATS, smallest_change
 from tightfit.serving.model.weight_formats import WeightFormat, all_formats, format_named, row_bytes
 from tightfit.serving.serve_settings import KV_DTYPES, ResolvedSettings
 from tightfit.serving.serving_estimate import ServingEstimate
-from tightfit.serving.smallest_change import FILE_FORMATS, LOADED_FORMATS, smallest_change
 from tightfit.serving.traced_server import TracedModel
 from tightfit.units import format_bytes
 
