@@ -63,6 +63,10 @@ def serve(
     _refuse_of_other_engines(asked)
     # Names that are not known are told before anything is traced.
     rules, card, _ = rules_of(engine, engine_version), find(device), format_named(asked.quantization)
+    if asked.kv_offload is not None and card.shares_host_memory:
+        raise UsageError(
+            f"--kv-offload: {card.name} has the host's memory, where a cache takes the same bytes; leave it out"
+        )
     if asked.draft is not None and load is not None:
         raise UsageError("--draft: its load is not simulated; leave out --rate and --arrivals")
     tokens = asked.max_num_batched_tokens

@@ -28,6 +28,8 @@ class ServingEstimate:
 
     `graph_bytes` are of CUDA graphs, which new versions count against the share. `why` is empty if it starts. `request_bytes` is the cache of a request of the asked lengths, else of the longest that is allowed.
 
+    `change` is the smallest one with which it would fit, or fit whole, in words.
+
     Engines of whole batches have their kind of `cache`, bytes at the host, and (llama.cpp) how many of the layers are on the card.
     """
 
@@ -63,6 +65,7 @@ class ServingEstimate:
     sleep: Sleep | None = None
     layers_on_card: int | None = None
     num_layers: int | None = None
+    change: str = ""
 
     @property
     def charged_bytes(self) -> int:
@@ -170,7 +173,10 @@ def estimate_serving(
         )
         if settings.kv_offload_bytes
         else None,
-        sleep=asleep(
+        # At the host they would be in the same memory.
+        sleep=None
+        if device.shares_host_memory
+        else asleep(
             device, weights_bytes=weights + adapters, graph_bytes=graphs, outside_bytes=communicators + context
         ),
     )
@@ -200,14 +206,17 @@ def _longest_within(facts: ModelFacts, size: CacheSize, room: int, settings: Res
 
 
 def _refusal(kv_bytes: int, longest: int, share: int, settings: ResolvedSettings, device: Device, fitting: int) -> str:
-    if share > device.capacity_bytes - device.context_bytes:
+    free = device.capacity_bytes - device.context_bytes - device.system_bytes
+    if share > free:
+        others = " and the machine's own programs" if device.shares_host_memory else ""
+        most = int(100 * free / device.capacity_bytes) / 100
         return (
-            f"{settings.gpu_memory_utilization:g} of the card is {format_bytes(share)}, and {format_bytes(device.capacity_bytes - device.context_bytes)}"
-            " are free beside the CUDA context: lower --gpu-memory-utilization"
+            f"{settings.gpu_memory_utilization:g} of the card is {format_bytes(share)}, and {format_bytes(free)}"
+            f" are free beside the CUDA context{others}: lower --gpu-memory-utilization to {most:g}"
         )
     if kv_bytes <= 0:
         # The engine refuses a share of more than is free beside its context.
-        unused = device.capacity_bytes - device.context_bytes - share
+        unused = device.capacity_bytes - device.context_bytes - device.system_bytes - share
         raised = "raise --gpu-memory-utilization, " if unused > -kv_bytes else ""
         return f"no memory is left for the cache: {format_bytes(-kv_bytes)} are missing; {raised}quantise, or use more cards"
     if kv_bytes < longest:

@@ -32,6 +32,8 @@ def write_serving(found: ServingEstimate, *, price_per_hour: float | None = None
         table.add_row(*row)
     out.print(table)
     out.print()
+    if found.change:
+        out.print(Text(f"smallest change: {found.change}"))
     for text in found.assumptions:
         out.print(Text(f"assumed: {text}", style="dim"))
     out.print(Text(f"estimated in {elapsed_seconds:.1f} s", style="dim"))
