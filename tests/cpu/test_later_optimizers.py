@@ -64,3 +64,30 @@ def test_a_first_optimizer_is_refused() -> None:
     finally:
         end()
         forget_apply_errors()
+
+
+def test_training_goes_on_without_what_blocks_that_are_trained_by_now_cannot_have() -> None:
+    settings = {"preceding": "", "following": "", "smallest_bytes": 1, "host_bytes": 1 << 14}
+    streamed = choice("weight_streaming", "Net.layers.1", **settings)
+
+    def unfrozen_later() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = Net()
+        model.layers[1].requires_grad_(False)
+        for _ in range(2):
+            optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.01)
+            for step in range(2):
+                optimizer.step(functools.partial(_loss, model, optimizer, step))
+            model.layers[1].requires_grad_(True)
+        return [p.detach().clone() for p in model.parameters()]
+
+    expected, said = unfrozen_later(), list[str]()
+    forget_apply_errors()
+    end = planned(BLOCK, streamed, said=said).install()
+    try:
+        found = unfrozen_later()
+    finally:
+        end()
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+    assert sum("was made later" in line and "Net.layers.1" in line for line in said) == 1
+    assert apply_error() is None

@@ -314,7 +314,9 @@ class Attachment:
         # The choices that concern optimizers, for a root that now has some of its own.
         global_ones = [c for c in self._choices if is_known and not is_module(c.where) and c not in live.choices]
         live.choices = [*live.choices, *global_ones]
-        session, live.choices = self._later.applied(live.choices, module, optimizers, is_planned=bool(self._planned))
+        session, live.choices = self._later.applied(
+            live.choices, module, optimizers, is_planned=bool(self._planned), is_anew=True
+        )
         check = self._keep(session, live.choices, live.planned)
         live.root.notes, live.root.statistics, live.check = session.notes, session.statistics, weakref.ref(check)
         live.root.call_sizes = session.shared.get(CallSizes, {})

@@ -1,7 +1,8 @@
 """Optimizers that a program makes when others have trained: what a plan has for optimizers is put on them too, or left out where they cannot have it.
 
-A script that goes on with SGD after Adam, or fits a small model by LBFGS on the outputs of a large one, would lose them to a
-refusal, and needs nothing of what is left out but its memory or its time.
+A script that goes on with SGD after Adam, or fits a small model by LBFGS on the outputs of a large one, would lose what it has trained to a refusal, and needs
+nothing of what is left out but its memory or its time. So would one that prunes its model or unfreezes blocks before it makes a new optimizer: the
+plan is put on that model anew, without what it cannot have any longer.
 """
 
 from collections.abc import Sequence
@@ -38,8 +39,10 @@ class LaterOptimizers:
         optimizers: Sequence[torch.optim.Optimizer],
         *,
         is_planned: bool,
+        is_anew: bool = False,
     ) -> tuple[Session, list[Choice]]:
-        """The session of `apply_choices`, with the choices that it has; all of them, unless there is a later optimizer and the plan `is_planned` already.
+        """The session of `apply_choices`, with the choices that it has: all of them, unless there is a later optimizer and the plan `is_planned` already. Left out is what
+        concerns optimizers, and anything where the model had a session before (`is_anew`).
 
         Raises:
             ApplyError: some cannot be applied.
@@ -53,12 +56,11 @@ class LaterOptimizers:
                 )
                 return session, left
             except ApplyError as error:
-                refused = [c for c in left if c.technique == error.technique and c.where in _OF_OPTIMIZERS]
-                if not refused or not may_leave_out:
+                of_technique = [c for c in left if c.technique == error.technique]
+                refused = [c for c in of_technique if c.where in error.places] or of_technique
+                if not refused or not may_leave_out or not (is_anew or all(c.where in _OF_OPTIMIZERS for c in refused)):
                     raise
                 # It is no refusal that the program has swallowed.
                 forget_apply_errors(str(error))
-                self._tell(
-                    f"{error}; the {type(model).__name__} goes on without it, since its optimizer was made later"
-                )
+                self._tell(f"{error}; the {type(model).__name__} goes on without it, as its optimizer was made later")
                 left = [choice for choice in left if choice not in refused]
