@@ -1,7 +1,7 @@
 """Predicted against published start-ups of vLLM: `python -m benchmarks.serving`.
 
 30 start-ups that other people have logged (model, card, settings, then weights, activation peak, cache in tokens), each predicted from the model's
-config alone. Beside it what users reckon with: parameters times bytes for the weights, and all of the share that they leave for the cache.
+config alone. Beside it what users reckon with (`calculators`): accelerate's estimate-memory, and parameters times bytes, without and with a fifth more.
 """
 
 import argparse
@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.serving.calculators import CALCULATORS, Calculated
 from tightfit.errors import TightfitError
 from tightfit.fit import serving
 from tightfit.serving.serve_settings import ServeSettings
@@ -33,8 +34,17 @@ def published(path: Path) -> Iterator[tuple[Row, Mapping[str, Any]]]:
     with path.open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             key = [row["model"], row["gpu"], int(row["n_gpu"])]
-            is_another = any(engine in row["engine_version"].lower() for engine in _OTHER_ENGINES)
-            yield row, {} if is_another else next((of for of in known if of["row"] == key), {})
+            engine = next((each for each in _OTHER_ENGINES if each in row["engine_version"].lower()), "vllm")
+            yield row, next((of for of in known if of["row"] == key and of.get("engine", "vllm") == engine), {})
+
+
+def reason(row: Row) -> str:
+    """Why a row is not predicted."""
+    if any(engine in row["engine_version"].lower() for engine in _OTHER_ENGINES):
+        return "another engine"
+    left_out = tomllib.loads(_START_UPS.read_text(encoding="utf-8"))["left_out"]
+    key = [row["model"], row["gpu"], int(row["n_gpu"])]
+    return next((of["why"] for of in left_out if of["row"] == key), "its config is not known here")
 
 
 def predicted(row: Row, known: Mapping[str, Any], folder: Path) -> ServingEstimate:
@@ -52,9 +62,11 @@ def predicted(row: Row, known: Mapping[str, Any], folder: Path) -> ServingEstima
             max_model_len=known.get("max_model_len") or _number(row["max_model_len"]),
             max_num_seqs=_number(row["max_num_seqs"]),
             max_num_batched_tokens=_number(row["max_num_batched_tokens"]),
-            gpu_memory_utilization=float(row["gpu_mem_util"].split()[0]) if row["gpu_mem_util"] else None,
+            gpu_memory_utilization=known.get("share")
+            or (float(row["gpu_mem_util"].split()[0]) if row["gpu_mem_util"] else None),
             chunked_prefill=known.get("chunked_prefill"),
         ),
+        engine=known.get("engine", "vllm"),
         engine_version=known["version"],
         dtype=known.get("dtype"),
     )
@@ -66,7 +78,9 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, default=_PUBLISHED, help="the table of published start-ups")
     parser.add_argument("--only", default="", help="rows whose model contains this")
     given = parser.parse_args()
-    errors: dict[str, list[float]] = {"weights": [], "parameters x bytes": [], "tokens": [], "share - weights": []}
+    errors: dict[str, list[float]] = {"weights": [], "tokens": []}
+    for name in CALCULATORS:
+        errors |= {f"weights, {name}": [], f"tokens, {name}": []}
     verdicts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
         for row, known in published(given.rows):
@@ -87,7 +101,7 @@ def _line(
     name = f"{row['model'][:44]:44} {row['gpu'][:22]:22} x{row['n_gpu']}"
     if not known:
         verdicts["not predicted"] += 1
-        return f"{name} not predicted: another engine, or no published config"
+        return f"{name} not predicted: {reason(row)}"
     try:
         found = predicted(row, known, folder)
     except TightfitError as error:
@@ -109,11 +123,36 @@ def _line(
     if tokens and "leaves_out" not in known:
         errors["tokens"].append(found.kv_tokens / tokens - 1)
         parts.append(f"{found.kv_tokens:,} tokens ({tokens:,.0f}, {errors['tokens'][-1]:+.1%})")
-        simple = (
-            found.capacity_bytes * found.settings.gpu_memory_utilization - found.weights_bytes
-        ) / found.kv_bytes_per_token
-        errors["share - weights"].append(simple / tokens - 1)
+    is_whole = "leaves_out" not in known
+    parts += _calculated(found, known, folder, errors, weights, tokens if is_whole else None)
     return f"{name} {'; '.join(parts)}{'; ' + known['leaves_out'] if 'leaves_out' in known else ''}"
+
+
+def _calculated(
+    found: ServingEstimate,
+    known: Mapping[str, Any],
+    folder: Path,
+    errors: dict[str, list[float]],
+    weights: Any,
+    tokens: Any,
+) -> Iterator[str]:
+    """What the calculators say of the same row; accelerate knows no cache, so that users take what its weights leave."""
+    if not weights and not tokens:
+        return
+    of = Calculated.of_config(folder / f"{known['model']}.json")
+    cards = found.settings.num_gpus
+    share = found.capacity_bytes * found.settings.gpu_memory_utilization
+    for name in CALCULATORS:
+        words = []
+        if weights:
+            error = of.weights(name) / cards / GIB / weights - 1
+            errors[f"weights, {name}"].append(error)
+            words.append(f"weights {error:+.1%}")
+        if tokens:
+            error = of.tokens(name, share, cards) / tokens - 1
+            errors[f"tokens, {name}"].append(error)
+            words.append(f"tokens {error:+.1%}")
+        yield f"[{name}: {', '.join(words)}]"
 
 
 def _number(text: str) -> Any:

@@ -62,6 +62,25 @@ def test_generate_holds_what_it_holds_on_the_host(tmp_path: Path) -> None:
     assert found.speed is not None
 
 
+def test_layers_at_the_host_take_the_same_bytes_of_a_shared_memory(tmp_path: Path) -> None:
+    """Cache and mask of 6.7 GiB are more than what is free of a module of 8 GB beside its own programs, and fit a card of that size."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**CONFIG, "max_position_embeddings": 1_500_000}))
+    whole, part = (
+        serving.serve(
+            str(path), device, engine="llama.cpp", lengths=[(1_400_000, 0)], asked=ServeSettings(quantization="q8_0")
+        )
+        for device in ("3070", "Orin Nano")
+    )
+    assert whole.fits and whole.layers_on_card == whole.num_layers and not whole.change
+    assert not part.fits and part.layers_on_card == 0
+    assert "a memory that is the host's too" in part.why
+    # Its weights are small: a shorter request helps, other weights do not.
+    assert part.change.startswith("all layers are on the GPU with requests of up to ")
+    assert "weights" not in part.change
+    assert part.sleep is None
+
+
 @pytest.mark.parametrize(("engine", "changes", "words"), [
     ("transformers", {"cache": "paged"}, "--cache paged"),
     ("transformers", {"kv_dtype": "fp8"}, "--cache"),

@@ -203,7 +203,9 @@ def test_ranks_share_heads_of_keys_and_values_where_there_are_fewer(tmp_path: Pa
     assert found.kv_bytes_per_token == 6 * 2 * 16 * 2
     shared, each = 2 * 32 * 64 // 2, (2 * 64 * 64 + 3 * 64 * 128) // 4
     norms, vocabulary = (2 * 6 + 1) * 64, 2 * 99 * 64
-    assert found.weights_bytes == pytest.approx(2 * (6 * (shared + each) + norms + vocabulary // 4), abs=4)
+    # Each has the sines and cosines of all positions.
+    rotary = 2048 * 16
+    assert found.weights_bytes == pytest.approx(2 * (6 * (shared + each) + norms + vocabulary // 4 + rotary), abs=4)
 
 
 def test_ranks_that_do_not_divide_the_layers_are_refused(tmp_path: Path) -> None:
@@ -292,7 +294,9 @@ def test_a_draft_and_adapters_are_charged_before_the_cache(tmp_path: Path, trace
     assert plain.kv_bytes - adapted.kv_bytes == adapted.adapter_bytes
     draft = config_file(tmp_path, "llama", num_hidden_layers=4)
     both = estimated(config_file(_folder(tmp_path), "llama"), max_model_len=128, draft=draft, quantization="fp8")
-    assert both.draft_bytes == server(traced["llama"]).model.facts.num_parameters * 2 - 2 * _layer_parameters() * 2
+    rotary = 2048 * 16 * 2
+    parameters = server(traced["llama"]).model.facts.num_parameters - 2 * _layer_parameters()
+    assert both.draft_bytes == parameters * 2 + rotary
     assert both.kv_bytes_per_token == (6 + 4) * 2 * 2 * 16 * 2
     assert both.speed is None
 

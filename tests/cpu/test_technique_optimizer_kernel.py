@@ -1,6 +1,7 @@
 """The three implementations of an optimizer: same training, other temporaries; what options promise is what a traced run holds."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -42,6 +43,19 @@ def test_the_flags_and_a_checkpoint_are_those_of_a_plain_run():
     assert run.optimizer.defaults == plain.optimizer.defaults
     assert not run.optimizer._optimizer_state_dict_post_hooks
     assert not run.optimizer._optimizer_load_state_dict_post_hooks
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_copies_have_the_flags_of_a_plain_run(copied):
+    plain = train().optimizer
+    optimizer = train(OptimizerKernel(), {"kernel": "fused"}).optimizer
+    other = copied(optimizer)
+    assert optimizer.param_groups[0]["fused"] is True
+    assert other.defaults == plain.defaults and type(other.state) is type(plain.state)
+    assert [{**group, "params": 0} for group in other.param_groups] == [
+        {**group, "params": 0} for group in plain.param_groups
+    ]
+    other.step()
 
 
 def test_a_run_goes_on_as_before_when_it_is_undone():

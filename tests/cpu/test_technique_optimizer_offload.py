@@ -553,3 +553,18 @@ def test_what_a_checkpoint_in_memory_has_is_the_state_itself_as_in_the_plain_run
         if session is not None:
             session.undo()
     assert torch.equal(*kept)
+
+
+def test_it_may_be_put_on_in_inference_mode() -> None:
+    pairs = []
+    for kind in ("plain", "offloaded"):
+        model = model_of()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        if kind == "offloaded":
+            with torch.inference_mode():
+                # More than the slab has room for, too.
+                offloaded(model, optimizer, host_bytes=SIZE)
+        for seed in range(2):
+            step(model, optimizer, seed)
+        pairs.append(model)
+    assert same(*pairs)

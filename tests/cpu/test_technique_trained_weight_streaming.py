@@ -195,3 +195,21 @@ def test_a_model_without_such_blocks_and_more_memory_than_the_host_has_are_refus
     with pytest.raises(ApplyError, match="the host has no"):
         streamed(model, adamw(model), host_bytes=1 << 60)
     assert not any("forward" in vars(block) or is_away(block.qkv.weight) for block in model.blocks)
+
+
+def test_a_plan_is_put_on_again_while_the_program_holds_the_graph_of_its_last_loss() -> None:
+    # A script that makes its optimizer anew: its session is undone, and put on with that one.
+    plain, model = small(), small()
+    for each in (plain, model):
+        for lr in (0.01, 0.02):
+            optimizer = torch.optim.AdamW(each.parameters(), lr=lr)
+            session = streamed(each, optimizer) if each is model else None
+            for step in range(2):
+                optimizer.zero_grad()
+                loss = each(torch.arange(8).reshape(2, 4) + step)
+                loss.backward()
+                optimizer.step()
+            if session is not None:
+                assert is_away(each.blocks[0].qkv.weight)
+                session.undo()
+    assert same(plain.parameters(), model.parameters())

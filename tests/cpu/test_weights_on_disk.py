@@ -135,6 +135,23 @@ def test_what_the_program_writes_is_what_counts_and_the_file_stays_as_it_is(is_l
     assert same(list(plain.state_dict().values()), list(model.state_dict().values()))
 
 
+def test_weights_of_two_types_are_saved_one_by_one_and_together_as_in_the_plain_run(tmp_path: Path) -> None:
+    plain, model = small(), small()
+    for each in (plain, model):
+        each.blocks[1].out.bias.data = each.blocks[1].out.bias.data.bfloat16()
+    on_disk(model)
+    for each, folder in ((plain, tmp_path / "plain"), (model, tmp_path / "model")):
+        folder.mkdir()
+        torch.save(each.state_dict(), folder / "all.pt")
+        torch.save(each.blocks[0].qkv.weight, folder / "one.pt")
+        save_file(each.state_dict(), folder / "all.safetensors")
+    for name in ("one.pt", "all.pt", "all.safetensors"):
+        files = tmp_path / "plain" / name, tmp_path / "model" / name
+        assert abs(files[0].stat().st_size - files[1].stat().st_size) < 1 << 12
+    loaded = torch.load(tmp_path / "model" / "all.pt"), load_file(tmp_path / "model" / "all.safetensors")
+    assert all(same(list(plain.state_dict().values()), [each[name] for name in plain.state_dict()]) for each in loaded)
+
+
 def test_a_byte_that_has_changed_on_the_disk_is_an_error_before_it_is_used() -> None:
     model = small()
     session = on_disk(model)

@@ -242,6 +242,21 @@ def evaluates_between(model: Decoder, optimizer: Optimizer) -> Any:
     return found
 
 
+def predicts_with_gradients_held(model: Decoder, optimizer: Optimizer) -> Any:
+    kept = []
+    for seed in range(3):
+        optimizer.zero_grad()
+        model(tokens(seed)).backward()
+        kept += [p.grad for p in model.parameters()]
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad = p.grad * 0.5
+        with torch.inference_mode():
+            kept.append(model(tokens(8)).clone())
+        optimizer.step()
+    return kept
+
+
 def with_autocast(model: Decoder, optimizer: Optimizer) -> Any:
     for seed in range(2):
         optimizer.zero_grad()
@@ -291,6 +306,7 @@ LOOPS = (
     freezes_some,
     copies,
     evaluates_between,
+    predicts_with_gradients_held,
     with_autocast,
     gives_gradients,
     skips_blocks,

@@ -175,7 +175,17 @@ OPTIONS = {
         *("--engine-version", "--for", "--gpu-memory-utilization", "--gpus", "--json", "--kv-dtype", "--launch"),
         *("--lengths", "--max-model-len", "--max-num-batched-tokens", "--max-num-seqs", "--plan"),
         *("--price-per-hour", "--quantization", "--rate", "--requests", "--seed", "--slo-tpot", "--slo-ttft"),
-        *("--beside", "--draft", "--kv-offload", "--lora", "--output", "-o"),
+        *(
+            "--allow-network",
+            "--allow-writes",
+            "--beside",
+            "--call",
+            "--draft",
+            "--kv-offload",
+            "--lora",
+            "--output",
+            "-o",
+        ),
     ],
     "watch": [
         *("--agent", "--alerts", "--bind", "--interval", "--job", "--json", "--once", "--port", "--quantile"),

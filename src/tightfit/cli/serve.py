@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from tightfit.cli.arguments.options import SEVERAL
+from tightfit.cli.arguments.options import CLOSED_IN, SEVERAL, Permissions
 from tightfit.cli.arguments.serving_arguments import (
     EngineArguments,
     LoadArguments,
@@ -23,6 +23,7 @@ from tightfit.cli.arguments.serving_arguments import (
 )
 from tightfit.cli.shared.local_cards import own_card
 from tightfit.cli.shared.progress import ProgressLine
+from tightfit.cli.variants.served_scripts import ServedModel, is_script, served_model
 from tightfit.errors import UsageError
 from tightfit.output_files import check_outputs, write_text
 
@@ -40,7 +41,7 @@ _NO_PLAN = PlanArguments()
 def serve(
     model: str,
     /,
-    *,
+    *script_arguments: Annotated[str, Parameter(show=False)],
     device: Annotated[tuple[str, ...], SEVERAL] = (),
     gpus: int = 1,
     lengths: str | None = None,
@@ -49,8 +50,10 @@ def serve(
     dtype: str | None = None,
     price_per_hour: Annotated[tuple[str, ...], SEVERAL] = (),
     launch: str | None = None,
+    call: int | None = None,
     output: Annotated[Path | None, Parameter(alias="-o")] = None,
     json: bool = False,
+    tracing: Permissions = CLOSED_IN,
     arguments: EngineArguments = _DEFAULTS,
     load: LoadArguments = _NO_LOAD,
     plan: PlanArguments = _NO_PLAN,
@@ -62,15 +65,15 @@ def serve(
     Parameters
     ----------
     model
-        A Hugging Face config.json, its folder, a preset ("llama-3-8b") or a model type. No weights are needed.
+        A Hugging Face config.json, its folder, a preset ("llama-3-8b") or a model type: no weights are needed. Or a script that calls generate of transformers (its own arguments after --), which is traced up to that call.
     device
         A GPU by name ("l4", "4090") or its TOML file; several with --plan. Default: the GPU of this machine.
     gpus
         GPUs that share each layer (tensor parallelism).
     lengths
-        Tokens of prompt and answer of a request, 2000:300, or a .csv of past requests with a column for each. By default the longest that is allowed.
+        Tokens of prompt and answer of a request, 2000:300, or a .csv of past requests with a column for each. By default those that the script generates, or the longest that is allowed.
     engine
-        vllm, transformers (generate of a batch), or llama.cpp (its server).
+        vllm, sglang, transformers (generate of a batch), or llama.cpp (its server).
     engine_version
         Its version ("0.8.5"); by default the newest that is known.
     dtype
@@ -79,51 +82,83 @@ def serve(
         What one GPU costs per hour, 0.8 or L4=0.8, for the cost of a million tokens; repeatable.
     launch
         Print what starts the server, and nothing else: the command of vllm, sglang, tgi or llama.cpp, or a manifest for kubernetes.
+    call
+        Which call of generate of a script, 1 if not given.
     output
         A file.html to write: the memory as a bar, the room for requests by their length, the times by the load (with --lengths).
     json
         Print JSON.
     """
-    from tightfit.fit.serving import serve as estimated
     from tightfit.serving.load.lengths import lengths_of
     from tightfit.serving.serve_settings import ServeSettings
 
-    started = time.monotonic()
     check_outputs({"--output": output}, inputs=(model, *device))
     cards = cards_of(device or [own_card()], gpus, price_per_hour)
     asked = ServeSettings(num_gpus=gpus, **dataclasses.asdict(arguments))
     requests = lengths_of(lengths) if lengths is not None else []
-    names: dict[str, Any] = {"engine": engine, "engine_version": engine_version, "dtype": dtype}
-    if plan.beside or plan.is_asked:
-        others = {"--output": output, "--gpus": gpus > 1}
-        return _planned(model, cards, asked, plan, load, requests, names, launch, others, as_json=json)
+    if plan.beside and is_script(model):
+        raise UsageError("--beside: give the configs of both models; a script is served alone")
+    with served_model(
+        model,
+        script_arguments,
+        call,
+        tracing,
+        device=(device or [own_card()])[0],
+        engine=engine,
+        dtype=dtype,
+        lengths=requests,
+        has_arrivals=load.arrivals is not None,
+    ) as served:
+        names: dict[str, Any] = {"engine": engine, "engine_version": engine_version, "dtype": served.dtype}
+        if plan.beside or plan.is_asked:
+            others = {"--output": output, "--gpus": gpus > 1}
+            return _planned(served, cards, asked, plan, load, names, launch, others, as_json=json)
+        return _estimated(served, (device or [own_card()])[0], cards, asked, load, names, launch, output, as_json=json)
+
+
+def _estimated(
+    served: ServedModel,
+    device: str,
+    cards: "list[PricedCard]",
+    asked: "ServeSettings",
+    load: LoadArguments,
+    names: Mapping[str, Any],
+    launch: str | None,
+    output: Path | None,
+    *,
+    as_json: bool,
+) -> int:
+    """One server on one kind of card."""
+    from tightfit.fit.serving import serve as estimated
+
+    started = time.monotonic()
     if len(cards) > 1:
         raise UsageError("several --device: give --plan too, which chooses one of them")
-    _refuse_what_nothing_uses(load, price_per_hour, requests)
+    _refuse_what_nothing_uses(load, [card for card in cards if card.price_per_hour is not None], served.lengths)
     price = cards[0].price_per_hour
-    with ProgressLine(f"serve {model}", timeout_seconds=None) as line:
+    with ProgressLine(f"serve {served.title}", timeout_seconds=None) as line:
         found = estimated(
-            model,
-            (device or [own_card()])[0],
+            served.source,
+            device,
             asked=asked,
-            lengths=requests,
-            load=load_of(load, requests),
+            lengths=served.lengths,
+            load=load_of(load, served.lengths),
             draws=output is not None,
             on_progress=line.report,
             **names,
         )
+    found = served.answered(found)
     if output is not None:
         _write_page(output, found, price)
-    return _answer_one(found, launch, price, as_json=json, started=started)
+    return _answer_one(found, launch, price, as_json=as_json, started=started)
 
 
 def _planned(
-    model: str,
+    served: ServedModel,
     cards: "list[PricedCard]",
     asked: "ServeSettings",
     plan: PlanArguments,
     load: LoadArguments,
-    lengths: Sequence[tuple[int, int]],
     names: Mapping[str, Any],
     launch: str | None,
     others: Mapping[str, object],
@@ -134,10 +169,11 @@ def _planned(
     started = time.monotonic()
     if plan.beside:
         others = {**others, "--plan": plan.is_asked, "--launch": launch, "--rate": load.rate}
-        return _beside([model, *plan.beside], cards, asked, plan, lengths, names, others, as_json=as_json)
+        models = [served.source, *plan.beside]
+        return _beside(models, cards, asked, plan, served.lengths, names, others, as_json=as_json)
     if others["--output"] is not None:
         raise UsageError("--output is of one server; leave out --plan, --for and --allow")
-    chosen = _chosen(model, cards, asked, plan, load, lengths, names)
+    chosen = served.answered(_chosen(served, cards, asked, plan, load, names))
     return _answer(chosen, launch, as_json=as_json, started=started)
 
 
@@ -194,7 +230,9 @@ def _answer_one(
     return 0 if found.fits else 1
 
 
-def _refuse_what_nothing_uses(load: LoadArguments, prices: Sequence[str], lengths: Sequence[tuple[int, int]]) -> None:
+def _refuse_what_nothing_uses(
+    load: LoadArguments, prices: Sequence["PricedCard"], lengths: Sequence[tuple[int, int]]
+) -> None:
     if prices and not lengths:
         raise UsageError("--price-per-hour: give what a GPU costs per hour, and --lengths")
     if level_of(load).is_set and load.rate is None and load.arrivals is None:
@@ -202,12 +240,11 @@ def _refuse_what_nothing_uses(load: LoadArguments, prices: Sequence[str], length
 
 
 def _chosen(
-    model: str,
+    served: ServedModel,
     cards: "list[PricedCard]",
     asked: "ServeSettings",
     plan: PlanArguments,
     load: LoadArguments,
-    lengths: Sequence[tuple[int, int]],
     names: Mapping[str, Any],
 ) -> "ServingPlan":
     from tightfit.fit.serving_planning import plan_serving
@@ -218,12 +255,15 @@ def _chosen(
         raise UsageError(f"--for {plan.objective}: one of {', '.join(OBJECTIVES)}")
     if plan.at_once < 1:
         raise UsageError(f"--at-once {plan.at_once}: at least 1")
+    lengths = served.lengths
     asked_load = load_of(load, lengths)
     if asked_load is not None and not lengths:
         lengths = list(zip(asked_load.arrivals.prompts.tolist(), asked_load.arrivals.answers.tolist(), strict=True))
     wanted = Wanted(objective=objective, lengths=lengths, at_once=plan.at_once, level=level_of(load), load=asked_load)
-    with ProgressLine(f"serve {model}", timeout_seconds=None) as line:
-        return plan_serving(model, cards, wanted, asked=asked, allow=plan.allow, on_progress=line.report, **names)
+    with ProgressLine(f"serve {served.title}", timeout_seconds=None) as line:
+        return plan_serving(
+            served.source, cards, wanted, asked=asked, allow=plan.allow, on_progress=line.report, **names
+        )
 
 
 def _answer(chosen: "ServingPlan", launch: str | None, *, as_json: bool, started: float) -> int:

@@ -86,7 +86,7 @@ class HostSlab:
         return self._free.num_bytes
 
     def _beside(self, num_bytes: int) -> Part:
-        part = Part(bytes=torch.empty(num_bytes, dtype=torch.uint8, device="cpu"), slab=self)
+        part = Part(bytes=host_bytes(num_bytes), slab=self)
         self._overflow += num_bytes
         self.overflow_bytes = max(self.overflow_bytes, self._overflow)
         # A range of no length: nothing of the slab comes back.
@@ -126,7 +126,7 @@ class HostSlab:
 
 def _memory(num_bytes: int, *, is_in_forks: bool) -> torch.Tensor:
     if is_in_forks or not num_bytes or not hasattr(mmap, "MADV_DONTFORK"):
-        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+        return host_bytes(num_bytes)
     # What is written after a fork is a copy of the page, unless the kernel knows that a card reads it (a long-term pin, which drivers have not always made):
     # the card would go on reading the page of before.
     try:
@@ -136,7 +136,14 @@ def _memory(num_bytes: int, *, is_in_forks: bool) -> torch.Tensor:
             raise
         raise MemoryError from error
     mapped.madvise(mmap.MADV_DONTFORK)
-    return torch.frombuffer(mapped, dtype=torch.uint8)
+    with torch.inference_mode(False):
+        return torch.frombuffer(mapped, dtype=torch.uint8)
+
+
+def host_bytes(num_bytes: int, *, is_pinned: bool = False) -> torch.Tensor:
+    """Memory at the host, uint8, of shape (num_bytes,), which may be written to at any time: in inference mode torch would make it for that mode alone."""
+    with torch.inference_mode(False):
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
 
 
 # The memory of slabs is kept until it is unregistered, which is done when the next slab is made or a session ends.

@@ -6,6 +6,8 @@
     ├── CaptureError        3  the workload could not be traced to its end
     │   ├── ProgramError    3  the workload itself raised an exception
     │   ├── MissingExtra    3  a package that this target needs is not installed
+    │   ├── NoStep          3  the workload took no step on the GPU
+    │   ├── Generates       3  a traced script has come to the call of `generate` that was looked for
     │   └── WaitsForRank    3  a traced rank needs an object that another rank sends
     ├── UnsupportedTorch    3  the installed torch lacks a name that is needed
     ├── RecordingError      3  a recording could not be read
@@ -20,7 +22,7 @@ The message is one line for a person; the command line shows a traceback for the
 """
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 class TightfitError(Exception):
@@ -53,6 +55,19 @@ class ProgramError(CaptureError):
 
 class MissingExtra(CaptureError):
     """A package that this target needs is not installed; the message says what to install."""
+
+
+class NoStep(CaptureError):
+    """The workload took no step, or none with a tensor on the GPU."""
+
+
+class Generates(CaptureError):
+    """A traced script has come to the call of `generate` that was looked for, which is no fault: `call` has what it generates with
+    (`tightfit.fit.generating_scripts.GeneratingCall`)."""
+
+    def __init__(self, message: str, *, call: Mapping[str, Any]) -> None:
+        super().__init__(message)
+        self.call = call
 
 
 class WaitsForRank(CaptureError):

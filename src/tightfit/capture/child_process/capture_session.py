@@ -38,7 +38,7 @@ from tightfit.capture.targets.target_kinds import Script, Target, generator_on, 
 from tightfit.capture.token_loops.generate import GenerateLoops
 from tightfit.devices.catalogue import find
 from tightfit.effects.random_operators import draws
-from tightfit.errors import ApplyError, CaptureError, InternalError, faults
+from tightfit.errors import ApplyError, CaptureError, InternalError, NoStep, faults
 from tightfit.errors.program_errors import one_line
 from tightfit.errors.program_folder import begin_in_this_folder
 from tightfit.tape import Coverage, NotReached, Tape
@@ -220,14 +220,12 @@ class CaptureSession:
         if not self.watch.num_ended and not isinstance(target, Script):
             raise CaptureError("the function did not yield: set up, then `yield` once per step")
         if not self.watch.num_ended and not self.watch.has_ended:
-            raise CaptureError(
+            raise NoStep(
                 f"the workload ended without a step: no optimizer stepped and no backward pass was run; {_why_no_step(target)}"
             )
         self.watch.settle()
         if not self.recorder.storages["num_bytes"]:
-            raise CaptureError(
-                'the workload took its steps without a tensor on the GPU; does it move its model to "cuda"?'
-            )
+            raise NoStep('the workload took its steps without a tensor on the GPU; does it move its model to "cuda"?')
 
     def _run_script(self, script: Script, after: FastForward) -> Mapping[str, Any] | None:
         """The globals of the script, or None after an error of its own behind its steps: the tape has what came before."""

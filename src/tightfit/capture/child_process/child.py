@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from tightfit.capture.child_process import empty_stdin
+from tightfit.capture.child_process import early_end, empty_stdin
 from tightfit.capture.child_process.time_after_steps import TimeAfterSteps
 from tightfit.capture.collectives.world import World
 from tightfit.capture.patches import manifest, nvidia_smi
@@ -207,6 +207,7 @@ def _trace(request: Request, path: str, closed_in: ClosedIn) -> Any:
     session.gpu.operators.progress = status = StatusFile(path)
     if request.follows_threads:
         session.follow_threads()
+    early_end.provide(lambda error: leave(path, {**_failure(request.label, error, ""), "notes": closed_in.end()}))
     report = prepare(request.preparation)
     where = session.gpu.attribution.where
     empty_stdin.install(

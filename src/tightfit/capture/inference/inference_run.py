@@ -18,7 +18,7 @@ from tightfit.capture.inference.cache_layout import append_in_place, layout_of
 from tightfit.capture.inference.call_count import CallCount
 from tightfit.capture.inference.inference_model import build, input_width, widest_window
 from tightfit.capture.inference.sampler import sample
-from tightfit.capture.inference.weight_rows import cut_layers, plan_of, weight_rows
+from tightfit.capture.inference.weight_rows import cut_layers, plan_of, rotary_widths, weight_rows
 from tightfit.capture.targets.huggingface.target import LEFT_OPEN
 from tightfit.errors import CaptureError, UsageError
 
@@ -165,6 +165,7 @@ class _Run:
             is_encoder_decoder=self.is_pair,
             base=next((path for path, module in self.model.named_modules() if module is self.body), ""),
             weights=weight_rows(self.model),
+            rotary=rotary_widths(self.model),
             layers=[dataclasses.asdict(layers) for layers in shorten(self.model, self.config)],
         )
         if self.body is self.model:

@@ -47,6 +47,17 @@ def weight_rows(model: torch.nn.Module) -> list[dict[str, Any]]:
     return rows
 
 
+def rotary_widths(model: torch.nn.Module) -> list[int]:
+    """How many numbers a position has in the sines and cosines of each kind of rotary embedding of the text model."""
+    found = {}
+    for path, buffer in model.named_buffers():
+        module, _, name = path.rpartition(".")
+        is_copy = "original" in name or any(word in module for word in ("visual", "vision", "audio"))
+        if name.endswith("inv_freq") and not is_copy:
+            found[name] = 2 * buffer.numel()
+    return list(found.values())
+
+
 def plan_of(model: torch.nn.Module) -> Mapping[str, str]:
     """Patterns of module or parameter names to the styles of the model's tensor-parallel plan; empty where it has none."""
     return dict(getattr(model, "tp_plan", None) or {})

@@ -17,6 +17,7 @@ from tightfit.engine.disk.disk_file import DiskFile
 from tightfit.engine.disk.disk_places import DiskPlace, OnDisk
 from tightfit.engine.disk.disk_slab import DiskSlab
 from tightfit.engine.disk.disk_threads import DiskThreads, Moving
+from tightfit.engine.host_slab import host_bytes
 from tightfit.errors import ApplyError
 from tightfit.tape import CopyDirection
 
@@ -111,7 +112,7 @@ class DiskCopies(CopyEngine):
             return
         error = self._threads.error_of(moving)
         if error is not None:
-            there.rescued = torch.empty(there.num_bytes, dtype=torch.uint8, device="cpu")
+            there.rescued = host_bytes(there.num_bytes)
             self._link.move(moving.tensor, there.rescued, to_host=True, after=self._link.mark())
             self._on_failure(
                 f"could not be written to the disk of {self._folder} ({error}). They are in host memory instead, and nothing is lost: "

@@ -79,9 +79,13 @@ class DiskSlab:
     def mapped(self, part: DiskPart) -> torch.Tensor:
         """A part that has been written, and will not be again, as memory; uint8, of shape (num_bytes,). What is written there does not go to the file."""
         end = part.bytes.begin + part.bytes.num_bytes
-        if self._mapping is None or len(self._mapping) < end:
-            self._mapping = torch.frombuffer(self.file.mapped(), dtype=torch.uint8)
-        return self._mapping[part.bytes.begin : end]
+        with torch.inference_mode(False):
+            if self._mapping is None or len(self._mapping) < end:
+                self._mapping = torch.frombuffer(self.file.mapped(), dtype=torch.uint8)
+            memory = self._mapping[part.bytes.begin : end]
+            # In a storage of its own: whoever saves a weight (`torch.save`), or asks which of them share memory (safetensors), is not told of the file. A tape
+            # knows what is on disk by the storage of all of it.
+            return memory if self.is_virtual or not len(memory) else torch.from_numpy(memory.numpy())
 
     @property
     def num_bytes(self) -> int:

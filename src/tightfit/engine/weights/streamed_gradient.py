@@ -15,7 +15,7 @@ from tightfit.capture.patches import gradients_of_data
 from tightfit.capture.processes.process_role import is_simulated
 from tightfit.effects.values.contents import checksum_of
 from tightfit.engine.copy_engines import CopyEngine, Ticket
-from tightfit.engine.host_slab import HostSlab
+from tightfit.engine.host_slab import HostSlab, host_bytes
 from tightfit.engine.zero_copy import at_host as bytes_there
 from tightfit.engine.zero_copy import seen_from
 from tightfit.errors import ApplyError
@@ -80,8 +80,10 @@ class StreamedGradient:
         # What refers to one that returns refers to where it lay.
         if self._homes.get(gradient) is None and TENSOR_USES.call(gradient) != _HANDLES:
             return
-        at_host = self._memory_for(gradient)
-        ticket = copies.begin(_bytes_of(gradient), bytes_there(_bytes_of(at_host)), to_host=True)
+        # In an evaluation in inference mode too: what leaves there is the gradient of steps after it.
+        with torch.inference_mode(False), torch.no_grad():
+            at_host = self._memory_for(gradient)
+            ticket = copies.begin(_bytes_of(gradient), bytes_there(_bytes_of(at_host)), to_host=True)
         self._leaving = _Leaving(gradient=gradient, version=gradient._version, at_host=at_host, ticket=ticket)
 
     def leave(self, copies: CopyEngine) -> int:
@@ -163,8 +165,7 @@ class StreamedGradient:
         is_free = is_simulated() or STORAGE_USES.call(memory.untyped_storage()._cdata) == _USES_OF_OURS
         if not is_free or num_bytes > self._num_bytes:
             is_pinned = self._device.type == "cuda" and not is_simulated()
-            memory = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
-            memory = seen_from(self._device, memory)
+            memory = seen_from(self._device, host_bytes(num_bytes, is_pinned=is_pinned))
         return _shaped(memory[:num_bytes], gradient.dtype, gradient.shape, gradient.stride())
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from tightfit.serving.batches.batch_rules import BatchRules
 from tightfit.serving.costs.profiled_batch import StepMemory, TracedStep, peaks
 from tightfit.serving.model.cache_size import CacheSize
+from tightfit.serving.model.held_weights import held_weights_bytes
 from tightfit.serving.model.model_facts import ModelFacts
 from tightfit.serving.model.weight_formats import WeightFormat, row_bytes
 from tightfit.tape import Tape
@@ -79,7 +80,7 @@ def batch_memory_of(
     answer: int,
 ) -> BatchMemory:
     """What `generate` holds for `requests` at once, with prompts and answers of so many tokens."""
-    weights = sum(row_bytes(row, weight_format) for row in facts.weights)
+    weights = held_weights_bytes(facts, weight_format)
     written_out = dequantised_bytes(facts, weight_format)
     held = held_at_end(facts, prompt, answer)
     begins = held if cache == "static" else held_at_end(facts, prompt, 0)

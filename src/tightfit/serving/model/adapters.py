@@ -53,4 +53,7 @@ def with_draft(facts: ModelFacts, draft: ModelFacts) -> ModelFacts:
     """`facts` with the weights and the cache of a model that drafts tokens for it."""
     weights = tuple(dataclasses.replace(row, name=f"draft.{row.name}") for row in draft.weights)
     cache = tuple(dataclasses.replace(tensor, path=f"draft.{tensor.path}") for tensor in draft.cache)
-    return dataclasses.replace(facts, weights=(*facts.weights, *weights), cache=(*facts.cache, *cache))
+    widths = (*facts.rotary_widths, *draft.rotary_widths)
+    return dataclasses.replace(
+        facts, weights=(*facts.weights, *weights), cache=(*facts.cache, *cache), rotary_widths=widths
+    )

@@ -64,7 +64,8 @@ class CacheTensor:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """A model as a server sees it. `max_positions` is None where its config names no limit, `left_open` what was assumed where it says nothing."""
+    """A model as a server sees it. `max_positions` is None where its config names no limit, `left_open` what was assumed where it says nothing;
+    `rotary_widths` are numbers of a position in the tables of its rotary embeddings."""
 
     model_type: str
     dtype: str
@@ -75,6 +76,7 @@ class ModelFacts:
     has_parallel_plan: bool
     quantization: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
     left_open: tuple[str, ...] = ()
+    rotary_widths: tuple[int, ...] = ()
 
     @classmethod
     def from_report(cls, report: Mapping[str, Any]) -> Self:
@@ -108,6 +110,7 @@ class ModelFacts:
             has_parallel_plan=report["has_plan"],
             quantization=report.get("quantization") or {},
             left_open=tuple(report.get("left_open", ())),
+            rotary_widths=tuple(report.get("rotary", ())),
         )
 
     @property

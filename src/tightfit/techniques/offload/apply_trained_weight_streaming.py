@@ -20,7 +20,12 @@ from tightfit.techniques.offload.twin_updates import update_twins
 from tightfit.techniques.optimizer.at_host.host_codec import HostCodec
 from tightfit.techniques.optimizer.states.quantized_states import EncodedStates, encode_now
 from tightfit.techniques.optimizer.states.state_sizes import LOST_STATES, MIN_ON_DISK
-from tightfit.techniques.optimizer.updates.optimizer_kernels import UPDATED_ON_HOST, has_momentum, is_dense
+from tightfit.techniques.optimizer.updates.optimizer_kernels import (
+    UPDATED_ON_HOST,
+    goes_wrong_at_host,
+    has_momentum,
+    is_dense,
+)
 from tightfit.techniques.optimizer.updates.optimizer_steps import (
     beside,
     check_separable,
@@ -52,9 +57,7 @@ def apply_trained_weight_streaming(session: Session, chosen: Sequence[ChosenOpti
             f"the plan has {_NAME} at {' and '.join(places)}; it is for one model at a time", places=places
         )
     for optimizer in session.optimizers:
-        # Its class is defined in a module of another name, and it updates each parameter by itself.
-        if type(optimizer) is not torch.optim.Adafactor:
-            check_separable(optimizer, _NAME)
+        check_separable(optimizer, _NAME)
         if any(group.get("capturable") for group in optimizer.param_groups):
             raise ApplyError(
                 f"{type(optimizer).__name__}(capturable=True) updates on the card alone; leave {_NAME} out of the plan"
@@ -67,6 +70,7 @@ def apply_trained_weight_streaming(session: Session, chosen: Sequence[ChosenOpti
         blocks[module] = (place, streamable(session.model, module, smallest_bytes, with_trained=True))
     if not any(parameters for _, parameters in blocks.values()):
         raise ApplyError(f"the blocks of {choice.where} have no weights that can be streamed", places=[choice.where])
+    _check_fused(session, [p for _, parameters in blocks.values() for p in parameters])
     streamed = stream_weights(
         session,
         blocks,
@@ -92,6 +96,22 @@ def apply_trained_weight_streaming(session: Session, chosen: Sequence[ChosenOpti
             updates.encoded = EncodedStates(optimizer, codec, window, refuse, only=moved, update_one=updates.update_one)
             encode_now(session, optimizer, updates.encoded)
         update_within_step(session, optimizer, updates)
+
+
+def _check_fused(session: Session, parameters: Collection[torch.Tensor]) -> None:
+    """Checks that no optimizer of the program's would update what is at the host by an implementation that goes wrong there.
+
+    Raises:
+        ApplyError: one would.
+    """
+    for optimizer in session.optimizers:
+        held = [p for group in optimizer.param_groups if group.get("fused") for p in group["params"]]
+        wrong = {p for p in held if goes_wrong_at_host(optimizer, p.dtype)}
+        found = next((p.dtype for p in parameters if p in wrong), None)
+        if found is not None:
+            raise ApplyError(
+                f"torch's fused {type(optimizer).__name__} goes wrong at the host in {found}; leave fused=True out, or {_NAME}"
+            )
 
 
 def _states_on_disk(session: Session, choice: ChosenOption, card: torch.device) -> HostCodec | None:
@@ -214,7 +234,11 @@ class _Updates:
 
     def _flags_for(self, twin: torch.Tensor, states: Any, group: dict[str, Any]) -> dict[str, Any]:
         optimizer = self._live()
-        is_fused = self._is_fused and getattr(optimizer, "grad_scale", None) is None
+        is_fused = (
+            self._is_fused
+            and getattr(optimizer, "grad_scale", None) is None
+            and not goes_wrong_at_host(optimizer, twin.dtype)
+        )
         return self._fused(group, [twin]) if is_fused and _can_be_fused(twin, states, group) else group
 
     def _live(self) -> torch.optim.Optimizer:
@@ -226,6 +250,8 @@ class _Updates:
         optimizer = self._live()
         # A fused optimizer of the program's unscales gradients itself.
         if not self._is_fused or getattr(optimizer, "grad_scale", None) is not None or parameter not in self._moved:
+            return False
+        if goes_wrong_at_host(optimizer, parameter.dtype):
             return False
         return _can_be_fused(parameter, optimizer.state.get(parameter, {}), group)
 

@@ -36,6 +36,7 @@ from tightfit.techniques.wrappers.traced_calls import is_among_values
 from tightfit.torch_hooks.manifest import GRAPH_TASK_ID
 from tightfit.torch_hooks.node_hooks import put_own_prehook
 from tightfit.torch_hooks.saving_functions import on_saving_functions, saving_function
+from tightfit.torch_hooks.weak_references import WeakTable
 
 _NAME = "weight_streaming"
 _LOST = "; this pass cannot be finished: the file that they are in is damaged, or its disk"
@@ -345,7 +346,8 @@ class _Checks:
         self._technique = technique
         self._verdict = verdict
         self._num_times = num_times
-        self._times: dict[StreamedWeight, int] = {}
+        # The graph of the program's last loss leads here, also when streaming has ended: weights that it has let go of could not be streamed anew.
+        self._times = WeakTable[StreamedWeight, int]()
 
     def missed_a_write(self, weight: StreamedWeight) -> None:
         """Refuses that the program goes on with a view of what a weight was.
@@ -365,7 +367,7 @@ class _Checks:
         Raises:
             ApplyError: they differ.
         """
-        times = self._times.get(weight, 0)
+        times = self._times.get(weight) or 0
         if times >= self._num_times and weight.on_card.whole.device.type != "cpu":
             return
         self._times[weight] = times + 1

@@ -26,7 +26,7 @@ from tightfit.techniques.lazy_tensors.unchanged import INTEGERS
 from tightfit.techniques.optimizer.at_host.host_codec import AtHost, flat_bytes
 from tightfit.techniques.optimizer.at_host.offloaded_updates import HOST_AHEAD
 from tightfit.techniques.optimizer.states.quantized_states import EncodedState
-from tightfit.techniques.optimizer.updates.optimizer_kernels import is_dense
+from tightfit.techniques.optimizer.updates.optimizer_kernels import goes_wrong_at_host, is_dense
 from tightfit.techniques.optimizer.updates.optimizer_steps import beside, step_of
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
@@ -72,7 +72,10 @@ class HostUpdates:
         if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
             return []
         taken = [
-            p for p in parameters if _can_be_updated(p, optimizer.state.get(p, {}), optimizer.param_groups[groups[p]])
+            p
+            for p in parameters
+            if not goes_wrong_at_host(optimizer, p.dtype)
+            and _can_be_updated(p, optimizer.state.get(p, {}), optimizer.param_groups[groups[p]])
         ]
         for parameter in list(self._weights):
             if parameter not in groups:

@@ -73,6 +73,9 @@ class EncodedState(AbstractElementSource):
             # Its memory is given to others only when it has come.
             self._decoded()
 
+    # A program may read and write states in inference mode, whose tensors updates could not write to.
+
+    @torch.inference_mode(False)
     def whole(self) -> torch.Tensor:
         whole = self._decoded()
         written = self.given.written(whole, is_exact=self._codec.is_exact) if self.given else None
@@ -82,11 +85,13 @@ class EncodedState(AbstractElementSource):
         self.was_written(torch.empty_like(whole).copy_(written))
         return whole.copy_(written)
 
+    @torch.inference_mode(False)
     def was_written(self, whole: torch.Tensor) -> None:
         self.forget()
         self.encoded = self._codec.encode(self._name, whole)
         self.given.refresh(whole)
 
+    @torch.inference_mode(False)
     def was_updated(self) -> None:
         """It was updated where it is encoded."""
         if self.given:
@@ -321,6 +326,7 @@ def _lazy(state: dict[str, Any]) -> Iterator[LazyTensor]:
     return (value for value in dict.values(state) if isinstance(value, LazyTensor))
 
 
+@torch.inference_mode(False)
 def _on_host(value: Any) -> Any:
     return value.whole().cpu() if isinstance(value, LazyTensor) else value
 

@@ -16,6 +16,15 @@ from tightfit.techniques.session import Session
 UPDATED_ON_HOST = frozenset({"Adam", "AdamW", "SGD", "Adagrad"})
 """The classes of torch.optim that have a fused implementation for the host's processor (aten/src/ATen/native/cpu/FusedAdamKernel.cpp and beside it)."""
 
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def goes_wrong_at_host(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> bool:
+    """Whether the fused implementation for the host gives other numbers than it should: SGD's in half precision, from 16 elements on
+    (aten/src/ATen/native/cpu/FusedSGDKernel.cpp, torch 2.13; tests/cpu/test_fused_at_host.py)."""
+    return isinstance(optimizer, torch.optim.SGD) and dtype in _HALF
+
+
 # torch/amp/grad_scaler.py, `GradScaler.step`: an optimizer made with fused=True says so of itself.
 _STEP_UNSCALES = "_step_supports_amp_scaling"
 
@@ -53,6 +62,10 @@ def check_kernel(optimizer: torch.optim.Optimizer, model: torch.nn.Module, kerne
         for parameter in group["params"]:
             if kernel == "fused" and not parameter.is_floating_point():
                 raise ApplyError(f"{name} holds a parameter of {parameter.dtype}, which has no fused implementation")
+            if kernel == "fused" and parameter.device.type == "cpu" and goes_wrong_at_host(optimizer, parameter.dtype):
+                raise ApplyError(
+                    f"torch's fused {name} for the host goes wrong in {parameter.dtype}; leave optimizer_kernel out of the plan"
+                )
 
 
 def set_kernel(
@@ -90,6 +103,16 @@ def set_kernel(
             states = {key: _with_count_on_host(state) for key, state in states.items()}
         return {**state_dict, "param_groups": groups, "state": states}
 
+    # A copy and a pickle train without the plan, by the optimizer's own implementation.
+    def state_of_copies() -> Any:
+        state: Any = type(optimizer).__getstate__(optimizer)
+        if not isinstance(state, dict) or not {"defaults", "param_groups"} <= state.keys():
+            return state
+        copied = [dict(holder) for holder in (state["defaults"], *state["param_groups"])]
+        for index, holder in enumerate(copied):
+            as_before(holder, index)
+        return {**state, "defaults": copied[0], "param_groups": copied[1:]}
+
     def undo() -> None:
         for index, holder in enumerate((optimizer.defaults, *optimizer.param_groups)):
             as_before(holder, index)
@@ -111,6 +134,7 @@ def set_kernel(
         session.hook(optimizer.register_step_pre_hook, before_step)
         session.hook(optimizer.register_step_post_hook, after_step)
     session.hook(optimizer.register_state_dict_post_hook, saved)
+    session.set(optimizer, "__getstate__", state_of_copies)
     session.hook(optimizer.register_load_state_dict_post_hook, put)
     put()
 

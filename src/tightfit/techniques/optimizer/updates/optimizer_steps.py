@@ -37,10 +37,28 @@ def check_separable(optimizer: torch.optim.Optimizer, technique: str) -> None:
         raise ApplyError(
             f"{kind.__name__}(differentiable=True) cannot be stepped apart; leave {technique} out of the plan"
         )
+    _check_types(optimizer, f"leave {technique} out of the plan")
     if _overlap(p for group in optimizer.param_groups for p in group["params"]):
         raise ApplyError(
             f"two parameters of the {kind.__name__} share memory, and cannot be updated apart; leave {technique} out of the plan"
         )
+
+
+def _check_types(optimizer: torch.optim.Optimizer, remedy: str) -> None:
+    """Checks that a parameter alone is updated as it is among those of its group: torch's Adafactor takes an epsilon of None from the first one's type, for all
+    of them (torch/optim/_adafactor.py, `_single_tensor_adafactor`).
+
+    Raises:
+        ApplyError: it is not.
+    """
+    if not isinstance(optimizer, torch.optim.Adafactor):
+        return
+    for group in optimizer.param_groups:
+        if group["eps"][0] is None and len({p.dtype for p in group["params"]}) > 1:
+            raise ApplyError(
+                "Adafactor(eps=(None, ...)) holds parameters of several types in one group, and takes its epsilon from the first one's; "
+                f"give it a number, or each type a group of its own, or {remedy}"
+            )
 
 
 def _has_torchs_step(optimizer: torch.optim.Optimizer) -> bool:
@@ -129,6 +147,7 @@ class Innermost:
         # Gradients that a step has left hidden were those of a step that was interrupted.
         self._hidden.clear()
         self._num_states = len(optimizer.state)
+        _check_types(optimizer, "plan without what updates each parameter apart")
         if not _has_torchs_step(optimizer):
             # A step of the program's may take no closure, or do something else with one.
             with torch.no_grad():
