@@ -179,7 +179,10 @@ class CaptureSession:
 
     def leave_out_turns(self, num_alike: int, differs: Callable[[], NoReturn]) -> None:
         """Has turns of `generate` left out where so many before were alike; `differs` ends the process where those behind them are not what was foretold."""
-        self._generate, self._turns_differ = GenerateLoops(self.gpu, num_alike, differs), differs
+        self._generate, self._turns_differ = (
+            GenerateLoops(self.gpu, num_alike, self.watch.has_optimizers, differs),
+            differs,
+        )
         self._generate.install()
 
     def run_to_its_end(self, target: Target) -> None:

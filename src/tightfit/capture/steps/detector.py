@@ -114,6 +114,10 @@ class StepWatch:
             self.after.install()
         StepHooks(self.gpu, self, self._marks, self.effects, self._batches).install()
 
+    def has_optimizers(self) -> bool:
+        """Whether the program has made an optimizer that is alive."""
+        return bool(self._marks.optimizers)
+
     def begin_step(self, *, is_call: bool = False) -> bool:
         """A forward pass with gradients (`is_call`), a backward pass or an optimizer's step is about to run; whether a step begins with it."""
         if self.after is not None and self.after.is_on:

@@ -37,6 +37,7 @@ MIN_TURNS = 16
 _MAX_LOOKS = 80
 # Traced behind what was left out, in periods: they are compared with what was foretold.
 _PERIODS_BEHIND = 2
+_PERIODS_COMPARED = 4
 # Of the model or of the user, and asked in each turn.
 _ASKED = frozenset({"logits_processor", "stopping_criteria", "streamer"})
 _AT_LENGTHS = ("window", "chunk", "position", "max_length", "max_len")
@@ -67,10 +68,15 @@ class _Loop:
 
 
 class GenerateLoops:
-    """The loops of `generate` on `gpu`. Turns are left out where the last `num_alike` were alike; `differs` ends the trace, which is begun again with more of them."""
+    """The loops of `generate` on `gpu`, of programs that only predict: for others `trains` says that calls are answered one by one (`tightfit.capture.steps.growing_calls`).
 
-    def __init__(self, gpu: VirtualGpu, num_alike: int, differs: Callable[[], NoReturn]) -> None:
+    Turns are left out where the last `num_alike` were alike; `differs` ends the trace, which is begun again with more of them."""
+
+    def __init__(
+        self, gpu: VirtualGpu, num_alike: int, trains: Callable[[], bool], differs: Callable[[], NoReturn]
+    ) -> None:
         self._gpu = gpu
+        self._trains = trains
         self._num_alike = num_alike
         self._differs = differs
         self._loops: list[_Loop] = []
@@ -94,7 +100,7 @@ class GenerateLoops:
         @functools.wraps(is_unfinished)
         def asked(model: Any, is_finished: Any, *args: Any, **kwargs: Any) -> Any:
             frame = sys._getframe(1)
-            if frame.f_code.co_name == _LOOP:
+            if frame.f_code.co_name == _LOOP and not self._trains():
                 self._turn(model, frame)
             del frame
             return is_unfinished(model, is_finished, *args, **kwargs)
@@ -139,14 +145,18 @@ class GenerateLoops:
 
     def _leave_out(self, model: Any, loop: _Loop, values: dict[str, Any]) -> None:
         for period in PERIODS:
-            chosen = loop.places[-1::-period][:5]
+            chosen = loop.places[-1::-period][: _PERIODS_COMPARED + 1]
             snapshots = loop.snapshots[-1::-period][:3]
             # The first turn reads the whole prompt.
-            if len(chosen) < 5 or len(loop.places) < 4 * period + 2 or None in snapshots:
+            if (
+                len(chosen) <= _PERIODS_COMPARED
+                or len(loop.places) < _PERIODS_COMPARED * period + 2
+                or None in snapshots
+            ):
                 continue
-            if loop.foretold is not None and len(loop.places) - 1 - 4 * period < loop.foretold.at:
+            if loop.foretold is not None and len(loop.places) - 1 - _PERIODS_COMPARED * period < loop.foretold.at:
                 continue
-            number = _num_turns_ahead(model, values, num_behind=_PERIODS_BEHIND * period) // period
+            number = _num_turns_ahead(model, values, period) // period
             if number * period < MIN_TURNS:
                 continue
             turns = self._turns(chosen[::-1])
@@ -180,7 +190,7 @@ class GenerateLoops:
             return True
         if len(places) < self._num_alike + 2:
             return False
-        found = [self._turns(places[at : at + 5]) for at in range(len(places) - 4)]
+        found = [self._turns(places[at : at + _PERIODS_COMPARED + 1]) for at in range(len(places) - _PERIODS_COMPARED)]
         return all(turns is not None and are_alike(turns) for turns in found)
 
     def _note(self, begin: Place, end: Place, number: int, num_turns: int, handed_on: tuple[int, ...]) -> None:
@@ -208,7 +218,7 @@ class GenerateLoops:
         if not num_behind or num_behind % period:
             return
         places = loop.places[-1::-period][:2]
-        first = loop.places[foretold.at - 4 * period]
+        first = loop.places[foretold.at - _PERIODS_COMPARED * period]
         turn = turn_between(self._gpu.recorder, first, places[1], places[0])
         number = foretold.number + num_behind // period
         if turn is not None and is_as_foretold(turn, foretold.before, foretold.last, number):
@@ -223,16 +233,19 @@ def _locals_of(frame: types.FrameType) -> dict[str, Any]:
     return values if isinstance(values, dict) else dict(values)
 
 
-def _num_turns_ahead(model: Any, values: dict[str, Any], *, num_behind: int) -> int:
-    """How many turns come for certain before the last `num_behind`, or before the length at which the model changes."""
+def _num_turns_ahead(model: Any, values: dict[str, Any], period: int) -> int:
+    """How many turns come for certain before the last few, or before the length at which the model changes; none if it has just changed."""
     length = values["input_ids"].shape[1]
+    lengths = set(_lengths(model.config))
+    if any(length - _PERIODS_COMPARED * period <= limit <= length for limit in lengths):
+        return 0
     ends = [
         criterion.max_length
         for criterion in values.get("stopping_criteria", ())
         if type(criterion).__module__.partition(".")[0] == _LIBRARY and hasattr(criterion, "max_length")
     ]
-    ends += [limit for limit in set(_lengths(model.config)) if limit > length]
-    return min(ends, default=0) - length - num_behind
+    ends += [limit for limit in lengths if limit > length]
+    return min(ends, default=0) - length - _PERIODS_BEHIND * period
 
 
 def _lengths(config: Any) -> Iterator[int]:
