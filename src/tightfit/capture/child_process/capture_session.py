@@ -26,16 +26,16 @@ from tightfit.capture.kernels.tf32 import convolves_in_tf32, multiplies_in_tf32
 from tightfit.capture.observe.attribution import short
 from tightfit.capture.observe.kernel_memory import KernelMemory
 from tightfit.capture.observe.recorder import LiveMemory, Recorder, tape_of
-from tightfit.capture.patches import eager, native, saving, spawned, threads, torch_api
+from tightfit.capture.patches import eager, libraries, native, saving, spawned, threads, torch_api
 from tightfit.capture.patches.cuda_api import CudaApi
 from tightfit.capture.patches.loading import largest_batch, loaders
 from tightfit.capture.patches.loading.loading_times import LoadingTimes
 from tightfit.capture.processes import process_role
 from tightfit.capture.steps.detector import StepWatch
 from tightfit.capture.steps.micro_batches.alike_batches import AlikeBatches
+from tightfit.capture.steps.token_loops.generate import GenerateLoops
 from tightfit.capture.targets.defined_only import hint_for
 from tightfit.capture.targets.target_kinds import Script, Target, generator_on, run_script
-from tightfit.capture.token_loops.generate import GenerateLoops
 from tightfit.devices.catalogue import find
 from tightfit.effects.random_operators import draws
 from tightfit.errors import ApplyError, CaptureError, InternalError, NoStep, faults
@@ -183,7 +183,7 @@ class CaptureSession:
             GenerateLoops(self.gpu, num_alike, self.watch.has_optimizers, differs),
             differs,
         )
-        self._generate.install()
+        self._generate.install(libraries.answer_at_import)
 
     def run_to_its_end(self, target: Target) -> None:
         """As `run`; where it failed after turns were left out, or ended before others confirmed them, they may be why."""

@@ -15,20 +15,34 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from tightfit.capture.dispatch.virtual import VirtualGpu
-from tightfit.capture.patches import libraries
-from tightfit.capture.token_loops.carried_state import NotCarried, Snapshot, carry_on, snapshot
-from tightfit.capture.token_loops.turns import Place, Turn, are_alike, is_as_foretold, moving, place_on, turn_between
+from tightfit.capture.steps.token_loops.carried_state import NotCarried, Snapshot, carry_on, snapshot
+from tightfit.capture.steps.token_loops.turns import (
+    Place,
+    Turn,
+    are_alike,
+    is_as_foretold,
+    moving,
+    place_on,
+    turn_between,
+)
 from tightfit.errors.private_names import known
 from tightfit.tape.left_out import LeftOut
 
 _IS_UNFINISHED = known(
     "transformers.generation.utils:GenerationMixin._has_unfinished_sequences",
     "to leave out alike turns of `generate`",
-    "capture/token_loops",
+    "capture/steps",
     first="4.51",
     last="5.23",
 )
-_LOOP, _LIBRARY = "_sample", "transformers"
+_LOOP = known(
+    "transformers.generation.utils:GenerationMixin._sample",
+    "whose turns they are",
+    "capture/steps",
+    first="4.51",
+    last="5.23",
+)
+_LIBRARY = _IS_UNFINISHED.library
 PERIODS = (1, 8, 16)
 """Lengths are rounded up to so many by kernels and masks: turns are alike after so many."""
 _MIN_ALIKE = 3
@@ -81,9 +95,9 @@ class GenerateLoops:
         self._differs = differs
         self._loops: list[_Loop] = []
 
-    def install(self) -> None:
-        """Is asked in each turn from now on."""
-        libraries.answer_at_import(_IS_UNFINISHED.module, self._watch)
+    def install(self, at_import: Callable[[str, Callable[[types.ModuleType], None]], None]) -> None:
+        """Is asked in each turn from now on. `at_import` calls a function with a module when that is imported."""
+        at_import(_IS_UNFINISHED.module, self._watch)
 
     @property
     def must_be_confirmed(self) -> bool:
@@ -100,7 +114,7 @@ class GenerateLoops:
         @functools.wraps(is_unfinished)
         def asked(model: Any, is_finished: Any, *args: Any, **kwargs: Any) -> Any:
             frame = sys._getframe(1)
-            if frame.f_code.co_name == _LOOP and not self._trains():
+            if frame.f_code.co_name == _LOOP.name and not self._trains():
                 self._turn(model, frame)
             del frame
             return is_unfinished(model, is_finished, *args, **kwargs)
