@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from tightfit.devices.catalogue import find
+from tightfit.devices.device import Device
 from tightfit.errors import UsageError
 from tightfit.errors.faults import answering
 from tightfit.fit.batch_serving import serve_batch
@@ -63,12 +64,7 @@ def serve(
     _refuse_of_other_engines(asked)
     # Names that are not known are told before anything is traced.
     rules, card, _ = rules_of(engine, engine_version), find(device), format_named(asked.quantization)
-    if asked.kv_offload is not None and card.shares_host_memory:
-        raise UsageError(
-            f"--kv-offload: {card.name} has the host's memory, where a cache takes the same bytes; leave it out"
-        )
-    if asked.draft is not None and load is not None:
-        raise UsageError("--draft: its load is not simulated; leave out --rate and --arrivals")
+    _refuse_of_such_cards(asked, card, engine, load)
     tokens = asked.max_num_batched_tokens
     traced = traced_model(
         model,
@@ -77,7 +73,7 @@ def serve(
         asked=asked,
         dtype=dtype,
         batched_tokens=[tokens] if tokens else [],
-        sampled_rows=[asked.max_num_seqs or rules.max_sequences(card)],
+        sampled_rows=[rules.profiled_rows(card, asked.num_gpus, asked.max_num_seqs or rules.max_sequences(card))],
         degrees=[asked.num_gpus],
         on_progress=on_progress,
     )
@@ -92,11 +88,13 @@ def serve(
         of = "the model's positions" if asked.max_model_len is None else "--max-model-len"
         raise UsageError(f"--lengths: a request of {longest:,} tokens is longer than {of}, {limit:,}")
     found = server.estimate(lengths, load)
+    if found.fits and draws:
+        found = dataclasses.replace(found, curves=serving_curves(server, found, lengths))
     if not found.fits:
         return found
-    if draws:
-        found = dataclasses.replace(found, curves=serving_curves(server, found, lengths))
-    return dataclasses.replace(found, launch=all_launches(launch_of(server, found, served_name(model))))
+    launches = all_launches(launch_of(server, found, served_name(model)))
+    # The share of another engine is another one than vLLM's.
+    return dataclasses.replace(found, launch={each: launches[each] for each in launches if engine in (each, "vllm")})
 
 
 def _with_draft(
@@ -136,6 +134,20 @@ def _with_draft(
     found = server.start_up(lengths)
     words = "how fast a server with a draft is hangs on how many of its tokens are right, and is not estimated"
     return dataclasses.replace(found, draft_bytes=own.weights_bytes, assumptions=(*found.assumptions, words))
+
+
+def _refuse_of_such_cards(asked: ServeSettings, card: Device, engine: str, load: AskedLoad | None) -> None:
+    """What this engine or this card does not have, or is not simulated together."""
+    if engine != "vllm" and (load is not None or asked.lora or asked.draft or asked.kv_offload):
+        raise UsageError(
+            f"--rate, --arrivals, --lora, --draft and --kv-offload are of --engine vllm, and not of {engine}"
+        )
+    if asked.kv_offload is not None and card.shares_host_memory:
+        raise UsageError(
+            f"--kv-offload: {card.name} has the host's memory, where a cache takes the same bytes; leave it out"
+        )
+    if asked.draft is not None and load is not None:
+        raise UsageError("--draft: its load is not simulated; leave out --rate and --arrivals")
 
 
 def _refuse_of_other_engines(asked: ServeSettings) -> None:

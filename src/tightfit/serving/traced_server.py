@@ -90,7 +90,8 @@ class Server:
     def memory(self) -> StepMemory:
         """The peaks of the largest batch."""
         settings = self.settings
-        return _peaks(self.model, settings.num_gpus, settings.max_num_batched_tokens, settings.max_num_seqs)
+        rows = self.rules.profiled_rows(self.device, settings.num_gpus, settings.max_num_seqs)
+        return _peaks(self.model, settings.num_gpus, settings.max_num_batched_tokens, rows)
 
     def costs(self) -> StepCosts:
         """What a step costs."""
@@ -165,6 +166,8 @@ class Server:
         if self.model.facts.is_encoder_decoder:
             raise UsageError("the load of an encoder-decoder is not simulated; leave out --rate and --arrivals")
         settings = self.settings
+        if self.rules.engine != "vllm":
+            raise UsageError(f"the load of {self.rules.engine} is not simulated; leave out --rate and --arrivals")
         if self.rules.chunked_prefill != "on" or not settings.is_chunked:
             raise UsageError(
                 f"load is simulated as {self.rules.engine} schedules since it cuts all prompts into chunks, and {self.rules.version} does not; leave out --rate and --arrivals, or give a newer --engine-version"
