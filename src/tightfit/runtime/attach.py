@@ -352,7 +352,13 @@ def _those_inside(planned: Sequence[Mapping[str, Any]], module: torch.nn.Module,
     if planned and known.count(name) < 2:
         return choices
     paths = {path for path, _ in module.named_modules()}
-    return [c for c in choices if not is_module(c.where) or c.where.partition(".")[2] in paths]
+
+    def has(choice: Choice) -> bool:
+        # Of some techniques the place is the model, and the blocks are named in their settings.
+        blocks = choice.settings.get("blocks", ())
+        return choice.where.partition(".")[2] in paths and (not isinstance(blocks, list) or paths.issuperset(blocks))
+
+    return [c for c in choices if not is_module(c.where) or has(c)]
 
 
 def _check_all_applied(choices: Sequence[Choice], applied: set[tuple[str, str]], names: set[str]) -> None:
