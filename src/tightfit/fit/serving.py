@@ -142,6 +142,8 @@ def _refuse_of_such_cards(asked: ServeSettings, card: Device, engine: str, load:
         raise UsageError(
             f"--rate, --arrivals, --lora, --draft and --kv-offload are of --engine vllm, and not of {engine}"
         )
+    if asked.num_gpus > 1 and card.shares_host_memory:
+        raise UsageError(f"--gpus {asked.num_gpus}: {card.name} is a machine of its own, with one GPU")
     if asked.kv_offload is not None and card.shares_host_memory:
         raise UsageError(
             f"--kv-offload: {card.name} has the host's memory, where a cache takes the same bytes; leave it out"
