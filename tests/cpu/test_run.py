@@ -15,7 +15,6 @@ import torch
 from tests.cpu.applied import CHOICES, GIB, Block, Net, batch_of, choice, made, plan_of, root, train
 
 from tightfit.cli.main import run
-from tightfit.errors import ApplyError
 from tightfit.planner.plan import Choice
 from tightfit.runtime.attach import Attachment
 from tightfit.units import parse_bytes
