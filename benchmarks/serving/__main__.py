@@ -34,8 +34,8 @@ def published(path: Path) -> Iterator[tuple[Row, Mapping[str, Any]]]:
     with path.open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             key = [row["model"], row["gpu"], int(row["n_gpu"])]
-            is_another = any(engine in row["engine_version"].lower() for engine in _OTHER_ENGINES)
-            yield row, {} if is_another else next((of for of in known if of["row"] == key), {})
+            engine = next((each for each in _OTHER_ENGINES if each in row["engine_version"].lower()), "vllm")
+            yield row, next((of for of in known if of["row"] == key and of.get("engine", "vllm") == engine), {})
 
 
 def reason(row: Row) -> str:
@@ -62,9 +62,11 @@ def predicted(row: Row, known: Mapping[str, Any], folder: Path) -> ServingEstima
             max_model_len=known.get("max_model_len") or _number(row["max_model_len"]),
             max_num_seqs=_number(row["max_num_seqs"]),
             max_num_batched_tokens=_number(row["max_num_batched_tokens"]),
-            gpu_memory_utilization=float(row["gpu_mem_util"].split()[0]) if row["gpu_mem_util"] else None,
+            gpu_memory_utilization=known.get("share")
+            or (float(row["gpu_mem_util"].split()[0]) if row["gpu_mem_util"] else None),
             chunked_prefill=known.get("chunked_prefill"),
         ),
+        engine=known.get("engine", "vllm"),
         engine_version=known["version"],
         dtype=known.get("dtype"),
     )

@@ -62,6 +62,34 @@ def test_generate_holds_what_it_holds_on_the_host(tmp_path: Path) -> None:
     assert found.speed is not None
 
 
+def test_exllama_keeps_a_buffer_for_its_largest_weight(tmp_path: Path) -> None:
+    found = estimated(tmp_path, "transformers", quantization="gptq")
+    # Of each group of 128 inputs a scale and a zero, 20 bits, of each input its group, 32.
+    products = [(256, 256), (128, 256), (128, 256), (256, 256), (512, 256), (512, 256), (256, 512)]
+    each = sum(rows * inputs // 2 + rows * -(-inputs // 128) * 20 // 8 + inputs * 4 for rows, inputs in products)
+    plain = (2 * 1024 * 256 + (2 * 8 + 1) * 256) * 2
+    assert found.weights_bytes == 8 * each + plain + 512 * 256 * 2
+
+
+def test_layers_at_the_host_take_the_same_bytes_of_a_shared_memory(tmp_path: Path) -> None:
+    """Cache and mask of 6.7 GiB are more than what is free of a module of 8 GB beside its own programs, and fit a card of that size."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**CONFIG, "max_position_embeddings": 1_500_000}))
+    whole, part = (
+        serving.serve(
+            str(path), device, engine="llama.cpp", lengths=[(1_400_000, 0)], asked=ServeSettings(quantization="q8_0")
+        )
+        for device in ("3070", "Orin Nano")
+    )
+    assert whole.fits and whole.layers_on_card == whole.num_layers and not whole.change
+    assert not part.fits and part.layers_on_card == 0
+    assert "a memory that is the host's too" in part.why
+    # Its weights are small: a shorter request helps, other weights do not.
+    assert part.change.startswith("all layers are on the GPU with requests of up to ")
+    assert "weights" not in part.change
+    assert part.sleep is None
+
+
 @pytest.mark.parametrize(("engine", "changes", "words"), [
     ("transformers", {"cache": "paged"}, "--cache paged"),
     ("transformers", {"kv_dtype": "fp8"}, "--cache"),

@@ -83,7 +83,11 @@ def test_a_card_file_may_say_what_its_context_costs(tmp_path: Path) -> None:
         ("multiprocessors = 100", "multiprocessors = 0", "multiprocessors = 0 must be a whole number above zero"),
         ("multiprocessors = 100", "multiprocessors = true", "multiprocessors = True must be a whole number above zero"),
         ("multiprocessors = 100", "", "multiprocessors is missing; it must be a whole number above zero"),
-        ('link = "pcie4x8"', 'link = "pcie9x3"', "link = 'pcie9x3' must be 'nvlink-c2c' or such as 'pcie4x16'"),
+        (
+            'link = "pcie4x8"',
+            'link = "pcie9x3"',
+            "link = 'pcie9x3' must be 'nvlink-c2c', 'shared' or such as 'pcie4x16'",
+        ),
         (
             "float32 = 64",
             "fp32 = 64",

@@ -73,7 +73,7 @@ def serve(
     lengths
         Tokens of prompt and answer of a request, 2000:300, or a .csv of past requests with a column for each. By default those that the script generates, or the longest that is allowed.
     engine
-        vllm, transformers (generate of a batch), or llama.cpp (its server).
+        vllm, sglang, transformers (generate of a batch), or llama.cpp (its server).
     engine_version
         Its version ("0.8.5"); by default the newest that is known.
     dtype

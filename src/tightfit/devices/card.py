@@ -18,7 +18,7 @@ from tightfit.units import GIB, KIB, MIB
 _PCIE_LANE_GIGABYTES = {3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 # 900 GB/s in both directions together (NVIDIA Grace Hopper Superchip data sheet).
 _C2C_BYTES_PER_SECOND = 450e9
-_LINK = re.compile(r"pcie([3-6])x(1|2|4|8|16)|(nvlink-c2c)")
+_LINK = re.compile(r"pcie([3-6])x(1|2|4|8|16)|(nvlink-c2c)|(shared)")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,13 +107,14 @@ KEYS: Mapping[str, _Key] = {
     "dram_gb_per_second": _POSITIVE,
     "link": _Key(
         test=lambda value: isinstance(value, str) and _LINK.fullmatch(value) is not None,
-        says="'nvlink-c2c' or such as 'pcie4x16'",
+        says="'nvlink-c2c', 'shared' or such as 'pcie4x16'",
     ),
     "teraflops": _Key(test=_is_teraflops, says="numbers above zero for float32 and any of " + ", ".join(DTYPES)),
     "reached": _Key(
         test=_is_reached, says="shares of `teraflops`, above zero and up to 1, by type", default={}, is_required=False
     ),
     "context_mib": _Key(test=_is_context, says="three numbers: lowest, likely, highest", is_required=False),
+    "system_mib": _Key(test=_is_positive, says=_POSITIVE.says, is_required=False),
     "source": _Key(test=lambda value: _is_texts(value) and bool(value), says="a list of where the numbers are from"),
 }
 
@@ -150,9 +151,10 @@ def read_card(table: Mapping[str, Any], *, where: str) -> Device:
         dram_bytes_per_second=values["dram_gb_per_second"] * 1e9,
         flops={dtype: teraflops * 1e12 for dtype, teraflops in values["teraflops"].items()},
         reached=dict(values["reached"]),
-        link=_link(values["link"]),
+        link=_link(values["link"], values["dram_gb_per_second"] * 1e9),
         context=_context(values),
         source=tuple(values["source"]),
+        system_bytes=round((values["system_mib"] or 0) * MIB),
     )
 
 
@@ -168,12 +170,19 @@ def _faults(table: Mapping[str, Any]) -> list[str]:
                 faults.append(f"{key} is missing; it must be {rule.says}")
         elif not rule.test(table[key]):
             faults.append(f"{key} = {table[key]!r} must be {rule.says}")
+    if not faults and (table["link"] == "shared") != ("system_mib" in table):
+        faults.append(
+            "link = 'shared' and system_mib belong together: what the machine's own programs hold of the memory"
+        )
     return faults
 
 
-def _link(text: str) -> HostLink:
+def _link(text: str, dram_bytes_per_second: float) -> HostLink:
     match = _LINK.fullmatch(text)
     assert match is not None, "the rule of the key has matched"
+    if match[4]:
+        # A copy reads and writes the one memory.
+        return HostLink(kind="shared", generation=1, num_lanes=1, bytes_per_second=dram_bytes_per_second / 2)
     if match[3]:
         return HostLink(kind="nvlink-c2c", generation=1, num_lanes=1, bytes_per_second=_C2C_BYTES_PER_SECOND)
     # "pcie4x16": the link that the card has, which a slot can narrow; a calibration measures the one in place.

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Literal, get_args
 
 Vendor = Literal["nvidia", "amd"]
-Kind = Literal["desktop", "laptop", "workstation", "server"]
+Kind = Literal["desktop", "laptop", "workstation", "server", "module"]
 DType = Literal["float64", "float32", "tf32", "float16", "bfloat16", "float8", "int8"]
 
 VENDORS: tuple[str, ...] = get_args(Vendor)
@@ -21,7 +21,7 @@ DTYPES: tuple[str, ...] = get_args(DType)
 class HostLink:
     """The link between GPU and host. `bytes_per_second` is its limit in one direction, before protocol overhead."""
 
-    kind: Literal["pcie", "nvlink-c2c"]
+    kind: Literal["pcie", "nvlink-c2c", "shared"]
     generation: int
     num_lanes: int
     bytes_per_second: float
@@ -29,7 +29,7 @@ class HostLink:
     def __str__(self) -> str:
         if self.kind == "pcie":
             return f"PCIe {self.generation} x{self.num_lanes}"
-        return "NVLink-C2C"
+        return "NVLink-C2C" if self.kind == "nvlink-c2c" else "shared memory"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +81,13 @@ class Device:
     link: HostLink
     context: Context
     source: tuple[str, ...]
+    system_bytes: int = 0
+    """Of a memory that GPU and host share, what the machine's own programs hold of it; 0 where the GPU has its own."""
+
+    @property
+    def shares_host_memory(self) -> bool:
+        """Whether its memory is the host's too, so that what a process keeps at the host takes the same bytes."""
+        return self.system_bytes > 0
 
     @property
     def context_bytes(self) -> int:

@@ -26,7 +26,8 @@ def used_bytes_of(card: Device, used: Used) -> int:
         UsageError: it is no size, or nothing would be left.
     """
     if used is None:
-        return 0
+        # Of a memory that the host shares some is never free.
+        return card.system_bytes
     num_bytes = to_bytes(used, "used", whole_bytes=card.capacity_bytes)
     if num_bytes >= card.capacity_bytes:
         raise UsageError(
@@ -62,4 +63,6 @@ def with_note(answer: Answer, card: Device, used_bytes: int) -> Answer:
 def in_use(card: Device, used_bytes: int) -> str:
     """The sentence about it."""
     left = format_bytes(card.capacity_bytes - used_bytes)
+    if card.shares_host_memory:
+        return f"its memory is the host's too, where other programs hold {format_bytes(used_bytes)} of {format_bytes(card.capacity_bytes)}: {left} are available, to what the program keeps at the host as well, which is not counted"
     return f"other processes hold {format_bytes(used_bytes)} of its {format_bytes(card.capacity_bytes)}: {left} are available"

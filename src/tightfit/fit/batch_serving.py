@@ -50,6 +50,10 @@ def serve_batch(
     cache = _checked(asked, rules)
     card, named = find(device), format_named(asked.quantization)
     prompt, answer = _longest(lengths, asked.max_model_len)
+    if cache == "offloaded" and card.shares_host_memory:
+        raise UsageError(
+            f"--cache offloaded: {card.name} has the host's memory, where a cache takes the same bytes; leave it out"
+        )
     sizes = [rules.micro_batch] if is_llama_cpp else [prompt, 4 * prompt]
     traced = traced_model(
         model,

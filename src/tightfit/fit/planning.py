@@ -175,6 +175,10 @@ def planner(
         ),
         log=ProgressLog(say=say and theirs(say), on_progress=on_progress and theirs(on_progress)),
     )
+    if host is not None and find(device).shares_host_memory:
+        raise UsageError(
+            f"--host: {find(device).name} has the host's memory, so that nothing is gained by offload to it; leave it out"
+        )
     return Planner(
         runs=runs,
         budget_bytes=budget_bytes,

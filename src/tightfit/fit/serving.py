@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from tightfit.devices.catalogue import find
+from tightfit.devices.device import Device
 from tightfit.errors import UsageError
 from tightfit.errors.faults import answering
 from tightfit.fit.batch_serving import serve_batch
@@ -63,8 +64,7 @@ def serve(
     _refuse_of_other_engines(asked)
     # Names that are not known are told before anything is traced.
     rules, card, _ = rules_of(engine, engine_version), find(device), format_named(asked.quantization)
-    if asked.draft is not None and load is not None:
-        raise UsageError("--draft: its load is not simulated; leave out --rate and --arrivals")
+    _refuse_of_such_cards(asked, card, engine, load)
     tokens = asked.max_num_batched_tokens
     traced = traced_model(
         model,
@@ -73,7 +73,7 @@ def serve(
         asked=asked,
         dtype=dtype,
         batched_tokens=[tokens] if tokens else [],
-        sampled_rows=[asked.max_num_seqs or rules.max_sequences(card)],
+        sampled_rows=[rules.profiled_rows(card, asked.num_gpus, asked.max_num_seqs or rules.max_sequences(card))],
         degrees=[asked.num_gpus],
         on_progress=on_progress,
     )
@@ -88,11 +88,13 @@ def serve(
         of = "the model's positions" if asked.max_model_len is None else "--max-model-len"
         raise UsageError(f"--lengths: a request of {longest:,} tokens is longer than {of}, {limit:,}")
     found = server.estimate(lengths, load)
+    if found.fits and draws:
+        found = dataclasses.replace(found, curves=serving_curves(server, found, lengths))
     if not found.fits:
         return found
-    if draws:
-        found = dataclasses.replace(found, curves=serving_curves(server, found, lengths))
-    return dataclasses.replace(found, launch=all_launches(launch_of(server, found, served_name(model))))
+    launches = all_launches(launch_of(server, found, served_name(model)))
+    # The share of another engine is another one than vLLM's.
+    return dataclasses.replace(found, launch={each: launches[each] for each in launches if engine in (each, "vllm")})
 
 
 def _with_draft(
@@ -134,9 +136,25 @@ def _with_draft(
     return dataclasses.replace(found, draft_bytes=own.weights_bytes, assumptions=(*found.assumptions, words))
 
 
+def _refuse_of_such_cards(asked: ServeSettings, card: Device, engine: str, load: AskedLoad | None) -> None:
+    """What this engine or this card does not have, or is not simulated together."""
+    if engine != "vllm" and (load is not None or asked.lora or asked.draft or asked.kv_offload):
+        raise UsageError(
+            f"--rate, --arrivals, --lora, --draft and --kv-offload are of --engine vllm, and not of {engine}"
+        )
+    if asked.num_gpus > 1 and card.shares_host_memory:
+        raise UsageError(f"--gpus {asked.num_gpus}: {card.name} is a machine of its own, with one GPU")
+    if asked.kv_offload is not None and card.shares_host_memory:
+        raise UsageError(
+            f"--kv-offload: {card.name} has the host's memory, where a cache takes the same bytes; leave it out"
+        )
+    if asked.draft is not None and load is not None:
+        raise UsageError("--draft: its load is not simulated; leave out --rate and --arrivals")
+
+
 def _refuse_of_other_engines(asked: ServeSettings) -> None:
     if asked.cache is not None:
-        raise UsageError("--cache is of --engine transformers; vllm has pages")
+        raise UsageError("--cache is of --engine transformers; servers have pages")
     if asked.kv_dtype in ("q8_0", "q4_0"):
         raise UsageError(f"--kv-dtype {asked.kv_dtype} is of --engine llama.cpp")
     if asked.lora is not None:
@@ -152,6 +170,10 @@ def server_of(traced: TracedModel, device: str, rules: EngineRules, asked: Serve
         UsageError: a setting cannot be, or a format's size is not known.
     """
     card, facts = find(device), traced.facts
+    if rules.has_static_share and not facts.has_one_pool:
+        raise UsageError(
+            f"--engine {rules.engine}: a {facts.model_type} model has a cache of windows, states or an encoder, and how it is cut into pools is not known; --engine vllm takes it"
+        )
     named = format_named(asked.quantization) if asked.quantization else checkpoint_format(facts.quantization)
     settings = ResolvedSettings.of(asked, rules, card, facts.max_positions)
     return Server(model=traced, device=card, rules=rules, settings=settings, weight_format=named)

@@ -56,7 +56,7 @@ def plan_serving(
         UsageError: no such model, engine or format, a setting that cannot be, or cost is wanted without prices.
         CaptureError: the model could not be run.
     """
-    if engine in BATCH_ENGINES:
+    if engine in (*BATCH_ENGINES, "sglang"):
         raise UsageError(f"--engine {engine}: servers are chosen for vllm; leave out --plan, --for and --allow")
     if asked.draft is not None or asked.cache is not None:
         raise UsageError("--draft and --cache: servers are chosen without; leave out --plan, --for and --allow")

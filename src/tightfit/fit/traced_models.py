@@ -112,7 +112,7 @@ def traced_model(
         "chunked_above": rules.chunked_above(asked.chunked_prefill),
         "max_model_len": asked.max_model_len,
         "sampled_rows": list(sampled_rows),
-        "sorts": True,
+        "sorts": rules.sorts_on != "none",
         "ranks": list(degrees),
     }
     log = ProgressLog(on_progress=on_progress)

@@ -20,7 +20,6 @@ from torch.nn.utils.parametrize import ParametrizationList
 from tightfit.errors import ApplyError
 from tightfit.planner.plan import Choice
 from tightfit.runtime.apply import (
-    apply_choices,
     choices_for,
     innermost,
     is_module,
@@ -33,6 +32,7 @@ from tightfit.runtime.apply import (
 )
 from tightfit.runtime.framework_loops import LoopWatch, is_of_loop
 from tightfit.runtime.input_shapes import InputCheck, Inputs, Tell, input_shapes
+from tightfit.runtime.later_optimizers import LaterOptimizers
 from tightfit.runtime.left_at_host import LeftAtHost
 from tightfit.runtime.predictions import Predictions
 from tightfit.techniques.recomputation.only_above import CallSizes
@@ -86,6 +86,10 @@ class _Owners:
         """Whether there is an optimizer that no session has had yet."""
         return None in self._owners.values()
 
+    def has_owned(self) -> bool:
+        """Whether a session has had an optimizer."""
+        return any(owner is not None for owner in self._owners.values())
+
     def free_for(self, module: torch.nn.Module) -> list[torch.optim.Optimizer]:
         """The optimizers that hold parameters of `module` and are in no other model's session."""
         held = {id(p) for p in module.parameters()}
@@ -134,8 +138,7 @@ class Attachment:
         check_steps: int = CHECK_STEPS,
         disk_folder: str | None = None,
     ) -> None:
-        self._check_steps = check_steps
-        self._disk_folder = disk_folder
+        self._later = LaterOptimizers(tell, check_steps, disk_folder)
         self._choices = [c for c in choices if not is_of_loop(c)]
         self._of_loops = [c for c in choices if is_of_loop(c)]
         self._loops = LoopWatch(self._of_loops, lambda choice: self._applied.add((choice.technique, choice.where)))
@@ -183,6 +186,8 @@ class Attachment:
     def after_optimizer_was_made(self, optimizer: torch.optim.Optimizer) -> None:
         """A new optimizer becomes part of its model's session before the model's next call."""
         with self._lock:
+            if self._optimizers.has_owned():
+                self._later.add(optimizer)
             self._optimizers.add(optimizer)
             self._loops.look()
             if self.roots:
@@ -255,7 +260,7 @@ class Attachment:
         else:
             planned = planned_for(self._planned, module)
         choices = _those_inside(self._planned, module, choices_for(self._choices, module, is_first=is_first))
-        session = apply_choices(choices, module, own, check_steps=self._check_steps, disk_folder=self._disk_folder)
+        session, choices = self._later.applied(choices, module, own, is_planned=bool(self._planned))
         check = self._keep(session, choices, planned)
         root = Root(
             name=name,
@@ -309,8 +314,8 @@ class Attachment:
         # The choices that concern optimizers, for a root that now has some of its own.
         global_ones = [c for c in self._choices if is_known and not is_module(c.where) and c not in live.choices]
         live.choices = [*live.choices, *global_ones]
-        session = apply_choices(
-            live.choices, module, optimizers, check_steps=self._check_steps, disk_folder=self._disk_folder
+        session, live.choices = self._later.applied(
+            live.choices, module, optimizers, is_planned=bool(self._planned), is_anew=True
         )
         check = self._keep(session, live.choices, live.planned)
         live.root.notes, live.root.statistics, live.check = session.notes, session.statistics, weakref.ref(check)
@@ -347,7 +352,13 @@ def _those_inside(planned: Sequence[Mapping[str, Any]], module: torch.nn.Module,
     if planned and known.count(name) < 2:
         return choices
     paths = {path for path, _ in module.named_modules()}
-    return [c for c in choices if not is_module(c.where) or c.where.partition(".")[2] in paths]
+
+    def has(choice: Choice) -> bool:
+        # Of some techniques the place is the model, and the blocks are named in their settings.
+        blocks = choice.settings.get("blocks", ())
+        return choice.where.partition(".")[2] in paths and (not isinstance(blocks, list) or paths.issuperset(blocks))
+
+    return [c for c in choices if not is_module(c.where) or has(c)]
 
 
 def _check_all_applied(choices: Sequence[Choice], applied: set[tuple[str, str]], names: set[str]) -> None:

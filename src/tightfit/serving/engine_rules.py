@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 from tightfit.devices.device import Device
 from tightfit.errors import UsageError
-from tightfit.units import GIB
+from tightfit.units import GIB, MIB
 
-ENGINES = ("vllm",)
+ENGINES = ("vllm", "sglang")
 _LARGE_BYTES = 70 * GIB
 # Above this length engines of the "long" rule cut prompts into chunks.
 _LONG_TOKENS = 32_768
@@ -21,7 +21,7 @@ _LARGEST_GRAPH, _LARGEST_WHOLE = 512, 256
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRules:
-    """The rules of one version of an engine; the fields are described in `engines/vllm.toml`."""
+    """The rules of one version of an engine; the fields are described in `engines/vllm.toml`, those of SGLang in `engines/sglang.toml`."""
 
     engine: str
     version: str
@@ -33,7 +33,7 @@ class EngineRules:
     tokens_chunked: int
     tokens_whole: int
     num_seqs: int
-    sorts_on: Literal["first", "all"]
+    sorts_on: Literal["first", "all", "none"]
     graphs: Literal["whole", "pieces", "both"]
     charges_graphs: bool
     source: str
@@ -42,9 +42,20 @@ class EngineRules:
     admits_whole: bool = False
     graph_layer_kib: int = 0
     fused: tuple[tuple[str, ...], ...] = ()
+    classes: tuple[tuple[int, int, int, int], ...] = ()
+    rotary_item_bytes: int = 0
 
-    def num_graphs(self, max_num_seqs: int) -> int:
+    @property
+    def has_static_share(self) -> bool:
+        """Whether its share of the card is of weights and cache alone."""
+        return bool(self.classes)
+
+    def num_graphs(self, max_num_seqs: int, device: Device, degree: int) -> int:
         """How many CUDA graphs are captured: of steps in pieces between attention, and of decoding steps as a whole."""
+        if self.classes:
+            largest = self.largest_graph(device, degree)
+            found = [1, 2, 4, 8, 12, *range(16, 257, 8), *range(272, 512, 16), *range(512, largest + 1, 32)]
+            return sum(size <= largest for size in found)
         sizes = [1, 2, 4, *range(8, 256, 8), *range(256, _LARGEST_GRAPH + 1, 16)]
         whole = sum(size <= min(max_num_seqs, _LARGEST_GRAPH) for size in sizes)
         pieces = sum(size <= min(2 * max_num_seqs, _LARGEST_GRAPH) for size in sizes)
@@ -62,8 +73,32 @@ class EngineRules:
         above = self.chunked_above(asked)
         return above is not None and max_model_len > above
 
+    def largest_graph(self, device: Device, degree: int) -> int:
+        """Requests of the largest batch with a CUDA graph of an engine with classes of cards."""
+        _, _, few, many = self._class_of(device)
+        return few if degree < 4 else many
+
+    def profiled_rows(self, device: Device, degree: int, max_num_seqs: int) -> int:
+        """Of how many requests a next token is chosen in the largest batch that counts."""
+        return min(max_num_seqs, self.largest_graph(device, degree)) if self.classes else max_num_seqs
+
+    def share_of(self, device: Device, degree: int, num_tokens: int) -> float:
+        """The default share of the card, for batches of so many tokens."""
+        if not self.classes:
+            return self.utilization
+        whole = device.capacity_bytes / MIB
+        kept = 512 + 1.5 * max(num_tokens, 2048) + 2 * self.largest_graph(device, degree) + 128 * degree
+        if whole > 60 * 1024:
+            kept = max(kept, 10 * 1024)
+        return round((whole - kept) / whole, 3)
+
+    def _class_of(self, device: Device) -> tuple[int, int, int, int]:
+        return next((each for each in self.classes if device.capacity_bytes / MIB < each[0]), self.classes[-1])
+
     def chunk_tokens(self, device: Device) -> int:
         """The default of `max_num_batched_tokens` where prompts are cut."""
+        if self.classes:
+            return self._class_of(device)[1]
         return self.large_tokens_chunked if self.large_tokens_chunked and _is_large(device) else self.tokens_chunked
 
     def batched_tokens(self, device: Device, max_model_len: int, *, is_chunked: bool) -> int:
@@ -82,7 +117,7 @@ def rules_of(engine: str, version: str | None = None) -> EngineRules:
         UsageError: the engine is not known, or not that far back.
     """
     if engine not in ENGINES:
-        raise UsageError(f"--engine {engine}: its start-up is not known; one of vllm, transformers, llama.cpp")
+        raise UsageError(f"--engine {engine}: its start-up is not known; one of vllm, sglang, transformers, llama.cpp")
     content = _content(engine)
     tables = content["version"]
     common = {"engine": engine, **{name: value for name, value in content.items() if name != "version"}}
@@ -92,7 +127,8 @@ def rules_of(engine: str, version: str | None = None) -> EngineRules:
         raise UsageError(f"--engine-version {version}: {engine} is known from {tables[0]['from']} on")
     table: dict[str, Any] = {**common, **fitting[-1]}
     first = table.pop("from")
-    table["fused"] = tuple(tuple(names) for names in table.get("fused", ()))
+    for name in ("fused", "classes"):
+        table[name] = tuple(tuple(row) for row in table.get(name, ()))
     return EngineRules(**table, version=version or first)
 
 

@@ -93,7 +93,7 @@ class ResolvedSettings:
             max_model_len=max_model_len,
             max_num_seqs=min(asked.max_num_seqs or rules.max_sequences(device), tokens),
             max_num_batched_tokens=tokens,
-            gpu_memory_utilization=asked.gpu_memory_utilization or rules.utilization,
+            gpu_memory_utilization=asked.gpu_memory_utilization or rules.share_of(device, asked.num_gpus, tokens),
             enforce_eager=asked.enforce_eager,
             is_chunked=is_chunked,
             adapters=None if asked.lora is None else AdapterSlots.parsed(asked.lora),

@@ -21,12 +21,17 @@ from tightfit.serving.serve_settings import KV_DTYPES, ResolvedSettings
 from tightfit.serving.serving_points import ServingCurves
 from tightfit.units import KIB, format_bytes
 
+# Of each position of each request in SGLang's table of pages.
+_POSITION_BYTES = 4
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ServingEstimate:
     """One start of an engine, in bytes of one card; `kv_tokens` and `max_concurrency` are of the whole engine.
 
     `graph_bytes` are of CUDA graphs, which new versions count against the share. `why` is empty if it starts. `request_bytes` is the cache of a request of the asked lengths, else of the longest that is allowed.
+
+    `change` is the smallest one with which it would fit, or fit whole, in words.
 
     Engines of whole batches have their kind of `cache`, bytes at the host, and (llama.cpp) how many of the layers are on the card.
     """
@@ -63,12 +68,18 @@ class ServingEstimate:
     sleep: Sleep | None = None
     layers_on_card: int | None = None
     num_layers: int | None = None
+    change: str = ""
 
     @property
     def charged_bytes(self) -> int:
         """Bytes of one card that the engine counts before it gives the rest of its share to the cache."""
         graphs = self.graph_bytes if self.counts_graphs else 0
         return self.weights_bytes + self.adapter_bytes + self.activation_bytes + self.non_torch_bytes + graphs
+
+    @property
+    def takes_a_share(self) -> bool:
+        """Whether the engine takes a share of the card for requests that come and go, and not what one batch needs."""
+        return self.layers_on_card is None and not self.cache
 
     @property
     def fits(self) -> bool:
@@ -117,18 +128,22 @@ def estimate_serving(
 ) -> ServingEstimate:
     """What `facts` need on `device`, of which the engine's largest batch was traced as `profiled`. `lengths` are tokens of prompt and answer of each request."""
     degree = settings.num_gpus
-    weights = held_weights_bytes(facts, weight_format, degree, rules.fused) + rotary_bytes(facts)
+    weights = held_weights_bytes(facts, weight_format, degree, rules.fused)
+    weights += rotary_bytes(facts, rules.rotary_item_bytes)
     adapters = 0 if settings.adapters is None else settings.adapters.num_bytes(facts, degree)
-    is_reserved = rules.activation_peak == "reserved"
-    activation = profiled.reserved_bytes if is_reserved else profiled.allocated_bytes
+    activation = profiled.reserved_bytes if rules.activation_peak == "reserved" else profiled.allocated_bytes
     node = node_of(device)
     # Small all-reduces are the engine's own kernels, the large ones of a prefill NCCL's rings.
     communicators = communicator_bytes(node, Group.of(degree, stride=1, num_linked=node.num_linked), ("all_gather",))
     context = device.context_bytes
-    graphs = graph_bytes(facts, rules, settings)
+    graphs = graph_bytes(facts, rules, settings, device)
     charged = weights + adapters + activation + communicators + (context if rules.charges_context else 0)
     charged += graphs if rules.charges_graphs else 0
     share = int(device.capacity_bytes * settings.gpu_memory_utilization)
+    free = device.capacity_bytes - context - device.system_bytes - communicators
+    if rules.has_static_share:
+        # Of what is free before the weights, and of weights and cache alone.
+        share, charged = int(free * settings.gpu_memory_utilization), weights + adapters
     kv_bytes = share - charged
     size = CacheSize(
         tensors=facts.cache,
@@ -139,6 +154,9 @@ def estimate_serving(
     longest = size.request_bytes(*held_tokens(facts, settings.max_model_len, 0))
     asked = mean_request_bytes(size, [held_tokens(facts, *pair) for pair in lengths]) if lengths else float(longest)
     room = max(0, kv_bytes)
+    why = _refusal(kv_bytes, longest, share, settings, device, _longest_within(facts, size, room, settings))
+    if rules.has_static_share and not why:
+        why = _no_room_beside(free, share, profiled.reserved_bytes + 2 * graphs, settings)
     return ServingEstimate(
         model=model,
         device=device.name,
@@ -158,7 +176,7 @@ def estimate_serving(
         kv_tokens=num_tokens(size, kv_bytes),
         max_concurrency=room / longest if longest else 0.0,
         concurrency_at_lengths=(room / asked if asked else 0.0) if lengths else None,
-        why=_refusal(kv_bytes, longest, share, settings, device, _longest_within(facts, size, room, settings)),
+        why=why,
         assumptions=_assumptions(facts, settings, rules),
         adapter_bytes=adapters,
         host_cache=host_cache(
@@ -170,18 +188,33 @@ def estimate_serving(
         )
         if settings.kv_offload_bytes
         else None,
-        sleep=asleep(
+        # At the host they would be in the same memory.
+        sleep=None
+        if device.shares_host_memory or rules.has_static_share
+        else asleep(
             device, weights_bytes=weights + adapters, graph_bytes=graphs, outside_bytes=communicators + context
         ),
     )
 
 
-def graph_bytes(facts: ModelFacts, rules: EngineRules, settings: ResolvedSettings) -> int:
+def _no_room_beside(free: int, share: int, needed: int, settings: ResolvedSettings) -> str:
+    """Why the largest batch, the graphs (known within a factor of two) and the table of requests do not fit beside weights and cache; empty if they do."""
+    needed += settings.max_num_seqs * settings.max_model_len * _POSITION_BYTES
+    if needed <= free - share:
+        return ""
+    most = max(0, int(1000 * (free - needed) / free)) / 1000
+    return (
+        f"activations, CUDA graphs and the table of requests need {format_bytes(needed)} beside weights and cache, and a share of {settings.gpu_memory_utilization:g}"
+        f" leaves {format_bytes(free - share)}: lower --gpu-memory-utilization to {most:g}, or --max-num-batched-tokens"
+    )
+
+
+def graph_bytes(facts: ModelFacts, rules: EngineRules, settings: ResolvedSettings, device: Device) -> int:
     """Bytes of the CUDA graphs on one card, 0 without."""
     if settings.enforce_eager:
         return 0
     num_layers = len({tensor.layer for tensor in facts.cache})
-    return rules.num_graphs(settings.max_num_seqs) * num_layers * rules.graph_layer_kib * KIB
+    return rules.num_graphs(settings.max_num_seqs, device, settings.num_gpus) * num_layers * rules.graph_layer_kib * KIB
 
 
 def held_tokens(facts: ModelFacts, prompt: int, answer: int) -> tuple[int, int]:
@@ -200,14 +233,17 @@ def _longest_within(facts: ModelFacts, size: CacheSize, room: int, settings: Res
 
 
 def _refusal(kv_bytes: int, longest: int, share: int, settings: ResolvedSettings, device: Device, fitting: int) -> str:
-    if share > device.capacity_bytes - device.context_bytes:
+    free = device.capacity_bytes - device.context_bytes - device.system_bytes
+    if share > free:
+        others = " and the machine's own programs" if device.shares_host_memory else ""
+        most = int(100 * free / device.capacity_bytes) / 100
         return (
-            f"{settings.gpu_memory_utilization:g} of the card is {format_bytes(share)}, and {format_bytes(device.capacity_bytes - device.context_bytes)}"
-            " are free beside the CUDA context: lower --gpu-memory-utilization"
+            f"{settings.gpu_memory_utilization:g} of the card is {format_bytes(share)}, and {format_bytes(free)}"
+            f" are free beside the CUDA context{others}: lower --gpu-memory-utilization to {most:g}"
         )
     if kv_bytes <= 0:
         # The engine refuses a share of more than is free beside its context.
-        unused = device.capacity_bytes - device.context_bytes - share
+        unused = device.capacity_bytes - device.context_bytes - device.system_bytes - share
         raised = "raise --gpu-memory-utilization, " if unused > -kv_bytes else ""
         return f"no memory is left for the cache: {format_bytes(-kv_bytes)} are missing; {raised}quantise, or use more cards"
     if kv_bytes < longest:

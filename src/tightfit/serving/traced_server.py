@@ -20,7 +20,8 @@ from tightfit.serving.load.scheduler import SchedulerLimits
 from tightfit.serving.load.simulation import LoadedEngine
 from tightfit.serving.model.cache_size import CacheSize
 from tightfit.serving.model.model_facts import ModelFacts
-from tightfit.serving.model.weight_formats import WeightFormat
+from tightfit.serving.model.smallest_change import ENGINE_FORMATS, smallest_change
+from tightfit.serving.model.weight_formats import WeightFormat, format_named
 from tightfit.serving.serve_settings import KV_DTYPES, ResolvedSettings
 from tightfit.serving.serving_estimate import ServingEstimate, estimate_serving
 from tightfit.tape import Tape
@@ -89,7 +90,8 @@ class Server:
     def memory(self) -> StepMemory:
         """The peaks of the largest batch."""
         settings = self.settings
-        return _peaks(self.model, settings.num_gpus, settings.max_num_batched_tokens, settings.max_num_seqs)
+        rows = self.rules.profiled_rows(self.device, settings.num_gpus, settings.max_num_seqs)
+        return _peaks(self.model, settings.num_gpus, settings.max_num_batched_tokens, rows)
 
     def costs(self) -> StepCosts:
         """What a step costs."""
@@ -125,7 +127,7 @@ class Server:
         """
         found = self.start_up(lengths)
         if not found.fits:
-            return found
+            return dataclasses.replace(found, change=self._smallest_change(lengths))
         costs = self.costs()
         room = found.max_concurrency if found.concurrency_at_lengths is None else found.concurrency_at_lengths
         found = dataclasses.replace(found, speed=self.speed(costs, lengths, room))
@@ -133,6 +135,20 @@ class Server:
             return found
         engine = self.loaded_engine(costs, found.kv_bytes)
         return dataclasses.replace(found, load=engine.simulate(load.arrivals, load.level))
+
+    def _smallest_change(self, lengths: Sequence[tuple[int, int]]) -> str:
+        """With which it would start as it is asked for otherwise."""
+
+        def starts_at(num_tokens: int) -> bool:
+            # What was measured is of the batch that was asked for, which shorter requests do not need.
+            settings = dataclasses.replace(self.settings, max_model_len=num_tokens)
+            return dataclasses.replace(self, settings=settings).start_up().fits
+
+        def starts_in(name: str) -> bool:
+            return dataclasses.replace(self, weight_format=format_named(name)).start_up(lengths).fits
+
+        formats = ENGINE_FORMATS if self.weight_format is None else ()
+        return smallest_change(self.settings.max_model_len, starts_at, formats, starts_in, "it starts")
 
     def speed(self, costs: StepCosts, lengths: Sequence[tuple[int, int]], room: float) -> ServingSpeed:
         """The speed for requests of the mean of `lengths`, of which there is room for so many."""
@@ -150,6 +166,8 @@ class Server:
         if self.model.facts.is_encoder_decoder:
             raise UsageError("the load of an encoder-decoder is not simulated; leave out --rate and --arrivals")
         settings = self.settings
+        if self.rules.engine != "vllm":
+            raise UsageError(f"the load of {self.rules.engine} is not simulated; leave out --rate and --arrivals")
         if self.rules.chunked_prefill != "on" or not settings.is_chunked:
             raise UsageError(
                 f"load is simulated as {self.rules.engine} schedules since it cuts all prompts into chunks, and {self.rules.version} does not; leave out --rate and --arrivals, or give a newer --engine-version"

@@ -32,6 +32,8 @@ def write_serving(found: ServingEstimate, *, price_per_hour: float | None = None
         table.add_row(*row)
     out.print(table)
     out.print()
+    if found.change:
+        out.print(Text(f"smallest change: {found.change}"))
     for text in found.assumptions:
         out.print(Text(f"assumed: {text}", style="dim"))
     out.print(Text(f"estimated in {elapsed_seconds:.1f} s", style="dim"))
@@ -40,13 +42,13 @@ def write_serving(found: ServingEstimate, *, price_per_hour: float | None = None
 def serving_verdict(found: ServingEstimate) -> Text:
     """Whether it starts, and the room that it has, or why it does not."""
     if not found.fits:
-        words = "does not start" if found.engine == "vllm" else "does not fit"
+        words = "does not start" if found.takes_a_share else "does not fit"
         return Text.assemble((words, "bold red"), f": {found.why}")
     if found.layers_on_card is not None and found.num_layers is not None:
         whole = found.layers_on_card == found.num_layers
         words = ("fits", "bold green") if whole else ("fits in part", "bold yellow")
         return Text.assemble(words, f": {found.layers_on_card} of {found.num_layers} layers on the GPU")
-    if found.engine != "vllm":
+    if not found.takes_a_share:
         return Text.assemble(
             ("fits", "bold green"), f": room for {int(found.max_concurrency):,} requests of the longest length at once"
         )
@@ -71,16 +73,17 @@ def _rows(found: ServingEstimate) -> Iterator[tuple[str, str, str]]:
         "activations",
         format_bytes(found.activation_bytes),
         f"of the largest batch, {settings.max_num_batched_tokens:,} tokens"
-        if found.engine == "vllm"
+        if found.takes_a_share
         else "beside the cache at the peak",
     )
     if found.graph_bytes:
         yield "CUDA graphs", format_bytes(found.graph_bytes), ""
     yield "CUDA context", format_bytes(found.context_bytes), ""
-    if found.engine != "vllm":
+    if not found.takes_a_share:
         yield from _batch_rows(found)
         return
-    share = f"what is left of {settings.gpu_memory_utilization:g} of the GPU"
+    whole = "the GPU" if found.engine == "vllm" else "what is free before the weights"
+    share = f"what is left of {settings.gpu_memory_utilization:g} of {whole}"
     yield "cache", format_bytes(found.kv_bytes), f"{share}: {found.kv_tokens:,} tokens"
     yield "one more token", format_bytes(found.kv_bytes_per_token), "of cache" + each
     yield "one request", format_bytes(found.request_bytes), "of cache" + each

@@ -18,7 +18,8 @@ from tightfit.serving.costs.step_costs import StepCosts, step_costs
 from tightfit.serving.costs.traced_operators import TracedLayers, layer_times
 from tightfit.serving.costs.weight_products import WeightProducts
 from tightfit.serving.model.cache_size import CacheSize
-from tightfit.serving.model.weight_formats import WeightFormat, row_bytes
+from tightfit.serving.model.smallest_change import FILE_FORMATS, LOADED_FORMATS, smallest_change
+from tightfit.serving.model.weight_formats import WeightFormat, all_formats, format_named, row_bytes
 from tightfit.serving.serve_settings import KV_DTYPES, ResolvedSettings
 from tightfit.serving.serving_estimate import ServingEstimate
 from tightfit.serving.traced_server import TracedModel
@@ -56,8 +57,8 @@ class BatchServer:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes of the card beside the context."""
-        return self.device.capacity_bytes - self.device.context_bytes
+        """Bytes of the card beside the context, and beside what the machine's programs hold of a memory that is shared."""
+        return self.device.capacity_bytes - self.device.context_bytes - self.device.system_bytes
 
     def costs(self) -> StepCosts:
         """What a step costs where the host holds nothing up."""
@@ -135,7 +136,7 @@ def _of_generation(server: BatchServer) -> ServingEstimate:
             + (f"lower --max-num-seqs to {room}" if room else "quantise, or give --cache offloaded")
         )
     speed = None if why else _speed(server, requests, held.host)
-    return _answer(
+    found = _answer(
         server,
         requests,
         weights=held.weights,
@@ -149,21 +150,19 @@ def _of_generation(server: BatchServer) -> ServingEstimate:
             f"the context and the host's Python are those of eager generation; caches of other programs on the card are not counted ({server.cache} cache)"
         ],
     )
+    return dataclasses.replace(found, change=_change(server) if why else "")
 
 
 def _of_layers(server: BatchServer) -> ServingEstimate:
     requests = server.requests or 1
-    split = split_model(
-        server.model.facts,
-        server.peaks,
-        server.size,
-        server.rules,
-        server.weight_format,
-        slots=requests,
-        context=server.prompt + server.answer,
-    )
+    split = _split(server)
     on_card = split.largest_within(server.free_bytes)
-    if on_card is None:
+    is_whole = _is_whole(server, split)
+    if server.device.shares_host_memory and not is_whole:
+        needed = sum(split.on_card(split.most)) + split.at_host(split.most) + split.compute
+        why = f"all of it needs {format_bytes(needed)}, and {format_bytes(server.free_bytes)} are free of a memory that is the host's too, where layers take the same bytes"
+        on_card = 0
+    elif on_card is None:
         why = f"the buffer of a micro-batch alone needs {format_bytes(split.compute)}: lower --max-num-batched-tokens"
         on_card = 0
     else:
@@ -183,7 +182,54 @@ def _of_layers(server: BatchServer) -> ServingEstimate:
         if on_card < split.most
         else [],
     )
-    return dataclasses.replace(found, layers_on_card=on_card, num_layers=split.most)
+    change = "" if is_whole else _change(server)
+    return dataclasses.replace(found, layers_on_card=on_card, num_layers=split.most, change=change)
+
+
+def _split(server: BatchServer) -> SplitModel:
+    return split_model(
+        server.model.facts,
+        server.peaks,
+        server.size,
+        server.rules,
+        server.weight_format,
+        slots=server.requests or 1,
+        context=server.prompt + server.answer,
+    )
+
+
+def _is_whole(server: BatchServer, split: SplitModel) -> bool:
+    """Whether all layers are on the card; of a memory that the host shares, beside what is left at the host."""
+    at_host = split.at_host(split.most) if server.device.shares_host_memory else 0
+    return sum(split.on_card(split.most)) + split.compute + at_host <= server.free_bytes
+
+
+def _change(server: BatchServer) -> str:
+    """The smallest one with which a batch fits, or all layers are on the card."""
+    is_split = server.rules.engine == "llama.cpp"
+    requests = server.requests or 1
+    # The peaks are those of the trace, whatever the lengths are.
+    peaks, free = server.peaks, server.free_bytes
+
+    def fits(other: BatchServer) -> bool:
+        if is_split:
+            return _is_whole(other, _split(other))
+        return other.generation_memory(requests, peaks).reserved <= free
+
+    def fits_at(num_tokens: int) -> bool:
+        prompt = max(1, round(num_tokens * server.prompt / (server.prompt + server.answer)))
+        return fits(dataclasses.replace(server, prompt=prompt, answer=max(0, num_tokens - prompt)))
+
+    def fits_in(name: str) -> bool:
+        return fits(dataclasses.replace(server, weight_format=format_named(name)))
+
+    if is_split:
+        held = server.weight_format.bits if server.weight_format is not None else 16.0
+        formats = [name for name in FILE_FORMATS if all_formats()[name].bits < held]
+    else:
+        formats = list(LOADED_FORMATS) if server.weight_format is None else []
+    whole = "all layers are on the GPU" if is_split else "it fits"
+    return smallest_change(server.prompt + server.answer, fits_at, formats, fits_in, whole)
 
 
 def _most(fits: Callable[[int], bool]) -> int:

@@ -47,7 +47,9 @@ def launch_of(server: Server, found: ServingEstimate, model: str) -> Launch:
         dtype=server.model.facts.dtype,
         settings=found.settings,
         quantization=None if weights is None or is_own else weights.name,
-        static_share=(found.weights_bytes + found.kv_bytes) / found.capacity_bytes,
+        static_share=found.settings.gpu_memory_utilization
+        if server.rules.has_static_share
+        else (found.weights_bytes + found.kv_bytes) / found.capacity_bytes,
         kv_tokens=found.kv_tokens,
     )
 

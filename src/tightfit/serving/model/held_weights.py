@@ -30,9 +30,9 @@ def held_weights_bytes(
     return weights_bytes(facts, of, degree) + sum(map(unused_end, _tensors(facts, of, degree, fused)))
 
 
-def rotary_bytes(facts: ModelFacts) -> int:
-    """Bytes of the sines and cosines of all positions that an engine keeps, once for each kind of rotary embedding (vllm/model_executor/layers/rotary_embedding, `cos_sin_cache` in the type of the model)."""
-    items = max((row.item_bytes for row in facts.weights if row.role == "embedding"), default=2)
+def rotary_bytes(facts: ModelFacts, item_bytes: int = 0) -> int:
+    """Bytes of the sines and cosines of all positions that an engine keeps, once for each kind of rotary embedding (vllm/model_executor/layers/rotary_embedding, `cos_sin_cache` in the type of the model); `item_bytes` of a number, 0: of the model's type."""
+    items = item_bytes or max((row.item_bytes for row in facts.weights if row.role == "embedding"), default=2)
     return (facts.max_positions or 0) * sum(facts.rotary_widths) * items
 
 
