@@ -114,3 +114,24 @@ def test_a_second_smaller_model_of_the_class_has_only_what_is_for_blocks_that_it
     finally:
         end()
     assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+
+
+def test_a_later_model_of_a_size_that_the_plan_does_not_know_runs_unchanged() -> None:
+    # A search over sizes, of which the trace saw the first.
+    def search() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        models = Net(), Net(num_blocks=2)
+        for model in models:
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+            for step in range(2):
+                optimizer.step(functools.partial(_loss, model, optimizer, step))
+        return [p.detach().clone() for model in models for p in model.parameters()]
+
+    expected, said = search(), list[str]()
+    end = planned(BLOCK, IN_BACKWARD, said=said).install()
+    try:
+        found = search()
+    finally:
+        end()
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+    assert any("knows of no Net of" in line for line in said)
