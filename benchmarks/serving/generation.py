@@ -117,7 +117,7 @@ def _format(name: str | None, *, is_litgpt: bool) -> WeightFormat | None:
     if name == "gptq-int8":
         four = format_named("gptq")
         assert four is not None
-        return dataclasses.replace(four, name=name, bits=8, group_bits=24)
+        return dataclasses.replace(four, name=name, bits=8, group_bits=24, kept_copies=0)
     found = format_named(name)
     if found is None or not is_litgpt:
         return found

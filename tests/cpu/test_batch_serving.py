@@ -62,6 +62,15 @@ def test_generate_holds_what_it_holds_on_the_host(tmp_path: Path) -> None:
     assert found.speed is not None
 
 
+def test_exllama_keeps_a_buffer_for_its_largest_weight(tmp_path: Path) -> None:
+    found = estimated(tmp_path, "transformers", quantization="gptq")
+    # Of each group of 128 inputs a scale and a zero, 20 bits, of each input its group, 32.
+    products = [(256, 256), (128, 256), (128, 256), (256, 256), (512, 256), (512, 256), (256, 512)]
+    each = sum(rows * inputs // 2 + rows * -(-inputs // 128) * 20 // 8 + inputs * 4 for rows, inputs in products)
+    plain = (2 * 1024 * 256 + (2 * 8 + 1) * 256) * 2
+    assert found.weights_bytes == 8 * each + plain + 512 * 256 * 2
+
+
 def test_layers_at_the_host_take_the_same_bytes_of_a_shared_memory(tmp_path: Path) -> None:
     """Cache and mask of 6.7 GiB are more than what is free of a module of 8 GB beside its own programs, and fit a card of that size."""
     path = tmp_path / "config.json"

@@ -68,22 +68,22 @@ def test_a_first_optimizer_is_refused() -> None:
 
 def test_training_goes_on_without_what_blocks_that_are_trained_by_now_cannot_have() -> None:
     settings = {"preceding": "", "following": "", "smallest_bytes": 1, "host_bytes": 1 << 14}
-    streamed = choice("weight_streaming", "Net.layers.1", **settings)
+    streamed = [choice("weight_streaming", f"Net.layers.{number}", **settings) for number in (1, 2)]
 
     def unfrozen_later() -> list[torch.Tensor]:
         torch.manual_seed(0)
         model = Net()
-        model.layers[1].requires_grad_(False)
+        model.layers[1:].requires_grad_(False)
         for _ in range(2):
             optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.01)
             for step in range(2):
                 optimizer.step(functools.partial(_loss, model, optimizer, step))
-            model.layers[1].requires_grad_(True)
+            model.layers[1:].requires_grad_(True)
         return [p.detach().clone() for p in model.parameters()]
 
     expected, said = unfrozen_later(), list[str]()
     forget_apply_errors()
-    end = planned(BLOCK, streamed, said=said).install()
+    end = planned(BLOCK, *streamed, said=said).install()
     try:
         found = unfrozen_later()
     finally:
@@ -91,3 +91,47 @@ def test_training_goes_on_without_what_blocks_that_are_trained_by_now_cannot_hav
     assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
     assert sum("was made later" in line and "Net.layers.1" in line for line in said) == 1
     assert apply_error() is None
+
+
+def test_a_second_smaller_model_of_the_class_has_only_what_is_for_blocks_that_it_has() -> None:
+    settings = {"blocks": ["layers.0", "layers.2"], "smallest_bytes": 1, "host_bytes": 1 << 17}
+    streamed = choice("trained_weight_streaming", "Net", **settings)
+
+    def both() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        models = Net(), Net(num_blocks=1)
+        for model in models:
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+            for step in range(2):
+                optimizer.step(functools.partial(_loss, model, optimizer, step))
+        return [p.detach().clone() for model in models for p in model.parameters()]
+
+    expected = both()
+    forget_apply_errors()
+    end = Attachment([BLOCK, streamed], planned=[root(Net()), root(Net(num_blocks=1))]).install()
+    try:
+        found = both()
+    finally:
+        end()
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+
+
+def test_a_later_model_of_a_size_that_the_plan_does_not_know_runs_unchanged() -> None:
+    # A search over sizes, of which the trace saw the first.
+    def search() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        models = Net(), Net(num_blocks=2)
+        for model in models:
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+            for step in range(2):
+                optimizer.step(functools.partial(_loss, model, optimizer, step))
+        return [p.detach().clone() for model in models for p in model.parameters()]
+
+    expected, said = search(), list[str]()
+    end = planned(BLOCK, IN_BACKWARD, said=said).install()
+    try:
+        found = search()
+    finally:
+        end()
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+    assert any("knows of no Net of" in line for line in said)

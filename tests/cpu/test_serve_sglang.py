@@ -76,3 +76,10 @@ def test_no_server_is_chosen_for_it() -> None:
     wanted = Wanted(objective="throughput", lengths=[(10, 10)], at_once=1, level=level, load=None)
     with pytest.raises(UsageError, match="--engine sglang: servers are chosen for vllm"):
         plan_serving("gpt2", [card], wanted, asked=ServeSettings(), engine="sglang")
+
+
+def test_a_cache_of_several_pools_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**CONFIG, "model_type": "mistral", "num_key_value_heads": 4, "sliding_window": 32}))
+    with pytest.raises(UsageError, match="a mistral model has a cache of windows, states or an encoder"):
+        serving.serve(str(path), "L4", engine="sglang")

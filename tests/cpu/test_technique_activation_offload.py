@@ -3,8 +3,10 @@
 import copy
 import dataclasses
 import errno
+import gc
 import json
 import os
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -126,6 +128,17 @@ def test_undo_leaves_the_model_as_it_was_and_a_copy_is_plain() -> None:
     assert session.statistics["offloaded storages"] > 0
     session.undo()
     assert not any("forward" in vars(block) for block in model.blocks)
+
+
+def test_a_block_that_the_program_takes_out_is_gone_with_its_weights() -> None:
+    model = small()
+    session = apply_choices([offload(0), offload(1)], model, [])
+    step_of(model)
+    taken = weakref.ref(model.blocks[0])
+    model.blocks = nn.ModuleList(list(model.blocks)[2:])
+    gc.collect()
+    assert taken() is None
+    session.undo()
 
 
 def test_host_memory_that_changes_is_found_before_anything_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:

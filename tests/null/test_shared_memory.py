@@ -30,6 +30,11 @@ def test_small_cards_and_modules_are_there(device: str) -> None:
     assert find(device).capacity_bytes > 5 << 30
 
 
+def test_a_module_is_one_machine() -> None:
+    with pytest.raises(UsageError, match="--gpus 2: NVIDIA Jetson AGX Orin 64GB is a machine of its own"):
+        serving.serve("llama-3-8b", "AGX Orin", asked=ServeSettings(num_gpus=2))
+
+
 def test_offload_to_the_host_is_refused() -> None:
     with pytest.raises(UsageError, match="--host: NVIDIA Jetson Orin Nano 8GB has the host's memory"):
         planning.planner("gpt2", "Orin Nano", host="4GiB")

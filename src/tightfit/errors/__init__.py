@@ -144,6 +144,11 @@ def forget_apply_errors(said: str | None = None) -> None:
         del _apply_errors[message]
 
 
+def apply_errors_said() -> set[str]:
+    """The messages of the errors that `apply_error` chooses from."""
+    return set(_apply_errors)
+
+
 def apply_error() -> ApplyError | None:
     """The first `ApplyError` created in this process, as it was last re-raised, or None. A new instance: tracebacks keep tensors alive."""
     messages = list(_apply_errors)

@@ -142,6 +142,8 @@ def _refuse_of_such_cards(asked: ServeSettings, card: Device, engine: str, load:
         raise UsageError(
             f"--rate, --arrivals, --lora, --draft and --kv-offload are of --engine vllm, and not of {engine}"
         )
+    if asked.num_gpus > 1 and card.shares_host_memory:
+        raise UsageError(f"--gpus {asked.num_gpus}: {card.name} is a machine of its own, with one GPU")
     if asked.kv_offload is not None and card.shares_host_memory:
         raise UsageError(
             f"--kv-offload: {card.name} has the host's memory, where a cache takes the same bytes; leave it out"
@@ -152,7 +154,7 @@ def _refuse_of_such_cards(asked: ServeSettings, card: Device, engine: str, load:
 
 def _refuse_of_other_engines(asked: ServeSettings) -> None:
     if asked.cache is not None:
-        raise UsageError("--cache is of --engine transformers; vllm has pages")
+        raise UsageError("--cache is of --engine transformers; servers have pages")
     if asked.kv_dtype in ("q8_0", "q4_0"):
         raise UsageError(f"--kv-dtype {asked.kv_dtype} is of --engine llama.cpp")
     if asked.lora is not None:
@@ -168,6 +170,10 @@ def server_of(traced: TracedModel, device: str, rules: EngineRules, asked: Serve
         UsageError: a setting cannot be, or a format's size is not known.
     """
     card, facts = find(device), traced.facts
+    if rules.has_static_share and not facts.has_one_pool:
+        raise UsageError(
+            f"--engine {rules.engine}: a {facts.model_type} model has a cache of windows, states or an encoder, and how it is cut into pools is not known; --engine vllm takes it"
+        )
     named = format_named(asked.quantization) if asked.quantization else checkpoint_format(facts.quantization)
     settings = ResolvedSettings.of(asked, rules, card, facts.max_positions)
     return Server(model=traced, device=card, rules=rules, settings=settings, weight_format=named)

@@ -254,12 +254,13 @@ class Attachment:
         own = self._optimizers.free_for(module)
         # A model that shares its optimizers with another leaves what concerns them to that one's session.
         is_first = is_first and (bool(own) or not self.roots)
-        if self._planned and met and name not in {known["class"] for known in self._planned}:
-            self._tell(f"the plan knows of no {name}, which runs unchanged")
-            planned, is_first = None, False
+        unknown = _unknown(self._planned, module, [root.name for root in self.roots]) if self._planned and met else ""
+        if unknown:
+            self._tell(f"the plan knows of no {unknown}, which runs unchanged")
+            planned, choices = None, []
         else:
             planned = planned_for(self._planned, module)
-        choices = _those_inside(self._planned, module, choices_for(self._choices, module, is_first=is_first))
+            choices = _those_inside(self._planned, module, choices_for(self._choices, module, is_first=is_first))
         session, choices = self._later.applied(choices, module, own, is_planned=bool(self._planned))
         check = self._keep(session, choices, planned)
         root = Root(
@@ -352,7 +353,25 @@ def _those_inside(planned: Sequence[Mapping[str, Any]], module: torch.nn.Module,
     if planned and known.count(name) < 2:
         return choices
     paths = {path for path, _ in module.named_modules()}
-    return [c for c in choices if not is_module(c.where) or c.where.partition(".")[2] in paths]
+
+    def has(choice: Choice) -> bool:
+        # Of some techniques the place is the model, and the blocks are named in their settings.
+        blocks = choice.settings.get("blocks", ())
+        return choice.where.partition(".")[2] in paths and (not isinstance(blocks, list) or paths.issuperset(blocks))
+
+    return [c for c in choices if not is_module(c.where) or has(c)]
+
+
+def _unknown(planned: Sequence[Mapping[str, Any]], module: torch.nn.Module, met: Sequence[str]) -> str:
+    """A model that the plan does not know, in words, where another one has been trained already; else nothing.
+
+    Of a class that it knows only where the program has had one of that class: a search over sizes, of which the trace saw some.
+    """
+    name, count = type(module).__name__, num_parameters(module)
+    sizes = [root["num_parameters"] for root in planned if root["class"] == name]
+    if not sizes:
+        return name
+    return f"{name} of {count:,} parameters" if name in met and count not in sizes else ""
 
 
 def _check_all_applied(choices: Sequence[Choice], applied: set[tuple[str, str]], names: set[str]) -> None:

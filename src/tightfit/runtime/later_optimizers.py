@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tightfit.errors import ApplyError, forget_apply_errors
+from tightfit.errors import ApplyError, apply_errors_said, forget_apply_errors
 from tightfit.planner.plan import Choice
 from tightfit.runtime.apply import apply_choices
 from tightfit.runtime.input_shapes import Tell
@@ -49,6 +49,7 @@ class LaterOptimizers:
         """
         left = list(choices)
         may_leave_out = is_planned and any(optimizer in self._made_later for optimizer in optimizers)
+        said = apply_errors_said()
         while True:
             try:
                 session = apply_choices(
@@ -60,7 +61,8 @@ class LaterOptimizers:
                 refused = [c for c in of_technique if c.where in error.places] or of_technique
                 if not refused or not may_leave_out or not (is_anew or all(c.where in _OF_OPTIMIZERS for c in refused)):
                     raise
-                # It is no refusal that the program has swallowed.
-                forget_apply_errors(str(error))
+                # These are no refusals that the program has swallowed; there is one for each place.
+                for message in apply_errors_said() - said:
+                    forget_apply_errors(message)
                 self._tell(f"{error}; the {type(model).__name__} goes on without it, as its optimizer was made later")
                 left = [choice for choice in left if choice not in refused]

@@ -80,7 +80,7 @@ def batch_memory_of(
     answer: int,
 ) -> BatchMemory:
     """What `generate` holds for `requests` at once, with prompts and answers of so many tokens."""
-    weights = held_weights_bytes(facts, weight_format)
+    weights = held_weights_bytes(facts, weight_format) + kept_buffer_bytes(facts, weight_format)
     written_out = dequantised_bytes(facts, weight_format)
     held = held_at_end(facts, prompt, answer)
     begins = held if cache == "static" else held_at_end(facts, prompt, 0)
@@ -109,6 +109,14 @@ def dequantised_bytes(facts: ModelFacts, weight_format: WeightFormat | None) -> 
         return 0
     sizes = (row.num_bytes for row in facts.weights if row_bytes(row, weight_format) < row.num_bytes)
     return max(sizes, default=0) * weight_format.written_copies
+
+
+def kept_buffer_bytes(facts: ModelFacts, weight_format: WeightFormat | None) -> int:
+    """Bytes of the buffers that the format's kernels keep for the largest weight in the model's own type, as long as the model is there."""
+    if weight_format is None or not weight_format.kept_copies:
+        return 0
+    sizes = (row.num_bytes for row in facts.weights if row_bytes(row, weight_format) < row.num_bytes)
+    return max(sizes, default=0) * weight_format.kept_copies
 
 
 def held_at_end(facts: ModelFacts, prompt: int, answer: int) -> tuple[int, int]:

@@ -114,6 +114,12 @@ class ModelFacts:
         )
 
     @property
+    def has_one_pool(self) -> bool:
+        """Whether each token of a request adds the same to all of its cache, without end."""
+        grows = all(tensor.max_tokens is None and tensor.token_bytes for tensor in self.cache)
+        return grows and not self.is_encoder_decoder
+
+    @property
     def num_parameters(self) -> int:
         """Elements of all parameters, tied ones once."""
         return sum(row.num_elements for row in self.weights if row.kind == "parameter")

@@ -54,6 +54,7 @@ class WeightFormat:
     flops: float = 1.0
     fused_rows: int = 0
     written_copies: int = 1
+    kept_copies: int = 0
     host_microseconds: float = 0.0
     of_files: bool = False
     raised: tuple[tuple[str, str], ...] = ()

@@ -19,7 +19,7 @@ def apply_update_in_backward(session: Session, chosen: Sequence[ChosenOption]) -
     for optimizer in session.optimizers:
         check_separable(optimizer, _NAME)
         if settings.kernel == "fused":
-            check_kernel(optimizer, session.model, "fused")
+            check_kernel(optimizer, session.model, "fused", "update_in_backward")
     for optimizer in session.optimizers:
         if settings.kernel == "fused":
             set_kernel(session, optimizer, "fused")

@@ -27,6 +27,7 @@ from tightfit.engine.slab_notes import notes_on
 from tightfit.errors import ApplyError
 from tightfit.techniques.wrappers.forwards import Around, OnlyHere, through
 from tightfit.torch_hooks.manifest import GRAPH_TASK_ID
+from tightfit.torch_hooks.weak_references import WeakTable
 
 if TYPE_CHECKING:
     from tightfit.techniques.session import Session, Verdict
@@ -74,7 +75,7 @@ def offload_calls(
             shared.saved, session.verdict, technique, where=each.where, selection=each.selection, inside=each.inside
         )
         session.wrap_forward(each.module, around.run)
-    shared.borders.update((each.module, None) for each in moved)
+        shared.borders[each.module] = None
     for module in following:
         # The end of a call that moves something is a border too.
         if module not in shared.borders:
@@ -88,7 +89,8 @@ class _Shared:
 
     saved: SavedTensors
     checks: "_Checks"
-    borders: dict[torch.nn.Module, None] = dataclasses.field(default_factory=dict)
+    # A block that the program takes out of its model is gone with its weights.
+    borders: WeakTable[torch.nn.Module, None] = dataclasses.field(default_factory=WeakTable)
 
 
 def engine_of(session: "Session", host_bytes: int, disk: DiskSpace | None = None) -> SavedTensors:

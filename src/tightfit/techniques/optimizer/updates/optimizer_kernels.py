@@ -40,23 +40,25 @@ _FLAGS: dict[Kernel, dict[str, bool]] = {
 }
 
 
-def check_kernel(optimizer: torch.optim.Optimizer, model: torch.nn.Module, kernel: Kernel) -> None:
-    """Checks that `optimizer` can run `kernel`.
+def check_kernel(
+    optimizer: torch.optim.Optimizer, model: torch.nn.Module, kernel: Kernel, technique: str = "optimizer_kernel"
+) -> None:
+    """Checks that `optimizer` can run `kernel`, for `technique`.
 
     Raises:
         ApplyError: it has no such implementation, or not for these parameters.
     """
     name, flag = type(optimizer).__name__, "fused" if kernel == "fused" else "foreach"
     if any(flag not in group for group in optimizer.param_groups):
-        raise ApplyError(f"{name} has no {kernel} implementation; leave optimizer_kernel out of the plan")
+        raise ApplyError(f"{name} has no {kernel} implementation; leave {technique} out of the plan")
     if kernel == "for-loop":
         return
     if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise ApplyError(f"{name}(differentiable=True) cannot run {kernel}; leave optimizer_kernel out of the plan")
+        raise ApplyError(f"{name}(differentiable=True) cannot run {kernel}; leave {technique} out of the plan")
     for module in model.modules():
         if getattr(module, "sparse", False) and isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
             raise ApplyError(
-                f"{type(module).__name__}(sparse=True) has sparse gradients, which {kernel} optimizers do not take; leave optimizer_kernel out"
+                f"{type(module).__name__}(sparse=True) has sparse gradients, which {kernel} optimizers do not take; leave {technique} out"
             )
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -64,7 +66,7 @@ def check_kernel(optimizer: torch.optim.Optimizer, model: torch.nn.Module, kerne
                 raise ApplyError(f"{name} holds a parameter of {parameter.dtype}, which has no fused implementation")
             if kernel == "fused" and parameter.device.type == "cpu" and goes_wrong_at_host(optimizer, parameter.dtype):
                 raise ApplyError(
-                    f"torch's fused {name} for the host goes wrong in {parameter.dtype}; leave optimizer_kernel out of the plan"
+                    f"torch's fused {name} for the host goes wrong in {parameter.dtype}; leave {technique} out of the plan"
                 )
 
 
