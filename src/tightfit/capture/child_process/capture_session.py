@@ -26,14 +26,13 @@ from tightfit.capture.kernels.tf32 import convolves_in_tf32, multiplies_in_tf32
 from tightfit.capture.observe.attribution import short
 from tightfit.capture.observe.kernel_memory import KernelMemory
 from tightfit.capture.observe.recorder import LiveMemory, Recorder, tape_of
-from tightfit.capture.patches import eager, libraries, native, saving, spawned, threads, torch_api
+from tightfit.capture.patches import eager, native, saving, spawned, threads, torch_api
 from tightfit.capture.patches.cuda_api import CudaApi
 from tightfit.capture.patches.loading import largest_batch, loaders
 from tightfit.capture.patches.loading.loading_times import LoadingTimes
 from tightfit.capture.processes import process_role
 from tightfit.capture.steps.detector import StepWatch
 from tightfit.capture.steps.micro_batches.alike_batches import AlikeBatches
-from tightfit.capture.steps.token_loops.generate import GenerateLoops
 from tightfit.capture.targets.defined_only import hint_for
 from tightfit.capture.targets.target_kinds import Script, Target, generator_on, run_script
 from tightfit.devices.catalogue import find
@@ -131,8 +130,6 @@ class CaptureSession:
         self._loading = LoadingTimes(self.recorder)
         self._loading.install()
         self._tape: Tape | None = None
-        self._generate: GenerateLoops | None = None
-        self._turns_differ: Callable[[], None] = lambda: None
 
     def _communicate(self, world: World) -> None:
         # Here, as torch takes long to load what only a distributed program needs.
@@ -176,25 +173,6 @@ class CaptureSession:
     def give_largest_batches(self, begin: int) -> None:
         """Has data loaders give their largest batch after `begin` steps."""
         largest_batch.install(lambda: self.watch.num_ended >= begin, self.recorder.assume)
-
-    def leave_out_turns(self, num_alike: int, differs: Callable[[], NoReturn]) -> None:
-        """Has turns of `generate` left out where so many before were alike; `differs` ends the process where those behind them are not what was foretold."""
-        self._generate, self._turns_differ = (
-            GenerateLoops(self.gpu, num_alike, self.watch.has_optimizers, differs),
-            differs,
-        )
-        self._generate.install(libraries.answer_at_import)
-
-    def run_to_its_end(self, target: Target) -> None:
-        """As `run`; where it failed after turns were left out, or ended before others confirmed them, they may be why."""
-        try:
-            self.run(target)
-        except BaseException:
-            if self.recorder.left_out:
-                self._turns_differ()
-            raise
-        if self._generate is not None and self._generate.must_be_confirmed:
-            self._turns_differ()
 
     def follow_threads(self) -> None:
         """Has the virtual GPU answer in the program's threads too, which take turns."""

@@ -178,6 +178,8 @@ def _trace(request: Request, path: str, closed_in: ClosedIn) -> Any:
         # First, as what is imported next takes these names at its head.
         manifest.check()
         from tightfit.capture.child_process.capture_session import CaptureSession
+        from tightfit.capture.patches import libraries
+        from tightfit.capture.steps.token_loops.generate import turns_left_out
         from tightfit.capture.targets import imported_before
     except ModuleNotFoundError as error:
         if error.name != "torch":
@@ -200,8 +202,6 @@ def _trace(request: Request, path: str, closed_in: ClosedIn) -> Any:
         world=None if request.world is None else World(**request.world),
         differs=None if request.runs_all_batches else lambda: _differ(BATCHES_DIFFER, path, closed_in),
     )
-    if request.num_alike_turns:
-        session.leave_out_turns(request.num_alike_turns, lambda: _differ(TURNS_DIFFER, path, closed_in))
     if request.largest_batch_from is not None:
         session.give_largest_batches(request.largest_batch_from)
     session.gpu.operators.progress = status = StatusFile(path)
@@ -219,8 +219,15 @@ def _trace(request: Request, path: str, closed_in: ClosedIn) -> Any:
     # All that answers for the card is in its place now.
     imported_before.exchange()
     _refuse_in_forks(session, request.label, path)
-    with _steps_in_time(session.watch, request.timeout_seconds, f"{path}.stack", status), _exits_seen():
-        session.run_to_its_end(target_of(request.target))
+    alike_turns = turns_left_out(
+        session.gpu,
+        request.num_alike_turns,
+        libraries.answer_at_import,
+        lambda: bool(session.watch.optimizers),
+        lambda: _differ(TURNS_DIFFER, path, closed_in),
+    )
+    with _steps_in_time(session.watch, request.timeout_seconds, f"{path}.stack", status), _exits_seen(), alike_turns:
+        session.run(target_of(request.target))
     raise_what_was_swallowed()
     if session.gpu.fake.used_in_a_thread is not None:
         raise session.gpu.fake.used_in_a_thread

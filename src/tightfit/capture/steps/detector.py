@@ -64,7 +64,7 @@ class StepWatch:
     when `after`, which follows a script's steps, has come to its end.
 
     `on_step` is called whenever a step is over. With `watches_effects` modules and gradients are watched for side effects. `batches` answers micro-batches
-    that are alike.
+    that are alike. `optimizers` are those of the program that are alive.
     """
 
     def __init__(
@@ -88,6 +88,7 @@ class StepWatch:
         self.predicts_only = False
         self.has_ended = False
         self._marks = CategoryMarks(gpu)
+        self.optimizers = self._marks.optimizers
         self._batches = batches
         self.after = (
             None
@@ -113,10 +114,6 @@ class StepWatch:
         if self.after is not None:
             self.after.install()
         StepHooks(self.gpu, self, self._marks, self.effects, self._batches).install()
-
-    def has_optimizers(self) -> bool:
-        """Whether the program has made an optimizer that is alive."""
-        return bool(self._marks.optimizers)
 
     def begin_step(self, *, is_call: bool = False) -> bool:
         """A forward pass with gradients (`is_call`), a backward pass or an optimizer's step is about to run; whether a step begins with it."""
