@@ -50,6 +50,11 @@ out = model.generate(torch.cat([out.sequences, ids[:, :1]], 1), **how)
 model = model_of(Gemma3TextConfig(**SIZES, sliding_window=30))
 out = model.generate(ids, **how)
 """,
+    "beams": _LLAMA
+    + """
+out = model.generate(ids, num_beams=2, **how)
+assert out.shape[1] == ids.shape[1] + NEW
+""",
     "masks in steps of eight": _LLAMA
     + """
 mask = torch.ones(2, 8, dtype=torch.long)
@@ -57,7 +62,7 @@ mask[0, :3] = 0
 out = model.generate(ids, attention_mask=mask.to("cuda"), **how)
 """,
 }
-_NUM_TOKENS = {"masks in steps of eight": 68, "a window in between": 50}
+_NUM_TOKENS = {"masks in steps of eight": 78, "a window in between": 50}
 _ALL_RUN = {
     "scores that are kept": "out = model.generate(ids, output_scores=True, return_dict_in_generate=True, **how)\n",
     "a processor of the program's own": """

@@ -16,7 +16,8 @@ from tightfit.capture.dispatch.virtual import VirtualGpu
 _MAX_DEPTH = 8
 
 Holder = Any
-"""An object with attributes, a dictionary, or None for what cannot be changed: a local of a frame, an item of a tuple."""
+"""An object with attributes, a dictionary or list, None for a local of the frame, or what cannot be changed: a tuple."""
+_FIXED = ()
 
 
 class NotCarried(Exception):
@@ -68,7 +69,7 @@ def _parts(values: Mapping[str, Any], library: str) -> Iterator[tuple[str, Holde
             raise NotCarried
         seen.add(id(value))
         yield f"{path}#", None, None, len(inside)
-        within = value if isinstance(value, MutableMapping | list) or hasattr(value, "__dict__") else None
+        within = value if isinstance(value, MutableMapping | list) or hasattr(value, "__dict__") else _FIXED
         waiting += [(f"{path}.{name}", within, name, each, depth + 1) for name, each in inside]
 
 
@@ -105,7 +106,7 @@ def snapshot(gpu: VirtualGpu, values: Mapping[str, Any], library: str, strangers
         elif isinstance(value, torch.Tensor):
             found[path] = _Other(kind=type(value), value=(tuple(value.size()), value.dtype), can_change=False)
         elif isinstance(value, bool | int | float | str | type(None) | torch.dtype | torch.device | torch.Size):
-            found[path] = _Other(kind=type(value), value=value, can_change=holder is not None)
+            found[path] = _Other(kind=type(value), value=value, can_change=holder is not _FIXED)
         else:
             if path.partition(".")[0] in strangers_in and not _is_of(type(value), library):
                 raise NotCarried
@@ -123,8 +124,9 @@ def carry_on(
     library: str,
     snapshots: tuple[Snapshot, Snapshot, Snapshot],
     number: int,
-) -> None:
-    """Changes what is below `values` as `number` turns more would, after those that the snapshots of three beginnings of turns are of, the last one now.
+) -> dict[str, int | float]:
+    """Changes what is below `values` as `number` turns more would, after those that the snapshots of three beginnings of turns are of, the last one now. Returns the numbers
+    that are to be put in the place of some of `values` themselves.
 
     Raises:
         NotCarried: it does not change by the same from turn to turn. Nothing was changed then.
@@ -135,6 +137,7 @@ def carry_on(
     for path, leaf in now.items():
         _check(first[path], second[path], leaf)
     changes = list[tuple[FakeTensor, tuple[_Tensor, _Tensor]]]()
+    numbers = dict[str, int | float]()
     done = set[int]()
     for path, holder, key, value in _parts(values, library):
         before, last = second[path], now[path]
@@ -144,10 +147,15 @@ def carry_on(
                 done.add(id(value))
                 changes.append((value, (before, last)))
         elif isinstance(before, _Other) and last.value != before.value:
-            _set(holder, key, value + number * (value - before.value))
+            later = value + number * (value - before.value)
+            if holder is None:
+                numbers[key] = later
+            else:
+                _set(holder, key, later)
     for tensor, (before, last) in changes:
         _grow(gpu, tensor, before, last, number)
     _know_again(gpu, changes, number)
+    return numbers
 
 
 def _check(first: _Tensor | _Other, second: _Tensor | _Other, now: _Tensor | _Other) -> None:

@@ -7,6 +7,7 @@ and then with all.
 """
 
 import contextlib
+import ctypes
 import functools
 import sys
 import types
@@ -24,14 +25,16 @@ _IS_UNFINISHED = known(
     first="4.51",
     last="5.23",
 )
-_LOOP = known(
-    "transformers.generation.utils:GenerationMixin._sample",
-    "whose turns they are",
-    "capture/steps",
-    first="4.51",
-    last="5.23",
+_SAMPLING, _BEAMS = (
+    known(
+        f"transformers.generation.utils:GenerationMixin.{name}",
+        "whose turns they are",
+        "capture/steps",
+        first=first,
+        last="5.23",
+    )
+    for name, first in (("_sample", "4.51"), ("_beam_search", "4.51"))
 )
-
 AtImport = Callable[[str, Callable[[types.ModuleType], None]], None]
 """Calls a function with the module of a name when that is imported."""
 
@@ -91,7 +94,7 @@ class GenerateLoops:
         @functools.wraps(is_unfinished)
         def asked(model: Any, is_finished: Any, *args: Any, **kwargs: Any) -> Any:
             frame = sys._getframe(1)
-            if frame.f_code.co_name == _LOOP.name and not self._trains():
+            if frame.f_code.co_name in (_SAMPLING.name, _BEAMS.name) and not self._trains():
                 self._turn(model, frame)
             del frame
             return is_unfinished(model, is_finished, *args, **kwargs)
@@ -103,9 +106,12 @@ class GenerateLoops:
         values = _locals_of(frame)
         try:
             values.pop("self", None)
-            loop = self._loop(frame, values["input_ids"].shape[1])
-            if not loop.is_left_alone and not self._gpu.has_side_streams:
-                loop.look(model, values)
+            # Beams have room for the longest sequence from the start, and count the tokens in it.
+            is_sampling = frame.f_code.co_name == _SAMPLING.name
+            length = values["input_ids"].shape[1] if is_sampling else values.get("cur_len")
+            loop = None if length is None else self._loop(frame, length)
+            if loop is not None and not loop.is_left_alone and not self._gpu.has_side_streams:
+                _set_locals(frame, loop.look(model, values))
         finally:
             # Before Python 3.13 a frame keeps the dictionary, and with it what the loop drops.
             values.clear()
@@ -116,6 +122,16 @@ class GenerateLoops:
             self._loops.append(TokenLoop(self._gpu, self._num_alike, id(frame), self._differs))
         self._loops[-1].length = length
         return self._loops[-1]
+
+
+def _set_locals(frame: types.FrameType, numbers: dict[str, int | float]) -> None:
+    """Gives locals of a frame other values."""
+    if not numbers:
+        return
+    frame.f_locals.update(numbers)
+    if sys.version_info < (3, 13):
+        # What debuggers do before PEP 667: locals that are not in the dictionary stay as they are.
+        ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
 
 
 def _locals_of(frame: types.FrameType) -> dict[str, Any]:

@@ -24,10 +24,10 @@ PERIODS = (1, 8, 16)
 _MIN_ALIKE = 3
 MIN_TURNS = 16
 """Fewer are traced."""
-_MAX_LOOKS = 80
+_MAX_LOOKS = 96
 # Traced behind what was left out, in periods: they are compared with what was foretold.
 _PERIODS_BEHIND = 2
-_PERIODS_COMPARED = 4
+_PERIODS_COMPARED = 5
 # Of the model or of the user, and asked in each turn.
 _ASKED = frozenset({"logits_processor", "stopping_criteria", "streamer"})
 _AT_LENGTHS = ("window", "chunk", "position", "max_length", "max_len")
@@ -66,17 +66,18 @@ class TokenLoop:
         """Whether turns were left out that no later turn has confirmed."""
         return self._foretold is not None and not self._foretold.is_confirmed
 
-    def look(self, model: Any, values: dict[str, Any]) -> None:
-        """A turn begins, in a frame with these locals: it is compared with those before, and turns may be left out."""
-        foretold = self._foretold
+    def look(self, model: Any, values: dict[str, Any]) -> dict[str, int | float]:
+        """A turn begins, in a frame with these locals: it is compared with those before, and turns may be left out. Returns the numbers that locals are to become then."""
+        foretold, numbers = self._foretold, dict[str, int | float]()
         self._places.append(place_on(self._gpu.recorder, self._gpu.storages.indices()))
         self._snapshots.append(self._snapshot(values))
         if foretold is not None:
             self._confirm(foretold)
         if foretold is None or foretold.is_confirmed:
-            self._leave_out(model, values)
+            numbers = self._leave_out(model, values)
             if len(self._places) > _MAX_LOOKS + (0 if foretold is None else foretold.at):
                 self.is_left_alone = True
+        return numbers
 
     def _snapshot(self, values: dict[str, Any]) -> Snapshot | None:
         try:
@@ -84,7 +85,7 @@ class TokenLoop:
         except NotCarried:
             return None
 
-    def _leave_out(self, model: Any, values: dict[str, Any]) -> None:
+    def _leave_out(self, model: Any, values: dict[str, Any]) -> dict[str, int | float]:
         for period in PERIODS:
             chosen = self._places[-1::-period][: _PERIODS_COMPARED + 1]
             snapshots = self._snapshots[-1::-period][:3]
@@ -97,7 +98,7 @@ class TokenLoop:
                 continue
             if self._foretold is not None and len(self._places) - 1 - _PERIODS_COMPARED * period < self._foretold.at:
                 continue
-            number = _num_turns_ahead(model, values, period) // period
+            number = _num_turns_ahead(model, values, self.length, period) // period
             if number * period < MIN_TURNS:
                 continue
             turns = self._turns(chosen[::-1])
@@ -107,7 +108,7 @@ class TokenLoop:
             now, second, first = snapshots
             assert now is not None and second is not None and first is not None
             try:
-                carry_on(self._gpu, values, LIBRARY, (first, second, now), number)
+                numbers = carry_on(self._gpu, values, LIBRARY, (first, second, now), number)
             except NotCarried:
                 continue
             self._note(chosen[1], chosen[0], number, number * period, handed_on)
@@ -115,21 +116,21 @@ class TokenLoop:
             self._foretold = _Foretold(
                 period=period, before=turns[1], last=turns[2], number=number, at=len(self._places) - 1
             )
-            return
+            return numbers
+        return {}
 
     def _turns(self, places: list[Place]) -> tuple[Turn, Turn, Turn] | None:
-        # What the oldest of three turns frees is of the one before.
-        oldest, *own = places
-        found = [turn_between(self._gpu.recorder, oldest, a, b) for a, b in itertools.pairwise(own)]
+        # What the oldest of three turns frees is of the two before.
+        found = [turn_between(self._gpu.recorder, places[0], a, b) for a, b in itertools.pairwise(places[-4:])]
         first, second, third = found
         return None if first is None or second is None or third is None else (first, second, third)
 
     def _were_alike(self, period: int) -> bool:
         """Whether as many turns were alike as is asked for, beyond the last three."""
-        places = self._places[-1::-period][: self._num_alike + 2][::-1]
+        places = self._places[-1::-period][: self._num_alike + 3][::-1]
         if period > 1 or self._num_alike <= _MIN_ALIKE:
             return True
-        if len(places) < self._num_alike + 2:
+        if len(places) < self._num_alike + 3:
             return False
         found = [self._turns(places[at : at + _PERIODS_COMPARED + 1]) for at in range(len(places) - _PERIODS_COMPARED)]
         return all(turns is not None and are_alike(turns) for turns in found)
@@ -168,9 +169,8 @@ class TokenLoop:
             self._differs()
 
 
-def _num_turns_ahead(model: Any, values: dict[str, Any], period: int) -> int:
-    """How many turns come for certain before the last few, or before the length at which the model changes; none if it has just changed."""
-    length = values["input_ids"].shape[1]
+def _num_turns_ahead(model: Any, values: dict[str, Any], length: int, period: int) -> int:
+    """How many turns come for certain behind `length` tokens before the last few, or before the length at which the model changes; none if it has just changed."""
     lengths = set(_lengths(model.config))
     if any(length - _PERIODS_COMPARED * period <= limit <= length for limit in lengths):
         return 0
