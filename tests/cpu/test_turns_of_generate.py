@@ -53,7 +53,6 @@ out = model.generate(ids, **how)
     "beams": _LLAMA
     + """
 out = model.generate(ids, num_beams=2, **how)
-assert out.shape[1] == ids.shape[1] + NEW
 """,
     "masks in steps of eight": _LLAMA
     + """
@@ -138,6 +137,15 @@ def test_turns_that_change_later_are_run_until_they_do(tmp_path: Path) -> None:
     assert 16 <= _num_left_out(made) < 28
     assert len(made.operators) == len(everything.operators)
     assert np.array_equal(made.events.storage, everything.events.storage)
+
+
+@pytest.mark.parametrize("runs_all", [False, True])
+def test_beams_are_searched_to_the_longest_sequence(runs_all: bool, tmp_path: Path) -> None:
+    call = "out = model.generate(ids, num_beams=2, **{**how, 'max_new_tokens': %d})\n"
+    few, more = (_tape(tmp_path, _LLAMA + call % number, 0, runs_all_turns=runs_all) for number in (6, 9))
+    per_token = (len(more.operators) - len(few.operators)) / 3
+    assert per_token > 50
+    assert len(few.operators) > 5 * per_token
 
 
 def test_an_error_behind_what_was_left_out_is_the_programs(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from tightfit.capture.after_steps.running_again import larger_when_run_again
 from tightfit.capture.after_steps.running_lines import places_of
 from tightfit.capture.after_steps.unreached import run_early_alone
 from tightfit.capture.child_process.exit_handlers import SECONDS_FOR_THREADS, ExitHandlers, wait_for_threads
+from tightfit.capture.child_process.last_statement import is_behind_all
 from tightfit.capture.child_process.weights_on_card import WeightsOnCard
 from tightfit.capture.collectives.world import World
 from tightfit.capture.dispatch import one_card
@@ -64,6 +65,12 @@ def _why_no_step(target: Target) -> str:
     if saving.loaded_files:
         return f"it loaded {saving.loaded_files[-1]}: if that is of a run that is over, let it train for longer, or start anew; {_OF_INFERENCE}"
     return _OF_INFERENCE
+
+
+def _has_come_to_its_end(watch: StepWatch, error: BaseException, script: Script) -> bool:
+    """Whether a script of fewer steps than were asked for has left in its last statement, as others end."""
+    is_behind = isinstance(error, SystemExit) and is_behind_all(error, script.path)
+    return is_behind and (watch.num_ended > 0 or watch.is_one_step())
 
 
 class CaptureSession:
@@ -238,7 +245,8 @@ class CaptureSession:
             is_own = isinstance(error, ApplyError | InternalError) or faults.our_error(error, "the capture") is not None
             if not is_own:
                 self._note_assumed(error)
-            if not after.is_on or (is_own and not isinstance(error, CaptureError)):
+            is_over = after.is_on or _has_come_to_its_end(self.watch, error, script)
+            if not is_over or (is_own and not isinstance(error, CaptureError)):
                 raise
             if not (isinstance(error, SystemExit) and error.code in (None, 0)):
                 after.stopped(one_line("it", error), places_of(error))

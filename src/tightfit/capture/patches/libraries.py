@@ -19,7 +19,7 @@ from typing import Any
 
 from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.capture.observe.attribution import is_user_file
-from tightfit.capture.patches import beam_search, extensions
+from tightfit.capture.patches import extensions
 from tightfit.capture.patches.triton.launches import Launches
 from tightfit.errors.private_names import Name, known
 
@@ -61,7 +61,7 @@ def install(gpu: VirtualGpu) -> None:
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
     answers: dict[str, Answer] = {name.module: functools.partial(_answer, gpu.recorder.assume) for name in ANSWERS}
     answers[_LISTS.module] = _all_of(answers[_LISTS.module], _read_lists_from_their_begin)
-    answers.update({**Launches(gpu).answers, **extensions.answers(gpu.attribution.where), **beam_search.answers(gpu)})
+    answers.update({**Launches(gpu).answers, **extensions.answers(gpu.attribution.where)})
     for name, answer in answers.items():
         if name in sys.modules:
             answer(sys.modules[name])

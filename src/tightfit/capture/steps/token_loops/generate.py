@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from tightfit.capture.dispatch.virtual import VirtualGpu
+from tightfit.capture.steps.token_loops import beams
 from tightfit.capture.steps.token_loops.loop import TokenLoop
 from tightfit.errors.private_names import known
 
@@ -25,16 +26,21 @@ _IS_UNFINISHED = known(
     first="4.51",
     last="5.23",
 )
-_SAMPLING, _BEAMS = (
-    known(
-        f"transformers.generation.utils:GenerationMixin.{name}",
-        "whose turns they are",
-        "capture/steps",
-        first=first,
-        last="5.23",
-    )
-    for name, first in (("_sample", "4.51"), ("_beam_search", "4.51"))
+_SAMPLING = known(
+    "transformers.generation.utils:GenerationMixin._sample",
+    "whose turns are compared",
+    "capture/steps",
+    first="4.51",
+    last="5.23",
 )
+_BEAMS = known(
+    "transformers.generation.utils:GenerationMixin._beam_search",
+    "whose turns are compared",
+    "capture/steps",
+    first="4.51",
+    last="5.23",
+)
+
 AtImport = Callable[[str, Callable[[types.ModuleType], None]], None]
 """Calls a function with the module of a name when that is imported."""
 
@@ -48,9 +54,10 @@ def turns_left_out(
     differs: Callable[[], NoReturn],
 ) -> Iterator[None]:
     """Leaves out turns of `generate` where the last `num_alike` were alike (0: none), in programs that only predict: for others `trains` says that calls are answered one
-    by one (`tightfit.capture.steps.growing_calls`). `differs` ends the trace, which is begun again with more turns, also where the program has failed behind some that were left
+    by one (`tightfit.capture.steps.growing_calls`). Beams are searched to their longest sequence in any case. `differs` ends the trace, which is begun again with more turns, also where the program has failed behind some that were left
     out, or has ended before others confirmed them.
     """
+    beams.install(gpu, at_import)
     if not num_alike:
         yield
         return

@@ -5,7 +5,7 @@ Whether a shorter answer is final depends on scores, which a trace does not have
 
 import functools
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,14 +17,14 @@ from tightfit.errors.private_names import known
 _IS_OPEN = known(
     "transformers.generation.utils:GenerationMixin._beam_search_has_unfinished_sequences",
     "to have a beam search go on to its longest sequence",
-    "capture/patches",
+    "capture/steps",
     first="4.50",
     last="5.23",
 )
 
 
-def answers(gpu: VirtualGpu) -> Mapping[str, Callable[[types.ModuleType], None]]:
-    """What is done with modules when they are imported."""
+def install(gpu: VirtualGpu, at_import: Callable[[str, Callable[[types.ModuleType], None]], None]) -> None:
+    """Has searches go on. `at_import` calls a function with the module of a name when that is imported."""
 
     def answer(module: types.ModuleType) -> None:
         holder = getattr(module, "GenerationMixin", None)
@@ -50,4 +50,4 @@ def answers(gpu: VirtualGpu) -> Mapping[str, Callable[[types.ModuleType], None]]
 
         setattr(holder, _IS_OPEN.name, staticmethod(goes_on) if is_static else goes_on)
 
-    return {_IS_OPEN.module: answer}
+    at_import(_IS_OPEN.module, answer)
