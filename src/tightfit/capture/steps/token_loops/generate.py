@@ -65,8 +65,8 @@ def turns_left_out(
     at_import(_IS_UNFINISHED.module, loops.watch)
     try:
         yield
-    except BaseException:
-        if gpu.recorder.left_out:
+    except BaseException as error:
+        if gpu.recorder.left_out and not isinstance(error, KeyboardInterrupt):
             differs()
         raise
     if loops.must_be_confirmed:
