@@ -55,6 +55,7 @@ class Prefetcher:
 for batch in Prefetcher(int(sys.argv[1])):
     step(batch)
 """
+MAKES = 'torch.tensor([[1.0] * 1024] * 4, device="cuda")'
 TWO_THREADS = """
 host, card = queue.Queue(2), queue.Queue(1)
 
@@ -160,6 +161,12 @@ def test_two_threads_in_a_row_and_what_follows_them(tmp_path: Path) -> None:
     assert not tape.copies.is_blocking[tape.copies.num_bytes == BATCH_BYTES].any()
     # The loop was left after its steps, and so were theirs: the program goes on to its end.
     assert tape.coverage.stopped == "" and (tape.storages.num_bytes == (1 << 16) * 1024 * 4).any()
+
+
+def test_a_thread_makes_tensors_of_numbers_on_the_gpu(tmp_path: Path) -> None:
+    tape = traced(tmp_path, PREFETCHES.replace("batch.pin_memory().cuda(non_blocking=True)", MAKES), "1")
+    # Built on the host and copied, as in the main thread.
+    assert (tape.copies.num_bytes == 4 * 1024 * 4).sum() >= 3
 
 
 @pytest.mark.parametrize(("program", "most"), [(POOL, 5), (EVENT_LOOP, 2)], ids=["map", "event loop"])

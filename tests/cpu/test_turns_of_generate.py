@@ -82,6 +82,32 @@ class End(StoppingCriteria):
 out = model.generate(ids, stopping_criteria=StoppingCriteriaList([End()]), **how)
 assert out.shape[1] == 28
 """,
+    "a hook that counts": """
+calls = [0]
+
+def count(module, args, out):
+    calls[0] += 1
+    if calls[0] == 14:
+        torch.zeros(1 << 20, device="cuda")
+
+model.register_forward_hook(count)
+out = model.generate(ids, **how)
+assert calls[0] == NEW
+""",
+    "a part of the program's own that counts": """
+class Counts(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.calls = inner, 0
+
+    def forward(self, *args, **kwargs):
+        self.calls += 1
+        return self.inner(*args, **kwargs)
+
+model.lm_head = Counts(model.lm_head)
+out = model.generate(ids, **how)
+assert model.lm_head.calls == NEW
+""",
     "a hook that keeps what it sees": """
 kept = []
 model.lm_head.register_forward_hook(lambda module, args, out: kept.append(out))

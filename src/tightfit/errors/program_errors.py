@@ -80,17 +80,20 @@ def one_line(label: str, error: BaseException) -> str:
     *_, first = links = chain(error)
     place = _place(error) or _place(first)
     where = f" at {place}" if place else ""
-    cause = "" if first is error else f" (caused by {type(first).__name__}{_at(first, place)}: {_first_line(first)})"
+    cause = (
+        "" if first is error else f" (caused by {type(first).__name__}{_at(first, place)}: {_cut(_first_line(first))})"
+    )
     said = " ".join(map(_first_line, links))
     helps = next((f"; {remedy}" for known, remedy in _REMEDIES.items() if known in said), "")
     if is_of_a_thread(error):
         helps = f"; {_IN_THE_MAIN_ONE}"
     helps = helps or _helps_to_find(label, first)
-    message = _first_line(error)
-    # torch goes on for a screen with what it was built with.
-    if IN_A_THREAD in message:
-        message = message[: message.index(IN_A_THREAD) + len(IN_A_THREAD)]
-    return f"{label} raised {_class_name(error)}{where}: {message}{cause}{helps}{assumed(error)}"
+    return f"{label} raised {_class_name(error)}{where}: {_cut(_first_line(error))}{cause}{helps}{assumed(error)}"
+
+
+def _cut(message: str) -> str:
+    """Without the screen that torch goes on for with what it was built with."""
+    return message[: message.index(IN_A_THREAD) + len(IN_A_THREAD)] if IN_A_THREAD in message else message
 
 
 def _helps_to_find(label: str, error: BaseException) -> str:

@@ -127,6 +127,8 @@ class ThreadsFollowed:
         entered.release()
         self._gpu.fake.threads.add(_thread.get_ident())
         member.begin()
+        # As in the main thread (`torch_api`), for `torch.tensor(..., device="cuda")`.
+        torch._C._set_only_lift_cpu_tensors(True)
         try:
             with self._gpu:
                 thread.run()

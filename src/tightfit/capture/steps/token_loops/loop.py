@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.capture.steps.token_loops.carried_state import NotCarried, Snapshot, carry_on, snapshot
+from tightfit.capture.steps.token_loops.own_code import has_own_hooks, own_attributes
 from tightfit.capture.steps.token_loops.turns import (
     Place,
     Turn,
@@ -19,6 +20,7 @@ from tightfit.capture.steps.token_loops.turns import (
 from tightfit.tape.left_out import LeftOut
 
 LIBRARY = "transformers"
+_OWN = "attributes of the program's modules"
 PERIODS = (1, 8, 16)
 """Lengths are rounded up to so many by kernels and masks: turns are alike after so many."""
 _MIN_ALIKE = 3
@@ -69,6 +71,11 @@ class TokenLoop:
     def look(self, model: Any, values: dict[str, Any]) -> dict[str, int | float]:
         """A turn begins, in a frame with these locals: it is compared with those before, and turns may be left out. Returns the numbers that locals are to become then."""
         foretold, numbers = self._foretold, dict[str, int | float]()
+        if not self._places and has_own_hooks(model):
+            self.is_left_alone = True
+            return numbers
+        # In a tuple, which is never changed: a count of the program's own is not carried on.
+        values[_OWN] = own_attributes(model)
         self._places.append(place_on(self._gpu.recorder, self._gpu.storages.indices()))
         self._snapshots.append(self._snapshot(values))
         if foretold is not None:
