@@ -61,7 +61,8 @@ mask[0, :3] = 0
 out = model.generate(ids, attention_mask=mask.to("cuda"), **how)
 """,
 }
-_NUM_TOKENS = {"masks in steps of eight": 78, "a window in between": 50}
+_NUM_TOKENS = {"masks in steps of eight": 88, "a window in between": 50}
+_ENOUGH = 30
 _ALL_RUN = {
     "scores that are kept": "out = model.generate(ids, output_scores=True, return_dict_in_generate=True, **how)\n",
     "a processor of the program's own": """
@@ -80,7 +81,6 @@ class End(StoppingCriteria):
         return torch.full((len(ids),), self.number >= 20, device=ids.device)
 
 out = model.generate(ids, stopping_criteria=StoppingCriteriaList([End()]), **how)
-assert out.shape[1] == 28
 """,
     "a hook that counts": """
 calls = [0]
@@ -92,7 +92,34 @@ def count(module, args, out):
 
 model.register_forward_hook(count)
 out = model.generate(ids, **how)
-assert calls[0] == NEW
+""",
+    "a method of the program's own that counts elsewhere": """
+calls = []
+
+class Model(type(model)):
+    def prepare_inputs_for_generation(self, *args, **kwargs):
+        calls.append(None)
+        if len(calls) == 14:
+            torch.zeros(1 << 20, device="cuda")
+        return super().prepare_inputs_for_generation(*args, **kwargs)
+
+model.__class__ = Model
+out = model.generate(ids, **how)
+""",
+    "a function in the place of one of the library's": """
+forward, calls = type(model.model).forward, []
+
+def counted(self, *args, **kwargs):
+    calls.append(None)
+    return forward(self, *args, **kwargs)
+
+type(model.model).forward = counted
+out = model.generate(ids, **how)
+""",
+    "a hook on all modules that counts": """
+calls = []
+torch.nn.modules.module.register_module_forward_hook(lambda module, args, out: calls.append(module) if module is model else None)
+out = model.generate(ids, **how)
 """,
     "a part of the program's own that counts": """
 class Counts(torch.nn.Module):
@@ -106,13 +133,11 @@ class Counts(torch.nn.Module):
 
 model.lm_head = Counts(model.lm_head)
 out = model.generate(ids, **how)
-assert model.lm_head.calls == NEW
 """,
     "a hook that keeps what it sees": """
 kept = []
 model.lm_head.register_forward_hook(lambda module, args, out: kept.append(out))
 out = model.generate(ids, **how)
-assert len(kept) == NEW
 """,
 }
 
@@ -153,7 +178,11 @@ def test_the_tape_has_all_turns(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", _ALL_RUN)
 def test_all_turns_are_run_where_something_sees_each(name: str, tmp_path: Path) -> None:
-    assert _num_left_out(_tape(tmp_path, _LLAMA + _ALL_RUN[name], 24)) == 0
+    assert _num_left_out(_tape(tmp_path, _LLAMA + _ALL_RUN[name], _ENOUGH)) == 0
+
+
+def test_as_many_are_enough_to_leave_some_out(tmp_path: Path) -> None:
+    assert _num_left_out(_tape(tmp_path, _LLAMA + "out = model.generate(ids, **how)\n", _ENOUGH)) >= 16
 
 
 def test_turns_that_change_later_are_run_until_they_do(tmp_path: Path) -> None:
@@ -177,4 +206,4 @@ def test_beams_are_searched_to_the_longest_sequence(runs_all: bool, tmp_path: Pa
 def test_an_error_behind_what_was_left_out_is_the_programs(tmp_path: Path) -> None:
     program = _LLAMA + "out = model.generate(ids, **how)\nassert out.shape[1] == 8 + NEW\nraise ValueError('mine')\n"
     with pytest.raises(Exception, match="mine"):
-        _tape(tmp_path, program, 24)
+        _tape(tmp_path, program, _ENOUGH)

@@ -20,9 +20,9 @@ _SCRATCH = 1  # `Source.SCRATCH`, which is not imported as the columns import th
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LeftOut:
-    """`number` repetitions of a stretch of a tape follow the stretch, which has these rows `[begin, end)` and as many like them before.
+    """`number` repetitions of these rows `[begin, end)` of a tape follow them; as many rows like them are before them.
 
-    What refers to the `moving` storages behind the stretch means those of its last repetition in their place.
+    What refers to the `moving` storages later means those of the last repetition.
     """
 
     number: int

@@ -309,8 +309,16 @@ IN_BOTH: tuple[Name, ...] = (
     known("torch.nn.modules.module:_global_backward_hooks", "to see hooks on all modules", "effects techniques"),
     known("torch.nn.modules.module:_global_backward_pre_hooks", "to see hooks on all modules", "effects techniques"),
     known("torch.nn.modules.module:_global_buffer_registration_hooks", "to see hooks on all modules", "effects"),
-    known("torch.nn.modules.module:_global_forward_hooks", "to see hooks on all modules", "effects techniques"),
-    known("torch.nn.modules.module:_global_forward_pre_hooks", "to see hooks on all modules", "effects techniques"),
+    known(
+        "torch.nn.modules.module:_global_forward_hooks",
+        "to see hooks on all modules",
+        "capture/steps effects techniques",
+    ),
+    known(
+        "torch.nn.modules.module:_global_forward_pre_hooks",
+        "to see hooks on all modules",
+        "capture/steps effects techniques",
+    ),
     known("torch.nn.modules.module:_global_module_registration_hooks", "to see hooks on all modules", "effects"),
     known("torch.nn.modules.module:_global_parameter_registration_hooks", "to see hooks on all modules", "effects"),
     known(

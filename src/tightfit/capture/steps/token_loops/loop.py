@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.capture.steps.token_loops.carried_state import NotCarried, Snapshot, carry_on, snapshot
-from tightfit.capture.steps.token_loops.own_code import has_own_hooks, own_attributes
+from tightfit.capture.steps.token_loops.own_code import runs_own_code
 from tightfit.capture.steps.token_loops.turns import (
     Place,
     Turn,
@@ -20,7 +20,6 @@ from tightfit.capture.steps.token_loops.turns import (
 from tightfit.tape.left_out import LeftOut
 
 LIBRARY = "transformers"
-_OWN = "attributes of the program's modules"
 PERIODS = (1, 8, 16)
 """Lengths are rounded up to so many by kernels and masks: turns are alike after so many."""
 _MIN_ALIKE = 3
@@ -71,11 +70,9 @@ class TokenLoop:
     def look(self, model: Any, values: dict[str, Any]) -> dict[str, int | float]:
         """A turn begins, in a frame with these locals: it is compared with those before, and turns may be left out. Returns the numbers that locals are to become then."""
         foretold, numbers = self._foretold, dict[str, int | float]()
-        if not self._places and has_own_hooks(model):
+        if not self._places and runs_own_code(model):
             self.is_left_alone = True
             return numbers
-        # In a tuple, which is never changed: a count of the program's own is not carried on.
-        values[_OWN] = own_attributes(model)
         self._places.append(place_on(self._gpu.recorder, self._gpu.storages.indices()))
         self._snapshots.append(self._snapshot(values))
         if foretold is not None:
@@ -94,6 +91,8 @@ class TokenLoop:
 
     def _leave_out(self, model: Any, values: dict[str, Any]) -> dict[str, int | float]:
         for period in PERIODS:
+            if len(self._places) % period:
+                continue
             chosen = self._places[-1::-period][: _PERIODS_COMPARED + 1]
             snapshots = self._snapshots[-1::-period][:3]
             # The first turn reads the whole prompt.
@@ -108,8 +107,9 @@ class TokenLoop:
             number = _num_turns_ahead(model, values, self.length, period) // period
             if number * period < MIN_TURNS:
                 continue
-            turns = self._turns(chosen[::-1])
             handed_on = moving(chosen[3::-1])
+            # First what is told at once: a loop that is never alike is looked at in each turn.
+            turns = None if handed_on is None else self._turns(chosen[::-1])
             if turns is None or handed_on is None or not are_alike(turns) or not self._were_alike(period):
                 continue
             now, second, first = snapshots
