@@ -93,24 +93,26 @@ def test_training_goes_on_without_what_blocks_that_are_trained_by_now_cannot_hav
     assert apply_error() is None
 
 
+def _trained_with_a_smaller_one(num_blocks: int) -> list[torch.Tensor]:
+    """The weights of two models of one class after two steps of each."""
+    torch.manual_seed(0)
+    models = Net(), Net(num_blocks=num_blocks)
+    for model in models:
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        for step in range(2):
+            optimizer.step(functools.partial(_loss, model, optimizer, step))
+    return [p.detach().clone() for model in models for p in model.parameters()]
+
+
 def test_a_second_smaller_model_of_the_class_has_only_what_is_for_blocks_that_it_has() -> None:
     settings = {"blocks": ["layers.0", "layers.2"], "smallest_bytes": 1, "host_bytes": 1 << 17}
     streamed = choice("trained_weight_streaming", "Net", **settings)
 
-    def both() -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        models = Net(), Net(num_blocks=1)
-        for model in models:
-            optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-            for step in range(2):
-                optimizer.step(functools.partial(_loss, model, optimizer, step))
-        return [p.detach().clone() for model in models for p in model.parameters()]
-
-    expected = both()
+    expected = _trained_with_a_smaller_one(1)
     forget_apply_errors()
     end = Attachment([BLOCK, streamed], planned=[root(Net()), root(Net(num_blocks=1))]).install()
     try:
-        found = both()
+        found = _trained_with_a_smaller_one(1)
     finally:
         end()
     assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
@@ -118,19 +120,10 @@ def test_a_second_smaller_model_of_the_class_has_only_what_is_for_blocks_that_it
 
 def test_a_later_model_of_a_size_that_the_plan_does_not_know_runs_unchanged() -> None:
     # A search over sizes, of which the trace saw the first.
-    def search() -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        models = Net(), Net(num_blocks=2)
-        for model in models:
-            optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-            for step in range(2):
-                optimizer.step(functools.partial(_loss, model, optimizer, step))
-        return [p.detach().clone() for model in models for p in model.parameters()]
-
-    expected, said = search(), list[str]()
+    expected, said = _trained_with_a_smaller_one(2), list[str]()
     end = planned(BLOCK, IN_BACKWARD, said=said).install()
     try:
-        found = search()
+        found = _trained_with_a_smaller_one(2)
     finally:
         end()
     assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
