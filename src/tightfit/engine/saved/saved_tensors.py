@@ -11,12 +11,14 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
+from tightfit.effects.ambient import dispatch_modes_of_program, modes_of_program
 from tightfit.effects.bytecode.asked_of_saved import question_of
+from tightfit.effects.values.card_sums import unseen
 from tightfit.engine.descriptors import close_gone
 from tightfit.engine.disk.disk_copies import DiskSpace
 from tightfit.engine.host_slab import unregister_gone
@@ -50,7 +52,8 @@ class Held:
 class SavedTensors:
     """The storages that blocks of one model have saved on `device`; `statistics` counts what is moved.
 
-    They go to the host, or to `disk` in calls that say so. `when_left` and `when_back` are called with each storage and its bytes on the card.
+    They go to the host, or to `disk` in calls that say so. `when_left` and `when_back` are called with each storage and its bytes on the card,
+    `refuse` with the label of a call and why it cannot be finished, for the error to raise.
     """
 
     def __init__(
@@ -62,11 +65,13 @@ class SavedTensors:
         disk: DiskSpace | None = None,
         when_left: Check = lambda _storage, _bytes: None,
         when_back: Check = lambda _storage, _bytes: None,
+        refuse: Callable[[str, str], Exception] = lambda _label, message: RuntimeError(message),
     ) -> None:
         self.moves = StorageMoves(device, host_bytes, statistics=statistics, when_left=when_left, when_back=when_back)
         if disk is not None:
             self.moves.add_disk(disk)
         self._statistics = statistics
+        self._refuse = refuse
         self._calls: dict[int, BlockCall] = {}
         self._num_calls = 0
         # The calls that are running, the outermost first, and the number of the last one that is over.
@@ -132,6 +137,15 @@ class SavedTensors:
         return saved
 
     def _unpack(self, call: BlockCall, saved: Saved) -> torch.Tensor:
+        # What torch itself does to a tensor that a hook returns it shows to modes.
+        if modes := dispatch_modes_of_program():
+            raise self._refuse(
+                call.label, f"the backward pass is run inside of {type(modes[0]).__name__}, which sees each operator"
+            )
+        with unseen() if modes_of_program() else nullcontext():
+            return self._unpacked(call, saved)
+
+    def _unpacked(self, call: BlockCall, saved: Saved) -> torch.Tensor:
         saved.check()
         if not call.is_reached:
             with self._lock:
