@@ -65,11 +65,14 @@ class Preparation:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Traced:
-    """A tape, the report of the preparation (None without one), and how many examples the program's loaders read, by the size of their batches."""
+    """A tape, the report of the preparation (None without one), and how many examples the program's loaders read, by the size of their batches.
+    `predicts_with_gradients`: the program has called models with gradients enabled, and had none computed.
+    """
 
     tape: Tape
     report: Any
     num_examples: Mapping[int, int]
+    predicts_with_gradients: bool = False
 
 
 def trace(
@@ -235,7 +238,12 @@ def _attempt(
         # Keys of JSON are strings.
         num_examples = {int(size): number for size, number in result["num_examples"].items()}
         noted = _noted(with_left_out(Tape.load(tape)), result["notes"], folder)
-        traced = Traced(tape=noted, report=result["report"], num_examples=num_examples)
+        traced = Traced(
+            tape=noted,
+            report=result["report"],
+            num_examples=num_examples,
+            predicts_with_gradients=result["predicts_with_gradients"],
+        )
         with answering("the capture"):
             faults = verify_tape(traced.tape)
             assert not faults, faults[0]

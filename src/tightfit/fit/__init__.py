@@ -26,6 +26,7 @@ from tightfit.fit.card_settings import margin_named as margin_named
 from tightfit.fit.differing_ranks import pipeline_of
 from tightfit.fit.extent import extent_of, policy_of
 from tightfit.fit.planning_progress import OnProgress, ProgressLog
+from tightfit.fit.predictions import with_gradients_noted
 from tightfit.recordings.read import read_recording
 from tightfit.recordings.replayed import Replay, devices_of, limit_of, together
 from tightfit.recordings.replayed import replay as replay_recording
@@ -122,23 +123,28 @@ def _traced(
     extent = extent_of(parsed, tracing)
     log = ProgressLog(on_progress=on_progress and theirs(on_progress))
     log.begin("tracing", num_steps=extent.num_steps)
-    return trace(
-        parsed,
-        label=target,
-        device=device,
-        num_steps=extent.num_steps,
-        until=extent.until,
-        largest_batch_from=extent.largest_batch_from,
-        timeout_seconds=tracing.timeout,
-        show_output=tracing.show_output,
-        policy=policy_of(tracing),
-        meanwhile=meanwhile and theirs(meanwhile),
-        used_bytes=used_bytes,
-        on_progress=log.on_trace,
-        preparation=preparation,
-        world=world,
-        ranks=ranks,
-    )
+
+    def run(prepared: Preparation | None) -> Traced:
+        return trace(
+            parsed,
+            label=target,
+            device=device,
+            num_steps=extent.num_steps,
+            until=extent.until,
+            largest_batch_from=extent.largest_batch_from,
+            timeout_seconds=tracing.timeout,
+            show_output=tracing.show_output,
+            policy=policy_of(tracing),
+            meanwhile=meanwhile and theirs(meanwhile),
+            used_bytes=used_bytes,
+            on_progress=log.on_trace,
+            preparation=prepared,
+            world=world,
+            ranks=ranks,
+        )
+
+    traced = run(preparation)
+    return traced if preparation is not None else with_gradients_noted(traced, run)
 
 
 @answering("the estimate")

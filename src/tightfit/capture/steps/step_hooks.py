@@ -37,7 +37,11 @@ class Steps(Protocol):
         ...
 
     def after_prediction(self) -> None:
-        """An outermost call without gradients has returned."""
+        """An outermost call of a program that may only predict has returned."""
+        ...
+
+    def after_prediction_with_gradients(self) -> None:
+        """An outermost call with gradients of a program whose steps are not over has returned."""
         ...
 
     def after_backward(self) -> None:
@@ -123,6 +127,7 @@ class StepHooks:
             # A subclass may call the base constructor twice; `in` would compare optimizers by equality.
             if not any(known is optimizer for known in self._marks.optimizers):
                 self._marks.optimizers.append(optimizer)
+                self._marks.had_optimizers = True
 
         def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
             self._refuse_in_a_thread("steps an optimizer")
@@ -225,9 +230,16 @@ class StepHooks:
                         )
                     self._watch.after_prediction()
                     return returned
-                if self._batches is not None and torch.is_grad_enabled() and not (after is not None and after.is_on):
+                if torch.is_grad_enabled() and not (after is not None and after.is_on):
                     step = self._watch.num_ended
-                    return self._batches.call(module, args, kwargs, step, lambda: inside(module, *args, **kwargs))
+                    if self._batches is None:
+                        returned = inside(module, *args, **kwargs)
+                    else:
+                        returned = self._batches.call(
+                            module, args, kwargs, step, lambda: inside(module, *args, **kwargs)
+                        )
+                    self._watch.after_prediction_with_gradients()
+                    return returned
             return inside(module, *args, **kwargs)
 
         replace(torch.nn.Module, __call__=watched)
