@@ -12,6 +12,7 @@ from tightfit.capture.targets.target_files import words_for_target
 from tightfit.capture.targets.target_kinds import HuggingFaceConfig, Script, parse_target
 from tightfit.capture.trace import Preparation, Traced, trace
 from tightfit.capture.trace_settings import AS_USUAL, DEFAULT_NUM_STEPS, DEFAULT_TIMEOUT_SECONDS, Steps, TraceSettings
+from tightfit.capture.without_gradients import with_gradients_noted
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.catalogue import find
 from tightfit.devices.device import Device
@@ -26,7 +27,6 @@ from tightfit.fit.card_settings import margin_named as margin_named
 from tightfit.fit.differing_ranks import pipeline_of
 from tightfit.fit.extent import extent_of, policy_of
 from tightfit.fit.planning_progress import OnProgress, ProgressLog
-from tightfit.fit.predictions import with_gradients_noted
 from tightfit.recordings.read import read_recording
 from tightfit.recordings.replayed import Replay, devices_of, limit_of, together
 from tightfit.recordings.replayed import replay as replay_recording

@@ -13,11 +13,11 @@ from tightfit.analysis.profile import Profile
 from tightfit.capture.targets.target_kinds import Target
 from tightfit.capture.trace import Preparation, Traced, trace
 from tightfit.capture.trace_settings import TraceSettings
+from tightfit.capture.without_gradients import saved_without_gradients
 from tightfit.errors import CaptureError
 from tightfit.fit.card_settings import CardSettings
 from tightfit.fit.extent import extent_of, policy_of
 from tightfit.fit.planning_progress import ProgressLog
-from tightfit.fit.predictions import saved_without_gradients
 from tightfit.planner.option import Option
 from tightfit.planner.plan import Choice, Run
 from tightfit.simulate.estimate import Estimate, needed_bytes

@@ -9,7 +9,15 @@ from tightfit.tape import Assumption, Tape
 from tightfit.tape.allocated_bytes import allocated_bytes
 from tightfit.units import format_bytes
 
-_FUNCTION = "tightfit.capture.child_process.without_gradients:prepare"
+_FUNCTION = "tightfit.capture.without_gradients:prepare"
+
+
+def prepare(argument: None) -> Callable[[], None]:
+    """Has the program that is traced begin as it would within `torch.no_grad()`."""
+    import torch
+
+    torch.set_grad_enabled(False)
+    return lambda: None
 
 
 def saved_without_gradients(tape: Tape, trace_again: Callable[[Preparation], Traced]) -> int | None:
