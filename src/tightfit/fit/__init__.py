@@ -12,7 +12,7 @@ from tightfit.capture.targets.target_files import words_for_target
 from tightfit.capture.targets.target_kinds import HuggingFaceConfig, Script, parse_target
 from tightfit.capture.trace import Preparation, Traced, trace
 from tightfit.capture.trace_settings import AS_USUAL, DEFAULT_NUM_STEPS, DEFAULT_TIMEOUT_SECONDS, Steps, TraceSettings
-from tightfit.capture.without_gradients import with_gradients_noted
+from tightfit.capture.without_gradients import saved_without_gradients
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.catalogue import find
 from tightfit.devices.device import Device
@@ -34,6 +34,8 @@ from tightfit.reports.results import Estimate
 from tightfit.runtime.leaks.found_leaks import LeakHolder
 from tightfit.simulate.peak import estimate_peak
 from tightfit.tape import Assumption, Tape
+from tightfit.tape.allocated_bytes import allocated_bytes
+from tightfit.units import format_bytes
 
 
 @answering("the capture")
@@ -144,7 +146,24 @@ def _traced(
         )
 
     traced = run(preparation)
-    return traced if preparation is not None else with_gradients_noted(traced, run)
+    return traced if preparation is not None else _with_gradients_noted(traced, run)
+
+
+def _with_gradients_noted(traced: Traced, trace_again: Callable[[Preparation], Traced]) -> Traced:
+    """The trace that also says what gradients cost a program that only predicts."""
+    if not traced.predicts_with_gradients:
+        return traced
+    saved = saved_without_gradients(traced.tape, trace_again)
+    why = "models are called with gradients enabled, and no gradient is computed: what a backward pass would need is held; "
+    if saved is None:
+        why += "call them within `torch.no_grad()` or `torch.inference_mode()`"
+    else:
+        peak = int(allocated_bytes(traced.tape).max())
+        why += f"within `torch.no_grad()` or `torch.inference_mode()` the peak of allocated memory would be {format_bytes(peak - saved)}, not {format_bytes(peak)}"
+    note = Assumption(where="", what=why)
+    return dataclasses.replace(
+        traced, tape=dataclasses.replace(traced.tape, assumptions=(note, *traced.tape.assumptions))
+    )
 
 
 @answering("the estimate")

@@ -159,22 +159,18 @@ class StepWatch:
                 is_stoppable = frameworks.stop(self.num_steps, self.after.training.framework_leaves)
                 self.after.begin(is_stoppable=is_stoppable)
 
-    def after_prediction(self) -> None:
-        """An outermost call of a program that may only predict has returned."""
-        if not self.num_ended:
-            self.on_models()
-
-    def after_prediction_with_gradients(self) -> None:
-        """An outermost call with gradients has returned. What a script without an optimizer has called may be all that it does: then it predicts, and what is
-        held for a backward pass stays activations."""
-        if self.by_yield or self.num_ended or self._num_backwards or self._marks.had_optimizers:
+    def after_prediction(self, *, with_gradients: bool) -> None:
+        """An outermost call of a model has returned. What a script without an optimizer has called may be all that it does: then it predicts, and what it holds for a
+        backward pass stays activations."""
+        if self.num_ended or (with_gradients and (self.by_yield or self._num_backwards or self._marks.had_optimizers)):
             return
-        self._marks.mark_activations()
-        self.after_prediction()
-        self._num_predictions += 1
+        if with_gradients:
+            self._marks.mark_activations()
+            self._num_predictions += 1
+        self.on_models()
         max_calls, max_operators = MAX_PREDICTED
         is_long = self._num_predictions > max_calls and self.gpu.recorder.num_operators > max_operators
-        if is_long and self.after is not None and self.is_one_step():
+        if with_gradients and is_long and self.after is not None and self.is_one_step():
             self.after.stop(f"stopped after {self._num_predictions:,} calls of a model")
 
     def is_one_step(self) -> bool:

@@ -36,12 +36,8 @@ class Steps(Protocol):
         """Something of a step is about to run; whether a step begins with it."""
         ...
 
-    def after_prediction(self) -> None:
-        """An outermost call of a program that may only predict has returned."""
-        ...
-
-    def after_prediction_with_gradients(self) -> None:
-        """An outermost call with gradients of a program whose steps are not over has returned."""
+    def after_prediction(self, *, with_gradients: bool) -> None:
+        """An outermost call of a model has returned."""
         ...
 
     def after_backward(self) -> None:
@@ -228,7 +224,7 @@ class StepHooks:
                         returned = repetition.call(
                             module, args, kwargs, lambda: inside(module, *args, **kwargs), turn=self._watch.num_ended
                         )
-                    self._watch.after_prediction()
+                    self._watch.after_prediction(with_gradients=False)
                     return returned
                 if torch.is_grad_enabled() and not (after is not None and after.is_on):
                     step = self._watch.num_ended
@@ -238,7 +234,7 @@ class StepHooks:
                         returned = self._batches.call(
                             module, args, kwargs, step, lambda: inside(module, *args, **kwargs)
                         )
-                    self._watch.after_prediction_with_gradients()
+                    self._watch.after_prediction(with_gradients=True)
                     return returned
             return inside(module, *args, **kwargs)
 
