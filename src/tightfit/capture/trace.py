@@ -32,6 +32,7 @@ from tightfit.capture.trace_settings import DEFAULT_NUM_STEPS, DEFAULT_TIMEOUT_S
 from tightfit.errors.faults import answering, kept_file
 from tightfit.errors.program_errors import says_of_a_thread
 from tightfit.tape import Assumption, Coverage, Tape
+from tightfit.tape.allocated_bytes import allocated_bytes
 from tightfit.tape.left_out import with_left_out
 from tightfit.tape.verify import verify_tape
 
@@ -320,3 +321,16 @@ def _death(label: str, code: int, said: str) -> str:
     place = user_place(said)
     where = f" at {place}" if place else ""
     return f"the process that traced {label} died with {reason}{hint}{where}; run again with --show-output to see what it printed last"
+
+
+def saved_without_gradients(tape: Tape, trace_again: Callable[[Preparation], Traced]) -> int | None:
+    """By how much the allocated bytes at the peak of `tape` fall where the program computes without gradients; None where that could not be seen, as it does not run
+    so, or enables them itself."""
+    try:
+        without = trace_again(
+            Preparation(function="tightfit.runtime.trace_without_gradients:prepare", argument=None)
+        ).tape
+    except errors.TightfitError:
+        return None
+    saved = int(allocated_bytes(tape).max() - allocated_bytes(without).max())
+    return saved if saved > 0 else None

@@ -10,9 +10,8 @@ from tightfit.capture.collectives.rank_traces import RankTraces
 from tightfit.capture.collectives.world import World
 from tightfit.capture.targets.target_files import words_for_target
 from tightfit.capture.targets.target_kinds import HuggingFaceConfig, Script, parse_target
-from tightfit.capture.trace import Preparation, Traced, trace
+from tightfit.capture.trace import Preparation, Traced, saved_without_gradients, trace
 from tightfit.capture.trace_settings import AS_USUAL, DEFAULT_NUM_STEPS, DEFAULT_TIMEOUT_SECONDS, Steps, TraceSettings
-from tightfit.capture.without_gradients import saved_without_gradients
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.catalogue import find
 from tightfit.devices.device import Device

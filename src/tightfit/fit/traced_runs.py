@@ -11,9 +11,8 @@ from typing import Any
 from tightfit.allocator.settings import AllocatorSettings
 from tightfit.analysis.profile import Profile
 from tightfit.capture.targets.target_kinds import Target
-from tightfit.capture.trace import Preparation, Traced, trace
+from tightfit.capture.trace import Preparation, Traced, saved_without_gradients, trace
 from tightfit.capture.trace_settings import TraceSettings
-from tightfit.capture.without_gradients import saved_without_gradients
 from tightfit.errors import CaptureError
 from tightfit.fit.card_settings import CardSettings
 from tightfit.fit.extent import extent_of, policy_of
