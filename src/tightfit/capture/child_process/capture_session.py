@@ -27,10 +27,11 @@ from tightfit.capture.kernels.tf32 import convolves_in_tf32, multiplies_in_tf32
 from tightfit.capture.observe.attribution import short
 from tightfit.capture.observe.kernel_memory import KernelMemory
 from tightfit.capture.observe.recorder import LiveMemory, Recorder, tape_of
-from tightfit.capture.patches import eager, native, saving, spawned, threads, torch_api
+from tightfit.capture.patches import eager, native, saving, spawned, torch_api
 from tightfit.capture.patches.cuda_api import CudaApi
 from tightfit.capture.patches.loading import largest_batch, loaders
 from tightfit.capture.patches.loading.loading_times import LoadingTimes
+from tightfit.capture.patches.threads_followed import threads
 from tightfit.capture.processes import process_role
 from tightfit.capture.steps.detector import StepWatch
 from tightfit.capture.steps.micro_batches.alike_batches import AlikeBatches
@@ -137,6 +138,7 @@ class CaptureSession:
         self._loading = LoadingTimes(self.recorder)
         self._loading.install()
         self._tape: Tape | None = None
+        self._threads: threads.ThreadsFollowed | None = None
 
     def _communicate(self, world: World) -> None:
         # Here, as torch takes long to load what only a distributed program needs.
@@ -190,6 +192,7 @@ class CaptureSession:
         else:
             followed = threads.ThreadsFollowed(self.gpu, lambda: after.is_on, after.stop)
         followed.install()
+        self._threads = followed
 
     def run(self, target: Target) -> None:
         """Runs the target until its steps are over.
@@ -205,6 +208,8 @@ class CaptureSession:
                     self.watch.settle()
             else:
                 self._run_generator(generator_on(target, device="cuda"))
+        if self._threads is not None:
+            self._threads.settle()
         if not self.watch.num_ended and not isinstance(target, Script):
             raise CaptureError("the function did not yield: set up, then `yield` once per step")
         if not self.watch.num_ended and not self.watch.has_ended:
