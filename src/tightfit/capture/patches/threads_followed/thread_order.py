@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from tightfit.capture.observe.recorder import Recorder
 from tightfit.capture.patches.threads_followed.turns import Member
@@ -20,8 +20,8 @@ from tightfit.errors import CaptureError, faults
 
 Clock = dict[Member, int]
 """For each thread, up to which of its rows on the tape its work is known to be done."""
-_KNOWN = "_tightfit_known"
-_ITEMS = "_tightfit_items"
+_KNOWN = "tightfit_known"
+_ITEMS = "tightfit_items"
 
 
 class TurnsTaken(Protocol):
@@ -72,7 +72,8 @@ class ThreadOrder:
     def runs_a_model(self) -> None:
         """The thread that calls, which takes turns, is about to run a model."""
         member = self._members.own()
-        assert member is not None
+        if member is None:
+            self._refuse()
         of_it = self._of(member)
         if not of_it.runs_a_model:
             of_it.runs_a_model, self._model_line = True, self._where()
@@ -144,7 +145,7 @@ class ThreadOrder:
         made = recorder.num_operators + len(recorder.storages["num_bytes"])
         return made + len(recorder.events["kind"]), made
 
-    def _refuse(self) -> None:
+    def _refuse(self) -> NoReturn:
         strings, lines = self._recorder.strings.texts, self._recorder.operators["line"]
         place = strings[int(lines[-1])] if lines else ""
         self.failed = CaptureError(
