@@ -14,8 +14,8 @@ from tightfit.effects.independence.row_flow import Flow
 from tightfit.effects.independence.row_proof import FollowedRun, check_graph
 from tightfit.effects.independence.rows import Mixes
 from tightfit.effects.independence.totals import ROWS, Total
+from tightfit.ranks.values.structures import leaves_of
 from tightfit.techniques.micro_batches.example_wise_check import Proved
-from tightfit.techniques.micro_batches.loaded_batch import leaves_of
 from tightfit.techniques.micro_batches.loss_means import Term
 from tightfit.techniques.micro_batches.split_outputs import LeftOut
 from tightfit.techniques.wrappers.first_order import Refuse
@@ -88,7 +88,9 @@ def _kind_of(flow: Flow, leaf: Any, of_parts: Mapping[int, Any]) -> Kind:
         return (
             Kind(name="same", value=leaf, of_parts=known)
             if is_plain
-            else _unknown(f"it returns a {type(leaf).__name__}")
+            else _unknown(
+                f"it returns a {type(leaf).__name__}: have it return tensors, in tuples, dicts or dataclasses"
+            )
         )
     state = flow.rows.state(leaf)
     if isinstance(state, Total):
