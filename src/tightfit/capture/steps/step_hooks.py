@@ -36,8 +36,8 @@ class Steps(Protocol):
         """Something of a step is about to run; whether a step begins with it."""
         ...
 
-    def after_prediction(self) -> None:
-        """An outermost call without gradients has returned."""
+    def after_prediction(self, *, with_gradients: bool) -> None:
+        """An outermost call of a model has returned."""
         ...
 
     def after_backward(self) -> None:
@@ -123,6 +123,7 @@ class StepHooks:
             # A subclass may call the base constructor twice; `in` would compare optimizers by equality.
             if not any(known is optimizer for known in self._marks.optimizers):
                 self._marks.optimizers.append(optimizer)
+                self._marks.had_optimizers = True
 
         def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
             self._refuse_in_a_thread("steps an optimizer")
@@ -223,11 +224,18 @@ class StepHooks:
                         returned = repetition.call(
                             module, args, kwargs, lambda: inside(module, *args, **kwargs), turn=self._watch.num_ended
                         )
-                    self._watch.after_prediction()
+                    self._watch.after_prediction(with_gradients=False)
                     return returned
-                if self._batches is not None and torch.is_grad_enabled() and not (after is not None and after.is_on):
+                if torch.is_grad_enabled() and not (after is not None and after.is_on):
                     step = self._watch.num_ended
-                    return self._batches.call(module, args, kwargs, step, lambda: inside(module, *args, **kwargs))
+                    if self._batches is None:
+                        returned = inside(module, *args, **kwargs)
+                    else:
+                        returned = self._batches.call(
+                            module, args, kwargs, step, lambda: inside(module, *args, **kwargs)
+                        )
+                    self._watch.after_prediction(with_gradients=True)
+                    return returned
             return inside(module, *args, **kwargs)
 
         replace(torch.nn.Module, __call__=watched)
