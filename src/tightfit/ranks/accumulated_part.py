@@ -13,11 +13,11 @@ from torch.autograd import grad  # torch's own, whatever the program puts in its
 
 from tightfit.effects.values.value_checks import difference
 from tightfit.errors import ApplyError
-from tightfit.ranks.content_hash import content_hash
 from tightfit.ranks.divided_call import SPARSE, Whole
 from tightfit.ranks.own_part import OwnPart
 from tightfit.ranks.rank_batch import RankBatch, shares
 from tightfit.ranks.rank_group import RankGroup, number_of
+from tightfit.ranks.values.content_hash import content_hash
 from tightfit.techniques.micro_batches.split_forward import SplitForward
 from tightfit.techniques.micro_batches.split_outputs import Outputs, Sums, find_loss
 from tightfit.techniques.wrappers.first_order import Refuse

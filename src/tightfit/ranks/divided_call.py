@@ -16,9 +16,9 @@ from tightfit.effects.values.shared_memory import OneMemory
 from tightfit.effects.values.value_checks import bound_for, difference
 from tightfit.effects.values.written_past import WrittenPast
 from tightfit.errors import ApplyError, TightfitError
-from tightfit.ranks.content_hash import content_hash
 from tightfit.ranks.divided_outputs import Kind
 from tightfit.ranks.rank_group import RankGroup, number_of
+from tightfit.ranks.values.content_hash import content_hash
 from tightfit.techniques.wrappers.first_order import Refuse, first_order
 from tightfit.torch_hooks.backward import BackwardPass, keeps_graph, of_a_part
 

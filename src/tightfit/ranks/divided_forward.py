@@ -20,7 +20,6 @@ from tightfit.effects.values.value_checks import difference
 from tightfit.effects.values.written_past import WrittenPast
 from tightfit.errors import ApplyError, TightfitError
 from tightfit.ranks.accumulated_part import AccumulatedPart, loss_of
-from tightfit.ranks.content_hash import content_hash
 from tightfit.ranks.divided_call import WRITTEN, DividedCall, Joined, Whole
 from tightfit.ranks.divided_outputs import (
     Kind,
@@ -34,6 +33,7 @@ from tightfit.ranks.own_part import OwnPart, RaisesInPart
 from tightfit.ranks.rank_batch import OF_MICRO_BATCHES, RankBatch, shares
 from tightfit.ranks.rank_group import RankGroup, number_of
 from tightfit.ranks.same_memory import Places, one_memory, places_of
+from tightfit.ranks.values.content_hash import content_hash
 from tightfit.ranks.values.structures import leaves_of, mapped
 from tightfit.techniques.micro_batches.loss_means import LossWatch
 from tightfit.techniques.micro_batches.split_forward import (

@@ -14,13 +14,13 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tightfit.errors import ApplyError, TightfitError
-from tightfit.ranks.content_hash import content_hash
 from tightfit.ranks.divided_call import AskedGradients
 from tightfit.ranks.divided_forward import DividedForward
 from tightfit.ranks.rank_batch import OF_MICRO_BATCHES
 from tightfit.ranks.rank_group import RankGroup
 from tightfit.ranks.rank_plan import RankPlan
 from tightfit.ranks.sharded.sharded_states import ShardedStates
+from tightfit.ranks.values.content_hash import content_hash
 from tightfit.runtime.apply import innermost, root_of
 from tightfit.runtime.attach import Attachment
 from tightfit.techniques.micro_batches.split_forward import WRAPPERS

@@ -8,7 +8,7 @@ import torch
 from tightfit.errors import ApplyError
 from tightfit.ranks.divided_outputs import Unused
 from tightfit.ranks.values.structures import mapped
-from tightfit.ranks.written_arguments import CopiedArguments
+from tightfit.ranks.values.written_arguments import CopiedArguments
 from tightfit.techniques.micro_batches.batches import AbstractBatch, Instead, check_rows, whole_argument
 
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
