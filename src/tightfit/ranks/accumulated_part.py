@@ -100,7 +100,7 @@ class AccumulatedPart:
             refuse=self._refuse,
             check_steps=check_steps,
             batch_of=self._batch_of,
-            unseen=part.unseen,
+            unseen=part.state.unseen,
             elsewhere=self,
         )
 

@@ -16,24 +16,23 @@ from tightfit.effects.ambient import modes_of_program
 from tightfit.effects.random_states import TorchRandom
 from tightfit.effects.values.fingerprints import paused
 from tightfit.effects.values.shared_memory import OneMemory
-from tightfit.effects.values.value_checks import difference
 from tightfit.effects.values.written_past import WrittenPast
 from tightfit.errors import ApplyError, TightfitError
 from tightfit.ranks.accumulated_part import AccumulatedPart, loss_of
 from tightfit.ranks.divided_call import WRITTEN, DividedCall, Joined, Whole
-from tightfit.ranks.divided_outputs import (
-    Kind,
-    ProvedCall,
-    Unused,
-    means_of,
-    numbers_of_terms,
-    weights_of,
-)
 from tightfit.ranks.own_part import OwnPart, RaisesInPart
 from tightfit.ranks.rank_batch import OF_MICRO_BATCHES, RankBatch, shares
 from tightfit.ranks.rank_group import RankGroup, number_of
 from tightfit.ranks.same_memory import Places, one_memory, places_of
 from tightfit.ranks.values.content_hash import content_hash
+from tightfit.ranks.values.divided_outputs import (
+    ProvedCall,
+    Unused,
+    as_returned,
+    means_of,
+    numbers_of_terms,
+    weights_of,
+)
 from tightfit.ranks.values.structures import leaves_of, mapped
 from tightfit.techniques.micro_batches.loss_means import LossWatch
 from tightfit.techniques.micro_batches.split_forward import (
@@ -151,7 +150,7 @@ class DividedForward(OnlyHere):
             batch, (output, watch, proved, is_led) = self._run_part(forward, batch, parts)
             if self._part.has_proved and whole is None and self._check_steps:
                 # Another way through the code, such as a loss that begins later: a proof does not see all of Python's numbers.
-                with self._part.as_before():
+                with self._part.state.as_before():
                     whole = self._whole(forward, batch, args, kwargs)
         except RaisesInPart as raised:
             return self._raised(forward, args, kwargs, raised.error)
@@ -172,12 +171,12 @@ class DividedForward(OnlyHere):
         call.returned, call.memory = WrittenPast(joined), one_memory(leaves, places, joined, batch)
         self._memory = call.memory
         if call.whole is not None:
-            self._compare(call.whole, joined, call.kinds)
+            call.whole.compare(joined, call.kinds, self._refuse)
         self._end_call()
         batch.copied.do_to_originals(
             lambda: Unused("the model has put it into an argument (a dict, a list)", self._refuse)
         )
-        return self._as_returned(output, proved.kinds, places, joined, own[1] - own[0])
+        return as_returned(output, proved.kinds, lambda at: places.result(at, joined), own[1] - own[0], self._refuse)
 
     def _refuse(self, why: str) -> ApplyError:
         return self._refuse_plainly(why.removesuffix(OF_MICRO_BATCHES) + self._hint)
@@ -194,7 +193,7 @@ class DividedForward(OnlyHere):
                 raise
             self._num_readings_left -= 1
             for reading in batch.readings():
-                if self._part.left:
+                if self._part.state.left:
                     break
                 self._hint = reading.hint()
                 with contextlib.suppress(RaisesInPart):
@@ -210,9 +209,9 @@ class DividedForward(OnlyHere):
     def _raised(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
         """What raises for a part raises for the whole too, with all that the program sees of it, or is refused."""
         told = " ".join(str(error).split())
-        if self._part.left:
+        if self._part.state.left:
             raise self._refuse(
-                f"the model raises {type(error).__name__} ({told}), and by then {self._part.left}, which a part of the batch does otherwise than the whole: have it write to no tensor of before"
+                f"the model raises {type(error).__name__} ({told}), and by then {self._part.state.left}, which a part of the batch does otherwise than the whole: have it write to no tensor of before"
             ) from error
         forward(*args, **kwargs)
         raise self._refuse(
@@ -288,7 +287,7 @@ class DividedForward(OnlyHere):
         try:
             # With the watch, which refuses what would change by the run: statistics of a batch norm, drawn numbers.
             with (
-                self._part.unseen(),
+                self._part.state.unseen(),
                 paused(),
                 self._group.inside(),
                 LossWatch(1, allows_randomness=False, shares_draws=True) as watch,
@@ -309,32 +308,6 @@ class DividedForward(OnlyHere):
             outputs=list(leaves_of(output)),
             wanting=wanting,
             are_halves=numbers.are_halves,
-            unseen=self._part.unseen,
+            unseen=self._part.state.unseen,
             loss=loss_of(output) if self._accumulated is not None else None,
         )
-
-    def _compare(self, whole: Whole, joined: Sequence[torch.Tensor], kinds: Sequence[Kind]) -> None:
-        for one, other, kind in zip(joined, whole.outputs, kinds, strict=True):
-            is_number = one.is_floating_point() and one.shape == other.shape
-            if one.shape != other.shape or (is_number and difference(one, other, whole.bound(one)) is not None):
-                raise self._refuse(
-                    f"the {'loss' if kind.name == 'total' else 'outputs'} of the parts and of the whole batch differ in a step that was compared: the model mixes the examples of a batch"
-                )
-
-    def _as_returned(
-        self, output: Any, kinds: Sequence[Kind], places: Places, joined: Sequence[torch.Tensor], num_examples: int
-    ) -> Any:
-        left = iter(enumerate(kinds))
-
-        def put(leaf: Any) -> Any:
-            at, kind = next(left)
-            if kind.name == "unknown":
-                return Unused(kind.reason, self._refuse)
-            if isinstance(leaf, torch.Tensor):
-                return places.result(at, joined)
-            found = kind.of_whole(leaf, num_examples)
-            if found is None and leaf is not None:
-                return Unused("it returns a number that depends on how many examples there are", self._refuse)
-            return found
-
-        return mapped(output, put)

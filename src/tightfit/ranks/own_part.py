@@ -12,11 +12,11 @@ from tightfit.effects.graph_shapes import graph_shape
 from tightfit.effects.outside_calls import without_outside_calls
 from tightfit.effects.random_states import TorchRandom
 from tightfit.effects.reads import Reads
-from tightfit.effects.state import DRAWN, RegionState, Snapshot, differences, restore
 from tightfit.errors import TightfitError
-from tightfit.ranks.divided_outputs import ProvedCall, judged
 from tightfit.ranks.rank_batch import RankBatch
 from tightfit.ranks.rank_group import RankGroup, number_of
+from tightfit.ranks.values.divided_outputs import ProvedCall, judged
+from tightfit.ranks.values.part_state import PartState
 from tightfit.ranks.values.structures import leaves_of
 from tightfit.techniques.micro_batches.example_wise_check import BatchProofs, Proved
 from tightfit.techniques.micro_batches.led_parts import values_read
@@ -47,18 +47,14 @@ class OwnPart:
         self._group = group
         self._allows_randomness = allows_randomness
         self._refuse = refuse
-        self._state = RegionState()
-        self._before: Snapshot | None = None
-        self._random = TorchRandom.now()
-        # What a run that was ended by an exception has left behind, which cannot be taken back, in words.
-        self.left = ""
+        self.state = PartState(model, refuse)
         # Whether the last run went a way that was not proved before.
         self.has_proved = False
         self._proofs = BatchProofs(
             model,
             allows_randomness=allows_randomness,
             refuse=refuse,
-            unseen=self.unseen,
+            unseen=self.state.unseen,
             judge=judged,
             shares_draws=True,
         )
@@ -82,24 +78,21 @@ class OwnPart:
     ) -> tuple[Any, LossWatch, ProvedCall, bool]:
         led: tuple[Decision, ...] = ()
         self.has_proved = False
-        self._random = TorchRandom.now()
         while True:
-            self._before = self._state.snapshot(self.model)
+            self.state.begin()
             try:
                 output, watch, values, known = self._once(forward, batch, parts, led)
             except RaisesInPart as error:
                 # The others may have run through: all go on as one that has not.
                 self.first_other([], has_raised=True)
-                self._put_back()
-                self._note_left(self._before)
+                self.state.put_back(has_raised=True)
                 raise error from None
             number = self.first_other(watch.decisions)
             if number is None:
                 return output, watch, self._proved(forward, batch, parts, led, output, watch, values, known), bool(led)
             del output
-            self._put_back()
+            self.state.put_back(has_raised=number == _HAS_RAISED)
             if number == _HAS_RAISED:
-                self._note_left(self._before)
                 raise RaisesInPart(RuntimeError("as another rank's part does"))
             found = None if number < 0 else self._proofs.decisions_of_whole(forward, batch, number)
             if found is None or len(found) <= len(led):
@@ -107,14 +100,6 @@ class OwnPart:
                     "the model decides by values of the batch, and does so otherwise for one part of it than for another"
                 )
             led = found
-
-    def _put_back(self) -> None:
-        assert self._before is not None
-        restore(self._before)
-        self._random.put()
-
-    def _note_left(self, before: Snapshot) -> None:
-        self.left = next(map(str, differences(before, self._state.snapshot(self.model))), "")
 
     def first_other(
         self, decisions: Sequence[Any], number: int | None = None, *, has_raised: bool = False
@@ -185,9 +170,9 @@ class OwnPart:
             proved = self._proofs.with_decisions(batch, parts, decided, way)
             if proved is None:
                 # What it draws, it has to draw again.
-                again = self.as_before() if self._has_drawn() else contextlib.nullcontext()
+                again = self.state.as_before() if self.state.has_drawn() else contextlib.nullcontext()
                 with looking(self._refuse), again:
-                    values = values_read(forward, batch, (begin, end), led, unseen=self.unseen)
+                    values = values_read(forward, batch, (begin, end), led, unseen=self.state.unseen)
         if proved is None:
             self.has_proved = True
             # What a forward leaves behind that is not made of the examples is left once on each rank, as it is in the run on one card.
@@ -196,11 +181,6 @@ class OwnPart:
         assert isinstance(proved, ProvedCall)
         return proved
 
-    def _has_drawn(self) -> bool:
-        assert self._before is not None
-        found = differences(self._before, self._state.snapshot(self.model))
-        return any(each.what == DRAWN for each in found) or not TorchRandom.now().is_same(self._random)
-
     @contextlib.contextmanager
     def alone(self, device: torch.device) -> Iterator[None]:
         """Around a run of the model: models inside are not divided once more, and what each rank would do to files and optimizers is refused."""
@@ -208,37 +188,6 @@ class OwnPart:
         outside = without_outside_calls(lambda why: self._refuse(f"the model {why}"), is_on=is_watched)
         with outside, no_steps(self._refuse), self._group.inside():
             yield
-
-    @contextlib.contextmanager
-    def as_before(self) -> Iterator[None]:
-        """The model's state, and that of generators, is that of before the last run, for a block."""
-        now, random = self._state.snapshot(self.model), TorchRandom.now()
-        self._put_back()
-        try:
-            yield
-        finally:
-            restore(now)
-            random.put()
-
-    @contextlib.contextmanager
-    def unseen(self) -> Iterator[None]:
-        """Around what runs beside the program: the model's state is that of before."""
-        before = self._state.snapshot(self.model)
-        caches = [(path, cache, cache.cache_info().misses) for path, cache in before.reach.caches]
-        try:
-            yield
-        except Exception:
-            restore(before)
-            self._note_left(before)
-            raise
-        finally:
-            changed = differences(before, self._state.snapshot(self.model))
-            restore(before)
-            filled = [path for path, cache, misses in caches if cache.cache_info().misses != misses]
-        if changed and filled:
-            raise self._refuse(
-                f"{filled[0]} was filled and {changed[0]} in one forward, which a comparison cannot take back"
-            )
 
     @contextlib.contextmanager
     def drawing_apart(self) -> Iterator[None]:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from tightfit.errors import ApplyError
-from tightfit.ranks.divided_outputs import Unused
+from tightfit.ranks.values.divided_outputs import Unused
 from tightfit.ranks.values.structures import mapped
 from tightfit.ranks.values.written_arguments import CopiedArguments
 from tightfit.techniques.micro_batches.batches import AbstractBatch, Instead, check_rows, whole_argument

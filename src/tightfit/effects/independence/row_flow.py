@@ -269,6 +269,21 @@ def _poisoned(rows: RowStates, call: OperatorCall, why: str) -> State:
     return mixed if call.name in _KEEPS_VOTE else Mixed(reason=mixed.reason)
 
 
+def _check_draw(flow: "Flow", call: OperatorCall) -> None:
+    """Raises Mixes if an operator draws, where that is not allowed, and is given rows, or is given or gives sizes that depend on their number."""
+    if flow._allows_randomness or not _draws(call.func, call.arguments):
+        return
+    sizes = list(operation_of(call.func, call.arguments, call.outputs).sizes)
+    has_grown = any(flow.grown(number, output) for number, output in enumerate(call.outputs))
+    if has_grown or sizes != list(flow.its_sizes()) or any(map(flow.rows.depends, call.tensors)):
+        raise flow.fail(f"{call.func} draws random numbers{at_line()}")
+
+
+def _is_of_counts(rows: RowStates, output: torch.Tensor, call: OperatorCall) -> bool:
+    """Whether something is made of position numbers of the rows that is none itself: the last of them, their sum."""
+    return not rows.is_scaled(output) and any(map(rows.counts_rows, call.tensors))
+
+
 class Flow(FakeRun):
     """The run with all rows, which follows them; `other` is an earlier run with a part of the rows."""
 
@@ -303,7 +318,7 @@ class Flow(FakeRun):
             raise self.fail(f"{error}{at_line()}") from None
 
     def follow(self, call: OperatorCall, known: set[int]) -> None:
-        self._check_draw(call)
+        _check_draw(self, call)
         written = {key_of(leaf) for leaf in _written(call.func, call.arguments)}
         made = [o for o in call.outputs if key_of(o) not in known]
         changed = [o for o in call.outputs if key_of(o) in written]
@@ -347,15 +362,6 @@ class Flow(FakeRun):
                 self._assign(output, result, call)
             except Mixes as error:
                 self.rows.set(output, _poisoned(self.rows, call, str(error)))
-
-    def _check_draw(self, call: OperatorCall) -> None:
-        """Raises Mixes where numbers are drawn for rows, or with sizes that depend on their number."""
-        if self._allows_randomness or not _draws(call.func, call.arguments):
-            return
-        sizes = list(operation_of(call.func, call.arguments, call.outputs).sizes)
-        has_grown = any(self.grown(number, output) for number, output in enumerate(call.outputs))
-        if has_grown or sizes != list(self.its_sizes()) or any(map(self.rows.depends, call.tensors)):
-            raise self.fail(f"{call.func} draws random numbers{at_line()}")
 
     def _follow_unreturned(self, call: OperatorCall) -> None:
         """Marks what an operator writes to and does not return (`_foreach_add_`, many operators of programs): no rule is asked about it."""
@@ -421,7 +427,7 @@ class Flow(FakeRun):
         if state is not None and not isinstance(state, Total):
             return
         if not grown:
-            if state is None and self._is_of_counts(output, call):
+            if state is None and _is_of_counts(self.rows, output, call):
                 self.rows.set(output, Mixed(reason=f"{call.func} depends on the number of rows{at_line()}"))
             return
         if isinstance(state, Total):
@@ -435,10 +441,6 @@ class Flow(FakeRun):
             self.rows.scale(output, grown, counts=True)
             return
         self.rows.set(output, Mixed(reason=f"{call.func} depends on the number of rows{at_line()}"))
-
-    def _is_of_counts(self, output: torch.Tensor, call: OperatorCall) -> bool:
-        """Whether something is made of position numbers of the rows that is none itself: the last of them, their sum."""
-        return not self.rows.is_scaled(output) and any(map(self.rows.counts_rows, call.tensors))
 
     def _assign(self, output: torch.Tensor, result: RowLayout | Uniform | None, call: OperatorCall) -> None:
         state = self.rows.state(output)
@@ -457,7 +459,7 @@ class Flow(FakeRun):
                 raise Mixes("writes over rows")
             if grown and call.name in _KEEPS_COUNT and self.rows.counts_rows(call.tensors[0]):
                 self.rows.scale(output, grown, counts=True)
-            elif (grown and not self.rows.is_scaled(output)) or self._is_of_counts(output, call):
+            elif (grown and not self.rows.is_scaled(output)) or _is_of_counts(self.rows, output, call):
                 raise Mixes("depends on the number of rows")
             return
         if grown and grown != (result.dim,):

@@ -193,7 +193,8 @@ class BatchProofs:
             if may_leave:
                 self._refuse_used_up(now)
             is_left = may_leave and self._before is not None and self._is_changed(self._before, now)
-            before = self._before if is_left or self._has_drawn(now) else None
+            has_drawn = self._shares_draws and self._before is not None and _has_drawn(self._before, now)
+            before = self._before if is_left or has_drawn else None
             try:
                 # Metrics are muted in the state that the proof begins in: another state has other tables of attributes.
                 with (
@@ -238,11 +239,6 @@ class BatchProofs:
             known.clear()
         known[proved.decisions] = proved
         return proved
-
-    def _has_drawn(self, now: Snapshot) -> bool:
-        """Whether the first part has drawn numbers, which a proof has to draw again."""
-        found = [] if self._before is None or not self._shares_draws else differences(self._before, now)
-        return any(each.what == DRAWN for each in found)
 
     def _refuse_used_up(self, now: Snapshot) -> None:
         """Refuses what the run of the first part has left behind and no proof can begin before, as it cannot be put back: a first item, a class."""
@@ -333,6 +329,11 @@ def _judged(proof: FollowedRun, model: torch.nn.Module) -> Proved:
         if key != loss_key and isinstance(value, torch.Tensor) and _has_rows(proof.flow, value):
             joined.add(key)
     return Proved(joined=frozenset(joined), means=state.means)
+
+
+def _has_drawn(before: Snapshot, now: Snapshot) -> bool:
+    """Whether the first part has drawn numbers, which a proof has to draw again."""
+    return any(each.what == DRAWN for each in differences(before, now))
 
 
 def _says_the_same(one: Proved, other: Proved) -> bool:
