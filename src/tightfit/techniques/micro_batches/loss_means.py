@@ -65,7 +65,7 @@ class LossWatch(TorchFunctionMode):
     after `num_wanted` of them the forward is ended. `given` is what the code is called with.
 
     Raises:
-        ApplyError: a batch norm in training, or (unless `allows_randomness`) something that draws random numbers.
+        ApplyError: a batch norm in training, or (unless `allows_randomness` or `shares_draws`) something that draws random numbers.
     """
 
     def __init__(
@@ -76,6 +76,7 @@ class LossWatch(TorchFunctionMode):
         led: Sequence[Decision] = (),
         num_wanted: int | None = None,
         given: Sequence[torch.Tensor] = (),
+        shares_draws: bool = False,
     ) -> None:
         super().__init__()
         self.terms: list[Term] = []
@@ -88,7 +89,8 @@ class LossWatch(TorchFunctionMode):
         self.num_examples = num_examples
         self.calls = CallTrail()
         self.calls.lent.give(given)
-        self._allows_randomness = allows_randomness
+        # With `shares_draws` the proof decides: what is drawn alike for any rows, all parts draw alike.
+        self._allows_draws = allows_randomness or shares_draws
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -106,7 +108,7 @@ class LossWatch(TorchFunctionMode):
             raise self._refusal(
                 "a batch norm in training takes its statistics from the whole batch, which parts of it do not have; leave micro_batches out"
             )
-        if not self._allows_randomness and draws_random_numbers(func, args, kwargs) and not is_called_by_us():
+        if not self._allows_draws and draws_random_numbers(func, args, kwargs) and not is_called_by_us():
             raise self._refusal(
                 f"{name} draws random numbers, which would be others in parts of the batch; --allow micro_batches takes that"
             )

@@ -5,7 +5,7 @@ what does not depend on the examples is every rank's own, and a number is that o
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Never
 
 import torch
@@ -14,8 +14,8 @@ from tightfit.effects.independence.row_flow import Flow
 from tightfit.effects.independence.row_proof import FollowedRun, check_graph
 from tightfit.effects.independence.rows import Mixes
 from tightfit.effects.independence.totals import ROWS, Total
+from tightfit.ranks.values.structures import leaves_of, mapped
 from tightfit.techniques.micro_batches.example_wise_check import Proved
-from tightfit.techniques.micro_batches.loaded_batch import leaves_of
 from tightfit.techniques.micro_batches.loss_means import Term
 from tightfit.techniques.micro_batches.split_outputs import LeftOut
 from tightfit.techniques.wrappers.first_order import Refuse
@@ -88,7 +88,9 @@ def _kind_of(flow: Flow, leaf: Any, of_parts: Mapping[int, Any]) -> Kind:
         return (
             Kind(name="same", value=leaf, of_parts=known)
             if is_plain
-            else _unknown(f"it returns a {type(leaf).__name__}")
+            else _unknown(
+                f"it returns a {type(leaf).__name__}: have it return tensors, in tuples, dicts or dataclasses"
+            )
         )
     state = flow.rows.state(leaf)
     if isinstance(state, Total):
@@ -121,6 +123,24 @@ class Unused(LeftOut):
 
     def _refuse(self, *_: Any) -> Never:
         raise self._error(self.why)
+
+
+def as_returned(output: Any, kinds: Sequence[Kind], result: Callable[[int], torch.Tensor], num_examples: int, refuse: Refuse) -> Any:  # fmt: skip
+    """What the model has returned for a part of so many examples, with what it returns for the whole: `result` has the tensors by their positions."""
+    left = iter(enumerate(kinds))
+
+    def put(leaf: Any) -> Any:
+        at, kind = next(left)
+        if kind.name == "unknown":
+            return Unused(kind.reason, refuse)
+        if isinstance(leaf, torch.Tensor):
+            return result(at)
+        found = kind.of_whole(leaf, num_examples)
+        if found is None and leaf is not None:
+            return Unused("it returns a number that depends on how many examples there are", refuse)
+        return found
+
+    return mapped(output, put)
 
 
 def numbers_of_terms(
