@@ -64,6 +64,9 @@ REFUSED = {
     "element_by_the_number_of_examples": "hands other numbers to aten.kthvalue.default",
     "last_position_of_the_examples": "aten.select.int depends on the number of rows",
     "scratch_of_the_batch": "have it write to no tensor of before",
+    "mean_over_tokens_that_is_added_to": "add that to the loss outside of the model",
+    "mean_over_no_tokens_of_one_part": "divide by sum.clamp(min=1)",
+    "number_of_tokens_is_written_to": "divided by a number that was written to",
     "error_on_one": "RankLost: another rank has ended",
 }
 

@@ -49,6 +49,8 @@ from tightfit.torch_hooks.saved_tensor_hooks import packs_by_itself
 Forward = Callable[..., Any]
 # At the host every call is compared between ranks. A card would be waited for: there it is the first calls and then one in so many.
 _FIRST_CALLS, _CALLS_BETWEEN = 10, 50
+# What is refused so may be for arguments that are read otherwise than they are meant.
+_MAY_BE_OF_ARGUMENTS = ("parts of the batch may not give", "the model raises", "a look at whether parts")
 # So often another reading of the arguments is tried where the model raises an exception: a program may catch one in each epoch.
 _READINGS = 8
 
@@ -179,7 +181,8 @@ class DividedForward(OnlyHere):
         return as_returned(output, proved.kinds, lambda at: places.result(at, joined), own[1] - own[0], self._refuse)
 
     def _refuse(self, why: str) -> ApplyError:
-        return self._refuse_plainly(why.removesuffix(OF_MICRO_BATCHES) + self._hint)
+        is_of_arguments = why.startswith(_MAY_BE_OF_ARGUMENTS)
+        return self._refuse_plainly(why.removesuffix(OF_MICRO_BATCHES) + (self._hint if is_of_arguments else ""))
 
     def _run_part(
         self, forward: Forward, batch: RankBatch, parts: Sequence[tuple[int, int]]

@@ -137,6 +137,7 @@ class OwnPart:
             led=led,
             given=batch.tensors(),
             shares_draws=True,
+            has_divisors=True,
         )
         reading = Reads() if known is None else contextlib.nullcontext()
         try:

@@ -32,6 +32,7 @@ from tightfit.torch_hooks.swapped_tensors import on_swap
 from tightfit.torch_hooks.tensor_hooks import on_tensor_hooks
 from tightfit.torch_hooks.weak_references import WeakTable
 
+_OF_ALL_EXAMPLES = ("works along the rows", "compares them with each other")
 _IS_DISTRIBUTED = (
     "the script is distributed itself (it has a process group): start it with torchrun, without tightfit run"
 )
@@ -118,6 +119,10 @@ class RankAttachment:
                 said += "; the layout has it run again in the backward pass: plan one without recomputation (more GPUs, a smaller batch)"
             if "draws random numbers" in said and "--allow" not in said:
                 said += "; --allow micro_batches lets each rank draw for its own part"
+            if any(each in said for each in _OF_ALL_EXAMPLES):
+                said += (
+                    "; over all examples it is right outside of the model: have it return what is each example's own"
+                )
             self._failure = ApplyError(f"this script cannot be divided over {self._group.size} ranks: {said}")
         return ApplyError(str(self._failure))
 

@@ -188,3 +188,49 @@ def scratch_of_the_batch() -> dict[str, Any]:
         return model.net(x + 0.1 * before)
 
     return _trained(changed)
+
+
+def _over_tokens(divided: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], **lasts: Any) -> dict[str, Any]:
+    """A loss that the model divides by a sum over other numbers of tokens in each part; `divided` is given the losses and a mask."""
+
+    def changed(model: Any, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        targets = torch.arange(x.shape[1]).expand(mask.shape) % CLASSES
+        each = functional.cross_entropy(model.net(x[:, :, None] * x[:, None]).transpose(1, 2), targets, reduction="none")  # fmt: skip
+        return divided(each, mask)
+
+    def given(step: int, x: torch.Tensor) -> torch.Tensor:
+        lengths = 1 + (torch.arange(len(x)) * (step + 1)) % WIDTH
+        return (torch.arange(WIDTH) < lengths[:, None]) & (torch.arange(len(x)) < lasts.get("known", 9))[:, None]
+
+    return _trained(changed, given, lambda found, _: found)
+
+
+@program(check_steps=0)
+def mean_over_tokens_within() -> dict[str, Any]:
+    return _over_tokens(lambda each, mask: (each * mask).sum() / mask.sum().clamp(min=1))
+
+
+@program(check_steps=0)
+def mean_over_at_least_so_many_tokens() -> dict[str, Any]:
+    """More than a part has, and in some steps more than the batch has."""
+    return _over_tokens(lambda each, mask: (each * mask).sum() / (mask.sum().clamp(min=20).to(each.dtype) + 0.5))
+
+
+@program()
+def mean_over_tokens_that_is_added_to() -> dict[str, Any]:
+    return _over_tokens(lambda each, mask: (each * mask).sum() / mask.sum().clamp(min=20) + 1)
+
+
+@program()
+def mean_over_no_tokens_of_one_part() -> dict[str, Any]:
+    return _over_tokens(lambda each, mask: (each * mask).sum() / mask.sum(), known=2)
+
+
+@program(check_steps=0)
+def number_of_tokens_is_written_to() -> dict[str, Any]:
+    def divided(each: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        number = mask.sum().clamp(min=1)
+        number.data.add_(1)
+        return (each * mask).sum() / number
+
+    return _over_tokens(divided)

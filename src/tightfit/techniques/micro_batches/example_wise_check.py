@@ -17,10 +17,11 @@ from tightfit.effects.independence.row_flow import FakeRun, Flow, NeedsValues
 from tightfit.effects.independence.row_proof import Computation, FollowedRun, Leaves, check_graph, check_hooks, prove
 from tightfit.effects.independence.row_states import Mixed, loss_state
 from tightfit.effects.independence.rows import Mixes, RowLayout
-from tightfit.effects.independence.totals import ROWS, Total
+from tightfit.effects.independence.totals import ROWS, Total, is_sum
 from tightfit.effects.optimizer_marks import OptimizerMarks
 from tightfit.effects.state import DRAWN, RegionState, Snapshot, differences, restore, structural_differences
 from tightfit.techniques.micro_batches.batches import AbstractBatch
+from tightfit.techniques.micro_batches.divisors import Divisor
 from tightfit.techniques.micro_batches.led_parts import decisions_of_whole
 from tightfit.techniques.micro_batches.loss_means import Decision, LossWatch, Term
 from tightfit.techniques.micro_batches.split_outputs import find_loss, items_of
@@ -285,7 +286,9 @@ def _proved(
         args, kwargs = batch.part(0, watch.num_examples, lambda _: next(waiting))
         return forward(*args, **kwargs), watch
 
-    watching: dict[str, Any] = {"allows_randomness": allows_randomness, "led": led, "shares_draws": shares_draws}
+    # Where each part is alone with its sums, others know those of all.
+    watching: dict[str, Any] = {"allows_randomness": allows_randomness, "led": led}
+    watching |= {"shares_draws": shares_draws, "has_divisors": shares_draws}
 
     @contextlib.contextmanager
     def watched(run: FakeRun) -> "Iterator[_ProofWatch]":
@@ -369,6 +372,12 @@ class _ProofWatch(LossWatch):
 
     def run(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return self._run.atom(func, args, kwargs)
+
+    def divided(self, loss: torch.Tensor, divisor: Divisor, result: torch.Tensor) -> None:
+        flow = self._run
+        # The sum itself, to which nobody has written.
+        if isinstance(flow, Flow) and is_sum(flow.rows.state(loss)) and is_sum(flow.rows.state(divisor.base)):
+            flow.rows.set(result, loss_state(len(self.terms) - 1))
 
     def noted(self, term: Term, inputs: Mapping[str, Any], *, is_of_classes: bool) -> None:
         super().noted(term, inputs, is_of_classes=is_of_classes)
