@@ -209,7 +209,7 @@ class CaptureSession:
             else:
                 self._run_generator(generator_on(target, device="cuda"))
         if self._threads is not None:
-            self._threads.settle()
+            self._threads.order.settle(self._threads.turns.members.main)
         if not self.watch.num_ended and not isinstance(target, Script):
             raise CaptureError("the function did not yield: set up, then `yield` once per step")
         if not self.watch.num_ended and not self.watch.has_ended:

@@ -6,22 +6,15 @@ result of a future). Threads that only move batches are let off: how far they ar
 """
 
 import dataclasses
-import queue
-import threading
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 from tightfit.capture.observe.recorder import Recorder
 from tightfit.capture.patches.threads_followed.turns import Member
-from tightfit.capture.replace import replace
-from tightfit.errors import CaptureError, faults
+from tightfit.errors import CaptureError
 
 Clock = dict[Member, int]
 """For each thread, up to which of its rows on the tape its work is known to be done."""
-_KNOWN = "tightfit_known"
-_ITEMS = "tightfit_items"
 
 
 class TurnsTaken(Protocol):
@@ -62,12 +55,6 @@ class ThreadOrder:
         self._model_line = ""
         self._rows, self._made = self._counted()
         self.failed: CaptureError | None = None
-
-    def install(self) -> None:
-        """Follows what threads hand over; a process that has done this is not used for anything else."""
-        self._watch_queues()
-        self._watch_events()
-        self._watch_futures()
 
     def runs_a_model(self) -> None:
         """The thread that calls, which takes turns, is about to run a model."""
@@ -154,77 +141,3 @@ class ThreadOrder:
         )
         self._on_failed(self.failed)
         raise self.failed
-
-    def _watch_queues(self) -> None:
-        put, get = queue.Queue.put, queue.Queue.get
-
-        @faults.hands_over
-        def put_with_clock(to: Any, item: Any, *args: Any, **kwargs: Any) -> None:
-            clocks = vars(to).setdefault(_ITEMS, {}).setdefault(id(item), deque())
-            clocks.append(self.sent())
-            try:
-                put(to, item, *args, **kwargs)
-            except BaseException:
-                clocks.pop()
-                raise
-
-        @faults.hands_over
-        def got_with_clock(of: Any, *args: Any, **kwargs: Any) -> Any:
-            item = get(of, *args, **kwargs)
-            clocks = vars(of).get(_ITEMS, {}).get(id(item))
-            self.got(clocks.popleft() if clocks else None)
-            return item
-
-        replace(queue.Queue, put=put_with_clock, get=got_with_clock)
-
-    def _watch_events(self) -> None:
-        begin, is_set, wait = threading.Event.set, threading.Event.is_set, threading.Event.wait
-
-        @faults.hands_over
-        def set_with_clock(event: Any) -> None:
-            known = vars(event).setdefault(_KNOWN, {})
-            for member, row in self.sent().items():
-                known[member] = max(row, known.get(member, 0))
-            begin(event)
-
-        @faults.hands_over
-        def seen(event: Any, *args: Any, **kwargs: Any) -> bool:
-            is_there = wait(event, *args, **kwargs)
-            if is_there:
-                self.got(vars(event).get(_KNOWN))
-            return is_there
-
-        @faults.hands_over
-        def asked(event: Any) -> bool:
-            is_there = is_set(event)
-            if is_there:
-                self.got(vars(event).get(_KNOWN))
-            return is_there
-
-        replace(threading.Event, set=set_with_clock, wait=seen, is_set=asked, isSet=asked)
-
-    def _watch_futures(self) -> None:
-        def handing_over(name: str) -> Callable[..., Any]:
-            hand_over = getattr(Future, name)
-
-            @faults.hands_over
-            def handed_over(future: Any, value: Any) -> None:
-                vars(future)[_KNOWN] = self.sent()
-                hand_over(future, value)
-
-            return handed_over
-
-        def getting(name: str) -> Callable[..., Any]:
-            get = getattr(Future, name)
-
-            @faults.hands_over
-            def got(future: Any, timeout: float | None = None) -> Any:
-                try:
-                    return get(future, timeout)
-                finally:
-                    self.got(vars(future).get(_KNOWN) if future.done() else None)
-
-            return got
-
-        replace(Future, **{name: handing_over(name) for name in ("set_result", "set_exception")})
-        replace(Future, **{name: getting(name) for name in ("result", "exception")})

@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader
 from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.capture.observe import streams
 from tightfit.capture.observe.attribution import is_user_file
+from tightfit.capture.patches.threads_followed import handed_over
 from tightfit.capture.patches.threads_followed.thread_order import Clock, ThreadOrder
 from tightfit.capture.patches.threads_followed.turns import Member, TurnLock, Turns, slept
 from tightfit.capture.replace import replace
@@ -63,8 +64,14 @@ class ThreadsFollowed:
         # Which waits in C, for a lock of its own; pools have their tasks in one.
         replace(queue, SimpleQueue=queue.Queue)
         replace(time, sleep=self._slept)
-        self.order.install()
-        self._gpu.fake.runs_a_model = self._runs_a_model
+        handed_over.install(self.order)
+
+        def runs_a_model() -> None:
+            self.order.runs_a_model()
+            # Nobody works beside it, so that it is what the main thread would be.
+            self._gpu.recorder.is_beside, self.turns.main_goes_on = False, True
+
+        self._gpu.fake.runs_a_model = runs_a_model
         start, join, is_alive = threading.Thread.start, threading.Thread.join, threading.Thread.is_alive
 
         @faults.hands_over
@@ -121,15 +128,6 @@ class ThreadsFollowed:
         assert own is not None
         self.order.learn(own, self._ended.get(member, {}))
 
-    def _runs_a_model(self) -> None:
-        """A thread is about to run a model: nobody works beside it, so that it is what the main thread would be."""
-        self.order.runs_a_model()
-        self._gpu.recorder.is_beside, self.turns.main_goes_on = False, True
-
-    def settle(self) -> None:
-        """The program is over."""
-        self.order.settle(self.turns.members.main)
-
     def _look_at_futures(self) -> None:
         """What a task of a pool raises goes to a future, which nobody may ask: that the trace cannot follow it is told to the main thread all the same."""
         set_exception = Future.set_exception
@@ -182,13 +180,9 @@ class ThreadsFollowed:
                 self.turns.must_ask = True
         finally:
             self._gpu.kernels.thread_ends()
-            self._ended[member] = self._clock_at_end(member)
+            with contextlib.suppress(CaptureError):
+                self._ended[member] = self.order.clock(member)
             self.turns.leave(member)
-
-    def _clock_at_end(self, member: Member) -> Clock:
-        with contextlib.suppress(CaptureError):
-            return self.order.clock(member)
-        return {}
 
     @faults.hands_over
     def _slept(self, seconds: float) -> None:
