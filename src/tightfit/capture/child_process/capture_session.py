@@ -27,7 +27,7 @@ from tightfit.capture.kernels.tf32 import convolves_in_tf32, multiplies_in_tf32
 from tightfit.capture.observe.attribution import short
 from tightfit.capture.observe.kernel_memory import KernelMemory
 from tightfit.capture.observe.recorder import LiveMemory, Recorder, tape_of
-from tightfit.capture.patches import eager, native, saving, spawned, torch_api
+from tightfit.capture.patches import eager, native, saving, servers, spawned, torch_api
 from tightfit.capture.patches.cuda_api import CudaApi
 from tightfit.capture.patches.loading import largest_batch, loaders
 from tightfit.capture.patches.loading.loading_times import LoadingTimes
@@ -137,8 +137,21 @@ class CaptureSession:
         loaders.install(lambda: self.watch.num_ended)
         self._loading = LoadingTimes(self.recorder)
         self._loading.install()
+        if not by_yield:
+            servers.install(self._waits_for_requests)
         self._tape: Tape | None = None
         self._threads: threads.ThreadsFollowed | None = None
+
+    def _waits_for_requests(self) -> None:
+        """A server starts: what has run so far is all that the trace can have."""
+        after = self.watch.after
+        assert after is not None
+        if not after.is_on and not self.watch.num_ended and not self.watch.is_one_step():
+            raise CaptureError(
+                f"{self.gpu.attribution.where(otherwise='the program')} starts a server and waits for requests, which a trace has none of, and nothing has called a model "
+                "before: call what answers a request once with an example, before the server starts, or in a generator function that yields after it"
+            )
+        after.stop("it waits for requests")
 
     def _communicate(self, world: World) -> None:
         # Here, as torch takes long to load what only a distributed program needs.
