@@ -99,3 +99,20 @@ def test_help_comes_at_once(arguments: list[str], seconds_of_the_libraries: floa
     """Half a second on the machines that this was written on, where the libraries alone take 0.2 s."""
     program = str(Path(sys.executable).with_name("tightfit"))
     assert _processor_seconds([program, *arguments]) < 2.7 * seconds_of_the_libraries
+
+
+UNINSTALLED = """
+import importlib, importlib.metadata, pkgutil
+found = importlib.metadata.Distribution.from_name
+def from_name(name):
+    if name == "tightfit":
+        raise importlib.metadata.PackageNotFoundError(name)
+    return found(name)
+importlib.metadata.Distribution.from_name = from_name
+import tightfit.cli
+print(*(importlib.import_module(each.name).__name__ for each in pkgutil.walk_packages(tightfit.cli.__path__, "tightfit.cli.")))
+"""
+
+
+def test_a_folder_of_sources_that_is_not_installed_has_all_commands() -> None:
+    assert "tightfit.cli.run" in python(UNINSTALLED).split()

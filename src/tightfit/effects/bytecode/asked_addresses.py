@@ -18,7 +18,6 @@ _ADDRESSES = frozenset(
         "data_ptr",
         "untyped_storage",
         "storage",
-        "_typed_storage",
         "_cdata",
         "ctypes",
         "__array_interface__",

@@ -5,8 +5,8 @@ import dataclasses
 import json
 import shlex
 from collections.abc import Sequence
-from importlib.metadata import version as installed_version
 
+from tightfit import __version__
 from tightfit.layouts.exports.layout_run import Export, LayoutRun
 from tightfit.layouts.exports.tool import AbstractTool, first_reason
 from tightfit.layouts.layout import Layout, Recomputation
@@ -18,7 +18,7 @@ class OwnRanks(AbstractTool):
     """tightfit's own ranks (`tightfit.ranks`)."""
 
     name: str = "tightfit"
-    version: str = installed_version("tightfit")
+    version: str = __version__
 
     def refusal(self, layout: Layout, model: ModelParts) -> str:
         """Why an unmodified script cannot be run so."""
