@@ -7,7 +7,7 @@ import inspect
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from tightfit.effects.bytecode.asked_of_saved import called
 from tightfit.effects.bytecode.instructions import instructions_of
@@ -56,12 +56,12 @@ def _functions_of(hook: Any) -> Iterator[tuple[types.FunctionType, type | None]]
     else:
         owner = type(hook)
         hook = getattr(owner, "__call__", None)  # noqa: B004
-    hook = inspect.unwrap(hook)
+    hook = inspect.unwrap(hook) if hook is not None else None
     if _is_not_torchs(hook):
         yield hook, owner
 
 
-def _is_not_torchs(value: Any) -> bool:
+def _is_not_torchs(value: Any) -> TypeGuard[types.FunctionType]:
     return isinstance(value, types.FunctionType) and not value.__code__.co_filename.startswith(FILES_OF_TORCH)
 
 

@@ -97,7 +97,7 @@ class SavedTensors:
             self._running.append(call)
             # The caller has let go of what it gave to the call before.
             self._begin_to_leave(is_end=False)
-        hooks = functools.partial(self._pack, call), functools.partial(self._unpack, call)
+        hooks = functools.partial(self._pack, call), functools.partial(_unpack, self._refuse, self._unpack, call)
         try:
             with torch.autograd.graph.saved_tensors_hooks(*hooks):
                 yield
@@ -137,15 +137,6 @@ class SavedTensors:
         return saved
 
     def _unpack(self, call: BlockCall, saved: Saved) -> torch.Tensor:
-        # What torch itself does to a tensor that a hook returns it shows to modes.
-        if modes := dispatch_modes_of_program():
-            raise self._refuse(
-                call.label, f"the backward pass is run inside of {type(modes[0]).__name__}, which sees each operator"
-            )
-        with unseen() if modes_of_program() else nullcontext():
-            return self._unpacked(call, saved)
-
-    def _unpacked(self, call: BlockCall, saved: Saved) -> torch.Tensor:
         saved.check()
         if not call.is_reached:
             with self._lock:
@@ -201,3 +192,19 @@ class SavedTensors:
             if number in self._calls:
                 for storage in self._calls[number].storages(Place.HOST):
                     self.moves.fetch(storage)
+
+
+def _unpack(
+    refuse: Callable[[str, str], Exception],
+    unpack: Callable[[BlockCall, Saved], torch.Tensor],
+    call: BlockCall,
+    saved: Saved,
+) -> torch.Tensor:
+    """The hook for a tensor that the backward pass needs, of which modes of the program's around that pass see nothing."""
+    # What torch itself does to a tensor that a hook returns it shows to dispatch modes.
+    if modes := dispatch_modes_of_program():
+        raise refuse(
+            call.label, f"the backward pass is run inside of {type(modes[0]).__name__}, which sees each operator"
+        )
+    with unseen() if modes_of_program() else nullcontext():
+        return unpack(call, saved)

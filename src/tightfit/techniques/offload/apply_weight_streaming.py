@@ -310,7 +310,7 @@ class _Hooks:
             "tightfit",
         )
 
-        self.line = "" if self._takes_weights else line_with_address(self.around[0])
+        self.line = line_with_address(self.around[0]) if self.around is not None and not self._takes_weights else ""
         """Where the program's own hooks ask for the address of what they are given, or nothing."""
         self.question = ""
         """Where the backward pass of a function asks what a saved tensor is, besides its values (`effects.asked_of_saved`)."""
