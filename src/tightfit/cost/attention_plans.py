@@ -36,8 +36,8 @@ class PlanSeconds:
     backward: Seconds
 
 
-_HOPPER = PlanSeconds(forward=0.020, backward=0.025)
-_SECONDS: Mapping[str, PlanSeconds] = {"sm_100": PlanSeconds(forward=0.44, backward=0.55)}
+_HOPPER = PlanSeconds(forward=Seconds(0.020), backward=Seconds(0.025))
+_SECONDS: Mapping[str, PlanSeconds] = {"sm_100": PlanSeconds(forward=Seconds(0.44), backward=Seconds(0.55))}
 
 
 def seconds_of_a_plan(device: Device) -> PlanSeconds:
