@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.nn import functional
 
 from tightfit.cost.host_python import reference_work
 
@@ -97,18 +97,18 @@ def _calls(device: str, weights: list[torch.Tensor]) -> Mapping[str, tuple[torch
         "transpose": (rows, lambda t: t.transpose(1, 2).transpose(1, 2)),
         "add": (rows, lambda t: t + bias),
         "times a number": (rows, lambda t: t * 1.01),
-        "gelu": (rows, F.gelu),
-        "softmax": (rows, lambda t: F.softmax(t, -1)),
-        "dropout": (rows, lambda t: F.dropout(t, 0.1)),
-        "layer norm": (rows, lambda t: F.layer_norm(t, (64,), bias, bias)),
-        "linear": (rows, lambda t: F.linear(t, square, bias)),
+        "gelu": (rows, functional.gelu),
+        "softmax": (rows, lambda t: functional.softmax(t, -1)),
+        "dropout": (rows, lambda t: functional.dropout(t, 0.1)),
+        "layer norm": (rows, lambda t: functional.layer_norm(t, (64,), bias, bias)),
+        "linear": (rows, lambda t: functional.linear(t, square, bias)),
         "batched product": (torch.randn(4, 64, 64, device=device), lambda t: torch.bmm(t, t)),
         "concatenation": (rows, lambda t: torch.cat([t[:2], t[2:]])),
         "to bfloat16 and back": (rows, lambda t: t.to(torch.bfloat16).to(torch.float32)),
-        "attention": (heads, lambda t: F.scaled_dot_product_attention(t, t, t, is_causal=True)),
-        "convolution": (image, lambda t: F.conv2d(t, kernel, None, padding=1)),
-        "batch norm": (image, lambda t: F.batch_norm(t, mean, variance, scale, shift, True)),
-        "relu": (image, F.relu),
+        "attention": (heads, lambda t: functional.scaled_dot_product_attention(t, t, t, is_causal=True)),
+        "convolution": (image, lambda t: functional.conv2d(t, kernel, None, padding=1)),
+        "batch norm": (image, lambda t: functional.batch_norm(t, mean, variance, scale, shift, True)),
+        "relu": (image, functional.relu),
         "root mean square": (rows, lambda t: t * torch.rsqrt(t.pow(2).mean(-1, keepdim=True) + 1e-6)),
         "module of nothing": (rows, nn.Identity()),
         "module of linear": (rows, linear),

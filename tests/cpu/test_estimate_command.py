@@ -48,7 +48,7 @@ SCRIPTS = {
     "exits_with_words.py": 'import sys\nsys.exit("give me a data set")\n',
     "imports.py": "import torch\nimport no_such_package\n",
     "reads.py": 'import torch\nbest = torch.randn(999, 9, device="cuda").sum(0).argmax()\n{7: "seven"}[best.item()]\n',
-    "no_step.py": "import torch\nlayer = torch.nn.Linear(4, 4).cuda()\nlayer(torch.ones(2, 4).cuda())\n",
+    "no_step.py": "import torch\nlayer = torch.nn.Linear(4, 4).cuda()\ntorch.optim.SGD(layer.parameters())\nlayer(torch.ones(2, 4).cuda())\n",
     "workloads.py": "import torch\nSIZE = 4\ndef helper():\n    return SIZE\ndef train(size=SIZE):\n    yield torch.ones(size)\n",
     "uncalled.py": '"""Trains."""\nimport torch\ndef main():\n    def batches():\n        yield 1\n    return batches\n',
     "resumes.py": 'import torch\nfor epoch in range(torch.load("last.pt")["epoch"], 3):\n    pass\n',

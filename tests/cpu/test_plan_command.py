@@ -224,7 +224,9 @@ def test_what_can_be_allowed_is_listed_with_what_is_lossy_on_some_programs_only(
 
 
 def test_a_script_that_never_trains_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "idle.py").write_text("import torch\nprint(torch.nn.Linear(2, 2).cuda()(torch.ones(1, 2).cuda()))\n")
+    (folder / "idle.py").write_text(
+        "import torch\nnet = torch.nn.Linear(2, 2).cuda()\ntorch.optim.SGD(net.parameters())\nprint(net(torch.ones(1, 2).cuda()))\n"
+    )
     assert run(["plan", "idle.py", "--device", "4090"]) == 3
     said = capsys.readouterr().err
     assert said.startswith("tightfit: the workload ended without a step: no optimizer stepped and no backward pass was")

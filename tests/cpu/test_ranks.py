@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.cpu.ranks import accumulated, by_hand, handed_over, recomputed, refused, returned  # noqa: F401 - enter their programs
+from tests.cpu.ranks import accumulated, by_hand, handed_over, other_arguments, recomputed, refused, returned  # noqa: F401 - enter their programs
 from tests.cpu.ranks.programs import PROGRAMS
 from tests.forked_python import forked_python
 
@@ -57,6 +57,16 @@ REFUSED = {
     "view_of_a_result_that_is_written": "the memory of another of its results or arguments",
     "accumulated_view_that_is_written": "a view of another of its results or of its arguments, was written to",
     "hook_on_the_first_gradient": "a hook is called with the first gradient of several weights",
+    "list_of_numbers_of_the_examples": "argument 1 has as many values as there are examples",
+    "argument_by_the_process": "what the model is called with besides tensors must be the same on all ranks",
+    "numbers_drawn_for_each_example": "Python's random was drawn from, as often as there are rows",
+    "mixes_by_a_drawn_number": "aten.roll.default works along the rows",
+    "element_by_the_number_of_examples": "hands other numbers to aten.kthvalue.default",
+    "last_position_of_the_examples": "aten.select.int depends on the number of rows",
+    "scratch_of_the_batch": "have it write to no tensor of before",
+    "mean_over_tokens_that_is_added_to": "add that to the loss outside of the model",
+    "mean_over_no_tokens_of_one_part": "divide by sum.clamp(min=1)",
+    "number_of_tokens_is_written_to": "divided by a number that was written to",
     "error_on_one": "RankLost: another rank has ended",
 }
 

@@ -32,6 +32,7 @@ from tightfit.capture.trace_settings import DEFAULT_NUM_STEPS, DEFAULT_TIMEOUT_S
 from tightfit.errors.faults import answering, kept_file
 from tightfit.errors.program_errors import says_of_a_thread
 from tightfit.tape import Assumption, Coverage, Tape
+from tightfit.tape.allocated_bytes import allocated_bytes
 from tightfit.tape.left_out import with_left_out
 from tightfit.tape.verify import verify_tape
 
@@ -65,11 +66,14 @@ class Preparation:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Traced:
-    """A tape, the report of the preparation (None without one), and how many examples the program's loaders read, by the size of their batches."""
+    """A tape, the report of the preparation (None without one), and how many examples the program's loaders read, by the size of their batches.
+    `predicts_with_gradients`: the program has called models with gradients enabled, and had none computed.
+    """
 
     tape: Tape
     report: Any
     num_examples: Mapping[int, int]
+    predicts_with_gradients: bool = False
 
 
 def trace(
@@ -235,7 +239,12 @@ def _attempt(
         # Keys of JSON are strings.
         num_examples = {int(size): number for size, number in result["num_examples"].items()}
         noted = _noted(with_left_out(Tape.load(tape)), result["notes"], folder)
-        traced = Traced(tape=noted, report=result["report"], num_examples=num_examples)
+        traced = Traced(
+            tape=noted,
+            report=result["report"],
+            num_examples=num_examples,
+            predicts_with_gradients=result["predicts_with_gradients"],
+        )
         with answering("the capture"):
             faults = verify_tape(traced.tape)
             assert not faults, faults[0]
@@ -312,3 +321,16 @@ def _death(label: str, code: int, said: str) -> str:
     place = user_place(said)
     where = f" at {place}" if place else ""
     return f"the process that traced {label} died with {reason}{hint}{where}; run again with --show-output to see what it printed last"
+
+
+def saved_without_gradients(tape: Tape, trace_again: Callable[[Preparation], Traced]) -> int | None:
+    """By how much the allocated bytes at the peak of `tape` fall where the program computes without gradients; None where that could not be seen, as it does not run
+    so, or enables them itself."""
+    try:
+        without = trace_again(
+            Preparation(function="tightfit.runtime.trace_without_gradients:prepare", argument=None)
+        ).tape
+    except errors.TightfitError:
+        return None
+    saved = int(allocated_bytes(tape).max() - allocated_bytes(without).max())
+    return saved if saved > 0 else None

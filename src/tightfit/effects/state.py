@@ -21,6 +21,9 @@ from tightfit.effects.random_states import numpy_state, put_python_state, python
 from tightfit.effects.reachable.reach import Reach, reach_of, reach_of_arguments
 from tightfit.effects.values.contents import SMALL_BYTES, content_of
 
+DRAWN = "was drawn from"
+"""What is said of a generator of random numbers."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StateDifference:
@@ -185,9 +188,9 @@ def differences(before: Snapshot, after: Snapshot) -> list[StateDifference]:
     """The differences between two snapshots: plain values by equality, everything else by identity, version and storage."""
     found = []
     if before.python_random != after.python_random:
-        found.append(StateDifference(path="Python's random", what="was drawn from"))
+        found.append(StateDifference(path="Python's random", what=DRAWN))
     if not numpy_state.same(before.numpy_random, after.numpy_random):
-        found.append(StateDifference(path="numpy.random", what="was drawn from"))
+        found.append(StateDifference(path="numpy.random", what=DRAWN))
     found += _different_contents(before, after)
     found += _different_tensors(before, after)
     found += _different_drawn(before, after)
@@ -257,7 +260,7 @@ def _different_drawn(before: Snapshot, after: Snapshot) -> Iterator[StateDiffere
     later = {each.key: state for each, state in zip(after.reach.drawn, after.drawn, strict=True)}
     for each, state in zip(before.reach.drawn, before.drawn, strict=True):
         if later.get(each.key, state) != state:
-            yield StateDifference(path=each.path, what="was drawn from", is_in_place=each.put is None)
+            yield StateDifference(path=each.path, what=DRAWN, is_in_place=each.put is None)
 
 
 # Of the virtual GPU: they have storages of their own, without data.
@@ -318,4 +321,4 @@ def _storage(tensor: torch.Tensor) -> Any:
 
 def structural_differences(before: Snapshot, after: Snapshot) -> list[StateDifference]:
     """The changes except values of tensors, which an optimizer changes in every step, and random states, which other code draws from."""
-    return [d for d in differences(before, after) if not d.is_in_place and d.what != "was drawn from"]
+    return [d for d in differences(before, after) if not d.is_in_place and d.what != DRAWN]

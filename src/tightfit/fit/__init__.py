@@ -10,7 +10,7 @@ from tightfit.capture.collectives.rank_traces import RankTraces
 from tightfit.capture.collectives.world import World
 from tightfit.capture.targets.target_files import words_for_target
 from tightfit.capture.targets.target_kinds import HuggingFaceConfig, Script, parse_target
-from tightfit.capture.trace import Preparation, Traced, trace
+from tightfit.capture.trace import Preparation, Traced, saved_without_gradients, trace
 from tightfit.capture.trace_settings import AS_USUAL, DEFAULT_NUM_STEPS, DEFAULT_TIMEOUT_SECONDS, Steps, TraceSettings
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.catalogue import find
@@ -33,6 +33,8 @@ from tightfit.reports.results import Estimate
 from tightfit.runtime.leaks.found_leaks import LeakHolder
 from tightfit.simulate.peak import estimate_peak
 from tightfit.tape import Assumption, Tape
+from tightfit.tape.allocated_bytes import allocated_bytes
+from tightfit.units import format_bytes
 
 
 @answering("the capture")
@@ -122,22 +124,44 @@ def _traced(
     extent = extent_of(parsed, tracing)
     log = ProgressLog(on_progress=on_progress and theirs(on_progress))
     log.begin("tracing", num_steps=extent.num_steps)
-    return trace(
-        parsed,
-        label=target,
-        device=device,
-        num_steps=extent.num_steps,
-        until=extent.until,
-        largest_batch_from=extent.largest_batch_from,
-        timeout_seconds=tracing.timeout,
-        show_output=tracing.show_output,
-        policy=policy_of(tracing),
-        meanwhile=meanwhile and theirs(meanwhile),
-        used_bytes=used_bytes,
-        on_progress=log.on_trace,
-        preparation=preparation,
-        world=world,
-        ranks=ranks,
+
+    def run(prepared: Preparation | None) -> Traced:
+        return trace(
+            parsed,
+            label=target,
+            device=device,
+            num_steps=extent.num_steps,
+            until=extent.until,
+            largest_batch_from=extent.largest_batch_from,
+            timeout_seconds=tracing.timeout,
+            show_output=tracing.show_output,
+            policy=policy_of(tracing),
+            meanwhile=meanwhile and theirs(meanwhile),
+            used_bytes=used_bytes,
+            on_progress=log.on_trace,
+            preparation=prepared,
+            world=world,
+            ranks=ranks,
+        )
+
+    traced = run(preparation)
+    return traced if preparation is not None else _with_gradients_noted(traced, run)
+
+
+def _with_gradients_noted(traced: Traced, trace_again: Callable[[Preparation], Traced]) -> Traced:
+    """The trace that also says what gradients cost a program that only predicts."""
+    if not traced.predicts_with_gradients:
+        return traced
+    saved = saved_without_gradients(traced.tape, trace_again)
+    why = "models are called with gradients enabled, and no gradient is computed: what a backward pass would need is held; "
+    if saved is None:
+        why += "call them within `torch.no_grad()` or `torch.inference_mode()`"
+    else:
+        peak = int(allocated_bytes(traced.tape).max())
+        why += f"within `torch.no_grad()` or `torch.inference_mode()` the peak of allocated memory would be {format_bytes(peak - saved)}, not {format_bytes(peak)}"
+    note = Assumption(where="", what=why)
+    return dataclasses.replace(
+        traced, tape=dataclasses.replace(traced.tape, assumptions=(note, *traced.tape.assumptions))
     )
 
 

@@ -287,7 +287,7 @@ def _plan(found: Found, curves: Curves, runs: TracedRuns, card: Device, budget_b
         alternatives=tuple(_alternatives(found, runs, budget_bytes)),
         # Whoever interrupts does not wait for a curve.
         frontier=curves.of(found.variant) if found.variant is not None and not found.is_interrupted else (),
-        advice=suggestions_for(_planned(found), card, is_whole_card=budget_bytes == card.capacity_bytes),
+        advice=suggestions_for(_planned(found, runs), card, is_whole_card=budget_bytes == card.capacity_bytes),
         model={"roots": [dict(root) for root in best.roots]},
         host_bytes=sum(option.host_bytes for option in taken),
         # What the traced run held: the file is of whole pages.
@@ -302,7 +302,7 @@ def _plan(found: Found, curves: Curves, runs: TracedRuns, card: Device, budget_b
     )
 
 
-def _planned(found: Found) -> PlannedWorkload:
+def _planned(found: Found, runs: TracedRuns) -> PlannedWorkload:
     return PlannedWorkload(
         profile=found.base.profile,
         estimate=found.base.estimate,
@@ -312,6 +312,7 @@ def _planned(found: Found) -> PlannedWorkload:
         fits=found.fits,
         techniques=frozenset(option.technique for option in found.best.options),
         forbidden=found.forbidden,
+        saved_without_gradients=runs.saved_without_gradients or 0,
     )
 
 

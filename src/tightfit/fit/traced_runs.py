@@ -11,7 +11,7 @@ from typing import Any
 from tightfit.allocator.settings import AllocatorSettings
 from tightfit.analysis.profile import Profile
 from tightfit.capture.targets.target_kinds import Target
-from tightfit.capture.trace import Preparation, trace
+from tightfit.capture.trace import Preparation, Traced, saved_without_gradients, trace
 from tightfit.capture.trace_settings import TraceSettings
 from tightfit.errors import CaptureError
 from tightfit.fit.card_settings import CardSettings
@@ -99,6 +99,8 @@ class TracedRuns:
         self._extent = extent_of(target, tracing)
         self.num_examples: Mapping[int, int] = {}
         """How many examples the loaders of the plain run read, by the size of their batches."""
+        self.saved_without_gradients: int | None = None
+        """The bytes that a program which predicts with gradients enabled would save without; None for other programs."""
         self._made: dict[frozenset[str], TracedRun] = {}
         self._effects: tuple[Effect, ...] = ()
         self._replayed: dict[tuple[frozenset[str], str], TracedRun] = {}
@@ -114,35 +116,46 @@ class TracedRuns:
         key = frozenset(option.key for option in options)
         if key not in self._made:
             self.log.begin(self.subject + _what(options), num_steps=self._extent.num_steps)
-            traced = trace(
-                self.target,
-                label=self.label,
-                device=self.on.name,
-                num_steps=self._extent.num_steps,
-                until=self._extent.until,
-                largest_batch_from=self._extent.largest_batch_from,
-                timeout_seconds=self.tracing.timeout,
-                show_output=self.tracing.show_output,
-                preparation=Preparation(
-                    function="tightfit.runtime.run_script:prepare",
-                    argument={"choices": [_plain(o) for o in options]},
-                    imports=_IMPORTS,
-                ),
-                with_effects=not options,
-                used_bytes=self.on.used_bytes,
-                follows=self._followed(options),
-                policy=self.policy,
-                on_progress=self.log.on_trace,
-                meanwhile=meanwhile,
+            prepared = Preparation(
+                function="tightfit.runtime.run_script:prepare",
+                argument={"choices": [_plain(o) for o in options]},
+                imports=_IMPORTS,
             )
+            traced = self._trace(prepared, options, meanwhile)
             self.log.traced()
             self._check_end(options, traced.tape)
             # What the program does besides computing is looked at in the plain run, and holds for all.
             if not options:
                 self._effects, self.num_examples = traced.tape.effects, traced.num_examples
+                if traced.predicts_with_gradients:
+                    self.saved_without_gradients = saved_without_gradients(traced.tape, self._trace)
             tape = dataclasses.replace(traced.tape, effects=self._effects)
             self._made[key] = self._costed(options, tape, traced.report)
         return self._made[key]
+
+    def _trace(
+        self,
+        prepared: Preparation,
+        options: tuple[Option, ...] = (),
+        meanwhile: Callable[[], object] | None = None,
+    ) -> Traced:
+        return trace(
+            self.target,
+            label=self.label,
+            device=self.on.name,
+            num_steps=self._extent.num_steps,
+            until=self._extent.until,
+            largest_batch_from=self._extent.largest_batch_from,
+            timeout_seconds=self.tracing.timeout,
+            show_output=self.tracing.show_output,
+            preparation=prepared,
+            with_effects=not options,
+            used_bytes=self.on.used_bytes,
+            follows=self._followed(options),
+            policy=self.policy,
+            on_progress=self.log.on_trace,
+            meanwhile=meanwhile,
+        )
 
     def _followed(self, options: tuple[Option, ...]) -> Coverage | None:
         """A run with options leaves loops where the plain run did: techniques add operators, and the bound counts those."""

@@ -5,7 +5,7 @@ micro-batch's activations are alive at a time. Losses, numbers of terms and grad
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,11 +13,11 @@ from torch.autograd import grad  # torch's own, whatever the program puts in its
 
 from tightfit.effects.values.value_checks import difference
 from tightfit.errors import ApplyError
-from tightfit.ranks.content_hash import content_hash
 from tightfit.ranks.divided_call import SPARSE, Whole
 from tightfit.ranks.own_part import OwnPart
 from tightfit.ranks.rank_batch import RankBatch, shares
 from tightfit.ranks.rank_group import RankGroup, number_of
+from tightfit.ranks.values.content_hash import content_hash
 from tightfit.techniques.micro_batches.split_forward import SplitForward
 from tightfit.techniques.micro_batches.split_outputs import Outputs, Sums, find_loss
 from tightfit.techniques.wrappers.first_order import Refuse
@@ -31,9 +31,16 @@ class RankMicroBatches(RankBatch):
     """A batch of which each of `num_ranks` has a part, in micro-batches of at most `micro_batch` examples."""
 
     def __init__(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], *, rank: int, num_ranks: int, micro_batch: int
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        rank: int,
+        num_ranks: int,
+        micro_batch: int,
+        shared: Collection[str] = (),
     ) -> None:
-        super().__init__(args, kwargs)
+        super().__init__(args, kwargs, shared=shared)
         self._of_ranks = [
             _cut(begin, end, -(-(end - begin) // micro_batch)) for begin, end in shares(self.num_examples, num_ranks)
         ]
@@ -84,6 +91,7 @@ class AccumulatedPart:
         self._whole: Whole | None = None
         self._lengths: list[int] = []
         self._number = 0
+        self._shared: Collection[str] = ()
         self._split = SplitForward(
             model,
             1,
@@ -92,7 +100,7 @@ class AccumulatedPart:
             refuse=self._refuse,
             check_steps=check_steps,
             batch_of=self._batch_of,
-            unseen=part.unseen,
+            unseen=part.state.unseen,
             elsewhere=self,
         )
 
@@ -106,18 +114,18 @@ class AccumulatedPart:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         *,
-        device: torch.device,
+        batch: RankBatch,
         whole: Whole | None,
         number: int,
     ) -> Any:
         """What the model returns for the whole batch, whose plain run is `whole` in the first steps; `number` is that of the call."""
-        self._whole, self._number = whole, number
+        self._whole, self._number, self._shared = whole, number, batch.shared
         hooks = programs_hooks()
         if hooks is not None and is_of_checkpoint(hooks[0]):
             # It would run the model again for the backward pass of each micro-batch, within that.
             raise self._refuse("a checkpoint of the program's is around it, which accumulation makes needless")
         try:
-            with self._part.alone(device), self._part.drawing_apart():
+            with self._part.alone(batch.device), self._part.drawing_apart():
                 return self._split(forward, *args, **kwargs)
         finally:
             self._whole = None
@@ -129,7 +137,12 @@ class AccumulatedPart:
 
     def _batch_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RankMicroBatches:
         batch = RankMicroBatches(
-            args, kwargs, rank=self._group.rank, num_ranks=self._group.size, micro_batch=self._micro_batch
+            args,
+            kwargs,
+            rank=self._group.rank,
+            num_ranks=self._group.size,
+            micro_batch=self._micro_batch,
+            shared=self._shared,
         )
         self._lengths = batch.lengths
         return batch

@@ -16,9 +16,9 @@ from tightfit.effects.values.shared_memory import OneMemory
 from tightfit.effects.values.value_checks import bound_for, difference
 from tightfit.effects.values.written_past import WrittenPast
 from tightfit.errors import ApplyError, TightfitError
-from tightfit.ranks.content_hash import content_hash
-from tightfit.ranks.divided_outputs import Kind
 from tightfit.ranks.rank_group import RankGroup, number_of
+from tightfit.ranks.values.content_hash import content_hash
+from tightfit.ranks.values.divided_outputs import Kind
 from tightfit.techniques.wrappers.first_order import Refuse, first_order
 from tightfit.torch_hooks.backward import BackwardPass, keeps_graph, of_a_part
 
@@ -45,6 +45,15 @@ class Whole:
     def of(self, known: Sequence[int]) -> "Whole":
         """With these outputs alone."""
         return dataclasses.replace(self, outputs=[self.outputs[at] for at in known])
+
+    def compare(self, joined: Sequence[torch.Tensor], kinds: Sequence[Kind], refuse: Refuse) -> None:
+        """Refuses where the joined outputs are others."""
+        for one, other, kind in zip(joined, self.outputs, kinds, strict=True):
+            is_number = one.is_floating_point() and one.shape == other.shape
+            if one.shape != other.shape or (is_number and difference(one, other, self.bound(one)) is not None):
+                raise refuse(
+                    f"the {'loss' if kind.name == 'total' else 'outputs'} of the parts and of the whole batch differ in a step that was compared: the model mixes the examples of a batch"
+                )
 
     def bound(self, tensor: torch.Tensor) -> float:
         """By how much a result may differ that was computed in another order."""

@@ -4,6 +4,7 @@ The split is proved as that of micro-batches is: each example has its own rows i
 gradients are compared with a plain run of the whole batch. Calls without gradients, and batches with fewer examples than there are ranks, run whole on every rank.
 """
 
+import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,25 +16,24 @@ from tightfit.effects.ambient import modes_of_program
 from tightfit.effects.random_states import TorchRandom
 from tightfit.effects.values.fingerprints import paused
 from tightfit.effects.values.shared_memory import OneMemory
-from tightfit.effects.values.value_checks import difference
 from tightfit.effects.values.written_past import WrittenPast
 from tightfit.errors import ApplyError, TightfitError
 from tightfit.ranks.accumulated_part import AccumulatedPart, loss_of
-from tightfit.ranks.content_hash import content_hash
 from tightfit.ranks.divided_call import WRITTEN, DividedCall, Joined, Whole
-from tightfit.ranks.divided_outputs import (
-    Kind,
+from tightfit.ranks.own_part import OwnPart, RaisesInPart
+from tightfit.ranks.rank_batch import OF_MICRO_BATCHES, RankBatch, shares
+from tightfit.ranks.rank_group import RankGroup, number_of
+from tightfit.ranks.same_memory import Places, one_memory, places_of
+from tightfit.ranks.values.content_hash import content_hash
+from tightfit.ranks.values.divided_outputs import (
     ProvedCall,
     Unused,
+    as_returned,
     means_of,
     numbers_of_terms,
     weights_of,
 )
-from tightfit.ranks.own_part import OwnPart, RaisesInPart
-from tightfit.ranks.rank_batch import RankBatch, mapped, shares
-from tightfit.ranks.rank_group import RankGroup, number_of
-from tightfit.ranks.same_memory import Places, one_memory, places_of
-from tightfit.techniques.micro_batches.loaded_batch import leaves_of
+from tightfit.ranks.values.structures import leaves_of, mapped
 from tightfit.techniques.micro_batches.loss_means import LossWatch
 from tightfit.techniques.micro_batches.split_forward import (
     Numbers,
@@ -49,6 +49,10 @@ from tightfit.torch_hooks.saved_tensor_hooks import packs_by_itself
 Forward = Callable[..., Any]
 # At the host every call is compared between ranks. A card would be waited for: there it is the first calls and then one in so many.
 _FIRST_CALLS, _CALLS_BETWEEN = 10, 50
+# What is refused so may be for arguments that are read otherwise than they are meant.
+_MAY_BE_OF_ARGUMENTS = ("parts of the batch may not give", "the model raises", "a look at whether parts")
+# So often another reading of the arguments is tried where the model raises an exception: a program may catch one in each epoch.
+_READINGS = 8
 
 
 class DividedForward(OnlyHere):
@@ -68,8 +72,10 @@ class DividedForward(OnlyHere):
         self._model = weakref.ref(model)
         self._group = group
         self._allows_randomness = allows_randomness
-        self._refuse = refuse
-        self._part = OwnPart(model, group, allows_randomness=allows_randomness, refuse=refuse)
+        self._refuse_plainly = refuse
+        # What to look at where the call that is under way is refused.
+        self._hint = ""
+        self._part = OwnPart(model, group, allows_randomness=allows_randomness, refuse=self._refuse)
         self._accumulated: AccumulatedPart | None = None
         if micro_batch is not None:
             self._accumulated = AccumulatedPart(
@@ -79,10 +85,13 @@ class DividedForward(OnlyHere):
                 micro_batch,
                 allows_randomness=allows_randomness,
                 check_steps=check_steps,
-                refuse=refuse,
+                refuse=self._refuse,
             )
         self._checks_left = self._check_steps = check_steps
         self._has_divided = False
+        # The names of arguments that all examples share.
+        self._shared: set[str] = set()
+        self._num_readings_left = _READINGS
         # Of the last call.
         self._memory: OneMemory | None = None
         self._num_calls = 0
@@ -119,8 +128,9 @@ class DividedForward(OnlyHere):
     # torch.compile would take apart the proofs as well: in a model that was compiled as a whole the part runs as it is written.
     @torch._disable_dynamo
     def _divided(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        batch = RankBatch(args, kwargs)
+        batch = RankBatch(args, kwargs, shared=self._shared)
         self._num_calls += 1
+        self._hint = ""
         if self._memory is not None and self._memory.is_any_written():
             raise self._refuse(WRITTEN)
         self._memory = None
@@ -131,19 +141,18 @@ class DividedForward(OnlyHere):
                     f"a batch of {batch.num_examples} cannot be divided over {self._group.size} ranks: give each at least one example"
                 )
             return forward(*args, **kwargs)
+        self._shared |= batch.of_other_rows()
         parts = shares(batch.num_examples, self._group.size)
         try:
             whole = self._whole(forward, batch, args, kwargs) if self._checks_left else None
             if self._accumulated is not None and self._accumulated.is_for(batch.num_examples):
-                given = self._accumulated.run(
-                    forward, args, kwargs, device=batch.device, whole=whole, number=self._num_calls
-                )
+                given = self._accumulated.run(forward, args, kwargs, batch=batch, whole=whole, number=self._num_calls)
                 self._end_call()
                 return given
-            output, watch, proved, is_led = self._part.run(forward, batch, parts)
+            batch, (output, watch, proved, is_led) = self._run_part(forward, batch, parts)
             if self._part.has_proved and whole is None and self._check_steps:
                 # Another way through the code, such as a loss that begins later: a proof does not see all of Python's numbers.
-                with self._part.as_before():
+                with self._part.state.as_before():
                     whole = self._whole(forward, batch, args, kwargs)
         except RaisesInPart as raised:
             return self._raised(forward, args, kwargs, raised.error)
@@ -164,20 +173,50 @@ class DividedForward(OnlyHere):
         call.returned, call.memory = WrittenPast(joined), one_memory(leaves, places, joined, batch)
         self._memory = call.memory
         if call.whole is not None:
-            self._compare(call.whole, joined, call.kinds)
+            call.whole.compare(joined, call.kinds, self._refuse)
         self._end_call()
         batch.copied.do_to_originals(
             lambda: Unused("the model has put it into an argument (a dict, a list)", self._refuse)
         )
-        return self._as_returned(output, proved.kinds, places, joined, own[1] - own[0])
+        return as_returned(output, proved.kinds, lambda at: places.result(at, joined), own[1] - own[0], self._refuse)
+
+    def _refuse(self, why: str) -> ApplyError:
+        is_of_arguments = why.startswith(_MAY_BE_OF_ARGUMENTS)
+        return self._refuse_plainly(why.removesuffix(OF_MICRO_BATCHES) + (self._hint if is_of_arguments else ""))
+
+    def _run_part(
+        self, forward: Forward, batch: RankBatch, parts: Sequence[tuple[int, int]]
+    ) -> tuple[RankBatch, tuple[Any, LossWatch, ProvedCall, bool]]:
+        """The run of this rank's part. Where parts raise an exception it is tried with arguments shared that have as many rows as there are examples by chance."""
+        try:
+            self._hint = batch.hint()
+            return batch, self._part.run(forward, batch, parts)
+        except RaisesInPart as raised:
+            if self._num_readings_left <= 0:
+                raise
+            self._num_readings_left -= 1
+            for reading in batch.readings():
+                if self._part.state.left:
+                    break
+                self._hint = reading.hint()
+                with contextlib.suppress(RaisesInPart):
+                    found = self._part.run(forward, reading, parts)
+                    self._shared |= reading.shared
+                    return reading, found
+            raise raised from None
 
     def _end_call(self) -> None:
+        self._hint = ""
         self._has_divided, self._checks_left = True, max(0, self._checks_left - 1)
 
     def _raised(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
         """What raises for a part raises for the whole too, with all that the program sees of it, or is refused."""
-        forward(*args, **kwargs)
         told = " ".join(str(error).split())
+        if self._part.state.left:
+            raise self._refuse(
+                f"the model raises {type(error).__name__} ({told}), and by then {self._part.state.left}, which a part of the batch does otherwise than the whole: have it write to no tensor of before"
+            ) from error
+        forward(*args, **kwargs)
         raise self._refuse(
             f"the model raises {type(error).__name__} for a part of the batch, and not for the whole ({told})"
         ) from error
@@ -189,11 +228,13 @@ class DividedForward(OnlyHere):
         is_compared = is_first or not self._group.on_cards or number % _CALLS_BETWEEN == 0
         is_of_weights = is_first or number % _CALLS_BETWEEN == 0
         model = self.model
-        shapes = [(tuple(t.shape), t.dtype, t.requires_grad) for t in batch.tensors()]
+        tensors = batch.every_tensor()
+        shapes = [(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors]
         self._group.agree("a forward pass", {
             "the model that is called, or the order of calls": number_of((type(model).__name__, number, torch.is_grad_enabled(), model.training)),
             "the shape of the batch": number_of(shapes),
-            "the batch": content_hash(batch.tensors()) if is_compared else 0,
+            "the batch": content_hash(tensors) if is_compared else 0,
+            "what the model is called with besides tensors": number_of(batch.plain),
             "the weights": content_hash([*model.parameters(), *model.buffers()]) if is_of_weights else 0,
         })  # fmt: skip
         return is_compared
@@ -249,10 +290,10 @@ class DividedForward(OnlyHere):
         try:
             # With the watch, which refuses what would change by the run: statistics of a batch norm, drawn numbers.
             with (
-                self._part.unseen(),
+                self._part.state.unseen(),
                 paused(),
                 self._group.inside(),
-                LossWatch(1, allows_randomness=False) as watch,
+                LossWatch(1, allows_randomness=False, shares_draws=True) as watch,
                 numbers,
             ):
                 output = forward(*[mapped(a, leaf) for a in args], **{n: mapped(v, leaf) for n, v in kwargs.items()})
@@ -270,32 +311,6 @@ class DividedForward(OnlyHere):
             outputs=list(leaves_of(output)),
             wanting=wanting,
             are_halves=numbers.are_halves,
-            unseen=self._part.unseen,
+            unseen=self._part.state.unseen,
             loss=loss_of(output) if self._accumulated is not None else None,
         )
-
-    def _compare(self, whole: Whole, joined: Sequence[torch.Tensor], kinds: Sequence[Kind]) -> None:
-        for one, other, kind in zip(joined, whole.outputs, kinds, strict=True):
-            is_number = one.is_floating_point() and one.shape == other.shape
-            if one.shape != other.shape or (is_number and difference(one, other, whole.bound(one)) is not None):
-                raise self._refuse(
-                    f"the {'loss' if kind.name == 'total' else 'outputs'} of the parts and of the whole batch differ in a step that was compared: the model mixes the examples of a batch"
-                )
-
-    def _as_returned(
-        self, output: Any, kinds: Sequence[Kind], places: Places, joined: Sequence[torch.Tensor], num_examples: int
-    ) -> Any:
-        left = iter(enumerate(kinds))
-
-        def put(leaf: Any) -> Any:
-            at, kind = next(left)
-            if kind.name == "unknown":
-                return Unused(kind.reason, self._refuse)
-            if isinstance(leaf, torch.Tensor):
-                return places.result(at, joined)
-            found = kind.of_whole(leaf, num_examples)
-            if found is None and leaf is not None:
-                return Unused("it returns a number that depends on how many examples there are", self._refuse)
-            return found
-
-        return mapped(output, put)

@@ -12,14 +12,14 @@ from tightfit.effects.graph_shapes import graph_shape
 from tightfit.effects.outside_calls import without_outside_calls
 from tightfit.effects.random_states import TorchRandom
 from tightfit.effects.reads import Reads
-from tightfit.effects.state import RegionState, Snapshot, differences, restore
 from tightfit.errors import TightfitError
-from tightfit.ranks.divided_outputs import ProvedCall, judged
 from tightfit.ranks.rank_batch import RankBatch
 from tightfit.ranks.rank_group import RankGroup, number_of
+from tightfit.ranks.values.divided_outputs import ProvedCall, judged
+from tightfit.ranks.values.part_state import PartState
+from tightfit.ranks.values.structures import leaves_of
 from tightfit.techniques.micro_batches.example_wise_check import BatchProofs, Proved
 from tightfit.techniques.micro_batches.led_parts import values_read
-from tightfit.techniques.micro_batches.loaded_batch import leaves_of
 from tightfit.techniques.micro_batches.loss_means import Decision, LossWatch
 from tightfit.techniques.micro_batches.split_forward import looking, no_steps
 from tightfit.techniques.wrappers.first_order import Refuse
@@ -28,6 +28,7 @@ Forward = Callable[..., Any]
 _COMPARED_DECISIONS = 16
 # No number of a decision; each rank has another, so that it is one in which they differ.
 _APART = -2
+_HAS_RAISED = -3
 
 
 class RaisesInPart(Exception):
@@ -46,12 +47,16 @@ class OwnPart:
         self._group = group
         self._allows_randomness = allows_randomness
         self._refuse = refuse
-        self._state = RegionState()
-        self._before: Snapshot | None = None
+        self.state = PartState(model, refuse)
         # Whether the last run went a way that was not proved before.
         self.has_proved = False
         self._proofs = BatchProofs(
-            model, allows_randomness=allows_randomness, refuse=refuse, unseen=self.unseen, judge=judged
+            model,
+            allows_randomness=allows_randomness,
+            refuse=refuse,
+            unseen=self.state.unseen,
+            judge=judged,
+            shares_draws=True,
         )
 
     @property
@@ -74,17 +79,21 @@ class OwnPart:
         led: tuple[Decision, ...] = ()
         self.has_proved = False
         while True:
-            self._before = before = self._state.snapshot(self.model)
+            self.state.begin()
             try:
                 output, watch, values, known = self._once(forward, batch, parts, led)
-            except RaisesInPart:
-                restore(before)
-                raise
+            except RaisesInPart as error:
+                # The others may have run through: all go on as one that has not.
+                self.first_other([], has_raised=True)
+                self.state.put_back(has_raised=True)
+                raise error from None
             number = self.first_other(watch.decisions)
             if number is None:
                 return output, watch, self._proved(forward, batch, parts, led, output, watch, values, known), bool(led)
             del output
-            restore(before)
+            self.state.put_back(has_raised=number == _HAS_RAISED)
+            if number == _HAS_RAISED:
+                raise RaisesInPart(RuntimeError("as another rank's part does"))
             found = None if number < 0 else self._proofs.decisions_of_whole(forward, batch, number)
             if found is None or len(found) <= len(led):
                 raise self._refuse(
@@ -92,15 +101,20 @@ class OwnPart:
                 )
             led = found
 
-    def first_other(self, decisions: Sequence[Any], number: int | None = None) -> int | None:
-        """The number of the first decision that is not the same on all ranks; None where all are, and -1 where it comes after those that are looked at one by one. `number` is that of
-        one that is not the same in all parts of this rank."""
+    def first_other(
+        self, decisions: Sequence[Any], number: int | None = None, *, has_raised: bool = False
+    ) -> int | None:
+        """The number of the first decision that is not the same on all ranks; None where all are, -1 where it comes after those that are looked at one by one, and -3 where a rank's
+        part `has_raised` an exception. `number` is that of one that is not the same in all parts of this rank."""
         self._group.agree("the end of a forward pass", {})
         found = [number_of(each) for each in decisions[:_COMPARED_DECISIONS]]
         row = [*found, *[-1] * (_COMPARED_DECISIONS - len(found)), number_of(list(decisions))]
         if number is not None:
             row[min(number, _COMPARED_DECISIONS)] = _APART - self._group.rank
+        row.append(int(has_raised))
         rows = [each.tolist() for each in self._group.links.of_each(torch.tensor(row, dtype=torch.int64))]
+        if any(each.pop() for each in rows):
+            return _HAS_RAISED
         if all(each == rows[0] for each in rows):
             return None
         differing = (at for at in range(_COMPARED_DECISIONS) if len({each[at] for each in rows}) > 1)
@@ -117,7 +131,14 @@ class OwnPart:
         begin, end = parts[self._group.rank]
         known = self._proofs.of(batch, parts)
         args, kwargs = batch.own_part(begin, end)
-        watch = LossWatch(end - begin, allows_randomness=self._allows_randomness, led=led, given=batch.tensors())
+        watch = LossWatch(
+            end - begin,
+            allows_randomness=self._allows_randomness,
+            led=led,
+            given=batch.tensors(),
+            shares_draws=True,
+            has_divisors=True,
+        )
         reading = Reads() if known is None else contextlib.nullcontext()
         try:
             with watch, operators_at(batch.device, watch.calls), reading as reads:
@@ -149,8 +170,10 @@ class OwnPart:
         if proved is not None and not proved.holds_for(decided, way):
             proved = self._proofs.with_decisions(batch, parts, decided, way)
             if proved is None:
-                with looking(self._refuse):
-                    values = values_read(forward, batch, (begin, end), led, unseen=self.unseen)
+                # What it draws, it has to draw again.
+                again = self.state.as_before() if self.state.has_drawn() else contextlib.nullcontext()
+                with looking(self._refuse), again:
+                    values = values_read(forward, batch, (begin, end), led, unseen=self.state.unseen)
         if proved is None:
             self.has_proved = True
             # What a forward leaves behind that is not made of the examples is left once on each rank, as it is in the run on one card.
@@ -166,33 +189,6 @@ class OwnPart:
         outside = without_outside_calls(lambda why: self._refuse(f"the model {why}"), is_on=is_watched)
         with outside, no_steps(self._refuse), self._group.inside():
             yield
-
-    @contextlib.contextmanager
-    def as_before(self) -> Iterator[None]:
-        """The model's state is that of before the last run, for a block."""
-        now = self._state.snapshot(self.model)
-        assert self._before is not None
-        restore(self._before)
-        try:
-            yield
-        finally:
-            restore(now)
-
-    @contextlib.contextmanager
-    def unseen(self) -> Iterator[None]:
-        """Around what runs beside the program: the model's state is that of before."""
-        before = self._state.snapshot(self.model)
-        caches = [(path, cache, cache.cache_info().misses) for path, cache in before.reach.caches]
-        try:
-            yield
-        finally:
-            changed = differences(before, self._state.snapshot(self.model))
-            restore(before)
-            filled = [path for path, cache, misses in caches if cache.cache_info().misses != misses]
-        if changed and filled:
-            raise self._refuse(
-                f"{filled[0]} was filled and {changed[0]} in one forward, which a comparison cannot take back"
-            )
 
     @contextlib.contextmanager
     def drawing_apart(self) -> Iterator[None]:

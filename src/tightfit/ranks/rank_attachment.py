@@ -14,12 +14,13 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tightfit.errors import ApplyError, TightfitError
-from tightfit.ranks.content_hash import content_hash
 from tightfit.ranks.divided_call import AskedGradients
 from tightfit.ranks.divided_forward import DividedForward
+from tightfit.ranks.rank_batch import OF_MICRO_BATCHES
 from tightfit.ranks.rank_group import RankGroup
 from tightfit.ranks.rank_plan import RankPlan
 from tightfit.ranks.sharded.sharded_states import ShardedStates
+from tightfit.ranks.values.content_hash import content_hash
 from tightfit.runtime.apply import innermost, root_of
 from tightfit.runtime.attach import Attachment
 from tightfit.techniques.micro_batches.split_forward import WRAPPERS
@@ -31,7 +32,7 @@ from tightfit.torch_hooks.swapped_tensors import on_swap
 from tightfit.torch_hooks.tensor_hooks import on_tensor_hooks
 from tightfit.torch_hooks.weak_references import WeakTable
 
-_OF_MICRO_BATCHES = "; leave micro_batches out"
+_OF_ALL_EXAMPLES = ("works along the rows", "compares them with each other")
 _IS_DISTRIBUTED = (
     "the script is distributed itself (it has a process group): start it with torchrun, without tightfit run"
 )
@@ -113,11 +114,15 @@ class RankAttachment:
     def refuse(self, why: str) -> ApplyError:
         """The error to raise, on all ranks: it is raised again by whatever the script calls next."""
         if self._failure is None:
-            said = why.removesuffix(_OF_MICRO_BATCHES).partition("; leave it out")[0]
+            said = why.removesuffix(OF_MICRO_BATCHES).partition("; leave it out")[0]
             if "--without checkpointing@" in why:
                 said += "; the layout has it run again in the backward pass: plan one without recomputation (more GPUs, a smaller batch)"
             if "draws random numbers" in said and "--allow" not in said:
                 said += "; --allow micro_batches lets each rank draw for its own part"
+            if any(each in said for each in _OF_ALL_EXAMPLES):
+                said += (
+                    "; over all examples it is right outside of the model: have it return what is each example's own"
+                )
             self._failure = ApplyError(f"this script cannot be divided over {self._group.size} ranks: {said}")
         return ApplyError(str(self._failure))
 

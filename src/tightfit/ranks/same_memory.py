@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from tightfit.effects.values.shared_memory import OneMemory, overlap, storage_of
-from tightfit.ranks.divided_outputs import Kind
 from tightfit.ranks.rank_batch import RankBatch
+from tightfit.ranks.values.divided_outputs import Kind
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -97,7 +97,7 @@ def main(path: str, parent: str) -> None:
     _look_at_futures(thread_failed)
     try:
         with quiet(request.show_output) as last_line:
-            answer = {"ok": True, "report": _trace(request, path, closed_in), "num_examples": _num_examples()}
+            answer = {"ok": True, **_trace(request, path, closed_in), "num_examples": _num_examples()}
     except BaseException as error:  # noqa: BLE001 - whatever the user's code raises is the answer
         answer = _failure(request.label, error, last_line())
         answer["message"] += closed_in.hint(error)
@@ -173,7 +173,8 @@ def _note_unraisable(unraisable: Any) -> None:
     sys.__unraisablehook__(unraisable)
 
 
-def _trace(request: Request, path: str, closed_in: ClosedIn) -> Any:
+def _trace(request: Request, path: str, closed_in: ClosedIn) -> dict[str, Any]:
+    """Writes the tape; returns what the answer says besides."""
     try:
         # First, as what is imported next takes these names at its head.
         manifest.check()
@@ -236,7 +237,7 @@ def _trace(request: Request, path: str, closed_in: ClosedIn) -> Any:
         tape.save(request.tape)
     except OSError as error:
         no_room(f"{request.tape}", error)
-    return report()
+    return {"report": report(), "predicts_with_gradients": session.watch.predicts_with_gradients}
 
 
 def _answer_as_nvidia_smi(session: "CaptureSession", folder: str) -> None:

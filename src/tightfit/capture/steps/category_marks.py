@@ -21,6 +21,7 @@ class CategoryMarks:
 
     def __init__(self, gpu: VirtualGpu) -> None:
         self.optimizers: WeakSequence[torch.optim.Optimizer] = WeakSequence()
+        self.had_optimizers = False
         self.roots: weakref.WeakValueDictionary[int, torch.nn.Module] = weakref.WeakValueDictionary()
         self._gpu = gpu
         self._leaves: dict[int, weakref.ref[torch.Tensor]] = {}

@@ -16,7 +16,7 @@ from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.capture.steps.category_marks import CategoryMarks
 from tightfit.capture.steps.effects.effect_watch import EffectWatch
 from tightfit.capture.steps.micro_batches.alike_batches import AlikeBatches
-from tightfit.capture.steps.recurring_calls import merge_recurring_calls
+from tightfit.capture.steps.recurring_calls import REPEATED, merge_recurring_calls
 from tightfit.capture.steps.step_hooks import StepHooks
 from tightfit.capture.steps.wrapping_optimizers import holds_another
 from tightfit.tape import Coverage, Phase, SpanKind
@@ -25,6 +25,9 @@ from tightfit.tape.step_ends import ends_step
 # More micro-batches than anybody accumulates; beyond it the optimizer that exists is taken for one that never
 # steps.
 MAX_BACKWARDS_WITHOUT_STEP = 256
+MAX_PREDICTED = (64, 60_000)
+"""A script that only predicts, with gradients enabled, is left after more than so many calls of a model and operators: each call is traced, as what it holds for
+a backward pass is freed where the program drops it."""
 
 
 class OptimizerSteps:
@@ -85,7 +88,9 @@ class StepWatch:
         self.on_step: Callable[[], None] = lambda: None
         self.on_models: Callable[[], None] = lambda: None
         """Called where the models of the program are there: when a step has ended, and before the first one ends after each outermost call without gradients."""
-        self.predicts_only = False
+        self._num_predictions = 0
+        self.predicts_with_gradients = False
+        """Whether the script, which is over, only called models, and some of them with gradients enabled, which it used for nothing."""
         self.has_ended = False
         self._marks = CategoryMarks(gpu)
         self.optimizers = self._marks.optimizers
@@ -154,14 +159,23 @@ class StepWatch:
                 is_stoppable = frameworks.stop(self.num_steps, self.after.training.framework_leaves)
                 self.after.begin(is_stoppable=is_stoppable)
 
-    def after_prediction(self) -> None:
-        """An outermost call without gradients has returned."""
-        if not self.num_ended:
-            self.on_models()
+    def after_prediction(self, *, with_gradients: bool) -> None:
+        """An outermost call of a model has returned. What a script without an optimizer has called may be all that it does: then it predicts, and what it holds for a
+        backward pass stays activations."""
+        if self.num_ended or (with_gradients and (self.by_yield or self._num_backwards or self._marks.had_optimizers)):
+            return
+        if with_gradients:
+            self._marks.mark_activations()
+            self._num_predictions += 1
+        self.on_models()
+        max_calls, max_operators = MAX_PREDICTED
+        is_long = self._num_predictions > max_calls and self.gpu.recorder.num_operators > max_operators
+        if with_gradients and is_long and self.after is not None and self.is_one_step():
+            self.after.stop(f"stopped after {self._num_predictions:,} calls of a model")
 
     def is_one_step(self) -> bool:
-        """A script is over in which no step has ended: whether all of it from the first call of a model on is taken for one, as it only called modules without
-        gradients, or as an optimizer stepped while another one, which never has, was waited for."""
+        """A script is over in which no step has ended: whether all of it from the first call of a model on is taken for one, as it only called modules, of which
+        it had no gradients computed, or as an optimizer stepped while another one, which never has, was waited for."""
         # Models that a function made are gone by now.
         self.on_models = lambda: None
         if self._has_stepped:
@@ -173,14 +187,19 @@ class StepWatch:
             return True
         spans = self.gpu.recorder.spans
         first = next((n for n, (_, kind, *_) in enumerate(spans) if kind != SpanKind.SETUP), None)
-        if first is None or any(kind == SpanKind.STEP for _, kind, *_ in spans):
+        has_gradients = any(kind == SpanKind.STEP for _, kind, *_ in spans)
+        # A script with an optimizer was to train, and came to no backward pass.
+        if first is None or self._num_backwards or (has_gradients and self._marks.had_optimizers):
             return False
-        self.predicts_only = True
+        self.predicts_with_gradients = has_gradients
         spans[first] = ("step 1", SpanKind.STEP, *spans[first][2:])
         del spans[first + 1 :]
+        names, texts = set(self.gpu.recorder.operators["name"][spans[first][3] :]), self.gpu.recorder.strings.texts
+        is_cut = any(texts[int(name)].endswith(REPEATED) for name in names)
         self.gpu.recorder.assume(
-            self.gpu.attribution.where(),
-            "nothing is trained here: from the first call of a model on, the script is assumed to be one step",
+            "",
+            "nothing is trained here: from the first call of a model on, the script is assumed to be one step"
+            + (", whose time leaves out the calls that repeat themselves" if is_cut else ""),
         )
         self.end_step()
         return True

@@ -36,8 +36,8 @@ class Steps(Protocol):
         """Something of a step is about to run; whether a step begins with it."""
         ...
 
-    def after_prediction(self) -> None:
-        """An outermost call without gradients has returned."""
+    def after_prediction(self, *, with_gradients: bool) -> None:
+        """An outermost call of a model has returned."""
         ...
 
     def after_backward(self) -> None:
@@ -123,6 +123,7 @@ class StepHooks:
             # A subclass may call the base constructor twice; `in` would compare optimizers by equality.
             if not any(known is optimizer for known in self._marks.optimizers):
                 self._marks.optimizers.append(optimizer)
+                self._marks.had_optimizers = True
 
         def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
             self._refuse_in_a_thread("steps an optimizer")
@@ -173,8 +174,8 @@ class StepHooks:
             self._gpu.fake.refuse_this_thread()
         if self._gpu.recorder.is_in_thread:
             raise CaptureError(
-                f"{self._gpu.attribution.where(otherwise='the program')} {does} in a thread of the program's own; a trace follows threads that move and transform batches: "
-                "train, and run models, in the main thread, at least while it is traced"
+                f"{self._gpu.attribution.where(otherwise='the program')} {does} in a thread of the program's own; a trace follows threads that move and transform batches, or run a model: "
+                "train in the main thread, at least while it is traced"
             )
 
     def _watch_modules(self) -> None:
@@ -202,11 +203,13 @@ class StepHooks:
 
         def watched(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             # Of a thread that is not followed nothing may get among what is known of the main one, which runs meanwhile.
-            if recorder.is_in_thread or self._gpu.fake.is_in_another_thread():
-                if any(parameter.is_cuda for parameter in module.parameters()):
-                    self._refuse_in_a_thread("runs a model")
-                # A transform, often: no step begins with it.
-                return call(module, *args, **kwargs)
+            if recorder.is_beside or self._gpu.fake.is_in_another_thread():
+                if not any(parameter.is_cuda for parameter in module.parameters()):
+                    # A transform, often: no step begins with it.
+                    return call(module, *args, **kwargs)
+                if self._gpu.fake.is_in_another_thread():
+                    self._gpu.fake.refuse_this_thread()
+                self._gpu.fake.runs_a_model()
             if not modules and recorder.phase in (Phase.OTHER, Phase.FORWARD):
                 self._enter_root(module)
                 # Answering repeated calls from memory pays off in evaluation loops of scripts; a generator
@@ -223,11 +226,18 @@ class StepHooks:
                         returned = repetition.call(
                             module, args, kwargs, lambda: inside(module, *args, **kwargs), turn=self._watch.num_ended
                         )
-                    self._watch.after_prediction()
+                    self._watch.after_prediction(with_gradients=False)
                     return returned
-                if self._batches is not None and torch.is_grad_enabled() and not (after is not None and after.is_on):
+                if torch.is_grad_enabled() and not (after is not None and after.is_on):
                     step = self._watch.num_ended
-                    return self._batches.call(module, args, kwargs, step, lambda: inside(module, *args, **kwargs))
+                    if self._batches is None:
+                        returned = inside(module, *args, **kwargs)
+                    else:
+                        returned = self._batches.call(
+                            module, args, kwargs, step, lambda: inside(module, *args, **kwargs)
+                        )
+                    self._watch.after_prediction(with_gradients=True)
+                    return returned
             return inside(module, *args, **kwargs)
 
         replace(torch.nn.Module, __call__=watched)

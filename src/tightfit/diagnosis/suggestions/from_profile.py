@@ -32,7 +32,8 @@ _LEAST_SHARE = 100
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedWorkload:
     """A workload and what was planned for it: the profile and the estimate of its plain run, the models that it calls (`roots`), the bytes that it needs
-    plain and planned, whether that fits, the techniques of the plan, and the lossy options that were not allowed.
+    plain and planned, whether that fits, the techniques of the plan, the lossy options that were not allowed, and what a program that predicts with gradients
+    enabled would save without.
     """
 
     profile: Profile
@@ -43,6 +44,7 @@ class PlannedWorkload:
     fits: bool
     techniques: frozenset[str]
     forbidden: Sequence[Option]
+    saved_without_gradients: int = 0
 
 
 def suggestions_for(planned: PlannedWorkload, card: Device, *, is_whole_card: bool) -> tuple[str, ...]:
@@ -51,6 +53,9 @@ def suggestions_for(planned: PlannedWorkload, card: Device, *, is_whole_card: bo
     `is_whole_card`: the budget is all that the card has.
     """
     rows = [*_from_techniques(planned.profile), *_lossy(planned.forbidden)]
+    if planned.saved_without_gradients > 0:
+        what = "call the model within `torch.no_grad()` or `torch.inference_mode()`, since no gradient is computed"
+        rows.append(Suggestion(what=what, saves_bytes=planned.saved_without_gradients, is_one_line=True))
     for_speed = {name for name in planned.techniques if techniques()[name].is_for_speed}
     rows += suggestions_on_loading(planned.estimate.input_pipeline, has_copies_beside=bool(for_speed))
     rows = [row for row in rows if row.saves_bytes * _LEAST_SHARE >= planned.needed_bytes or not row.saves_bytes]

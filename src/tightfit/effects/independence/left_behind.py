@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from tightfit.effects.holders import PLAIN
 from tightfit.effects.independence.row_flow import Flow
-from tightfit.effects.state import Snapshot, StateDifference, differences
+from tightfit.effects.random_states import numpy_state
+from tightfit.effects.state import DRAWN, Snapshot, StateDifference, differences
 from tightfit.effects.users_code import is_users_class
 
 # Code, and names of things: nothing that is computed.
@@ -29,11 +30,17 @@ class Left:
     found: list[StateDifference] = dataclasses.field(default_factory=list)
     filled: list[str] = dataclasses.field(default_factory=list)
     values: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
+    after: Snapshot | None = None
 
     def take(self, before: Snapshot, after: Snapshot) -> None:
         """Collects the differences."""
         self.found = differences(before, after)
         self.values = list(_values(before, after)) if self.found else []
+        self.after = after if any(each.what == DRAWN for each in self.found) else None
+
+    def is_of_draws(self) -> bool:
+        """Whether nothing has changed but generators, which can be put back."""
+        return not self.filled and all(each.what == DRAWN and not each.is_in_place for each in self.found)
 
     def __str__(self) -> str:
         return next((str(each) for each in (*self.found, *self.filled)), "")
@@ -61,6 +68,9 @@ def depends_on_rows(flow: Flow, lefts: Sequence[Left]) -> str:
         # What is written in place (a running mean) is written again by each part, whatever the values are.
         if found.is_in_place:
             return str(found)
+    if any(left.after is not None for left in lefts) and not _drew_alike(lefts):
+        drawn = next(each for left in lefts for each in left.found if each.what == DRAWN)
+        return f"{drawn}, as often as there are rows,"
     for left in lefts:
         if [path for path, _ in left.values] != [path for path, _ in last.values]:
             return f"{left or last}, for some numbers of rows,"
@@ -71,6 +81,20 @@ def depends_on_rows(flow: Flow, lefts: Sequence[Left]) -> str:
         ):
             return f"{values[-1][0]} was made of the rows"
     return ""
+
+
+def _drew_alike(lefts: Sequence[Left]) -> bool:
+    """Whether all runs, which have begun with the same generators, have ended with the same."""
+    after = [left.after for left in lefts]
+    if any(each is None for each in after):
+        return False
+    first, *others = [each for each in after if each is not None]
+    return all(
+        other.python_random == first.python_random
+        and numpy_state.same(other.numpy_random, first.numpy_random)
+        and other.drawn == first.drawn
+        for other in others
+    )
 
 
 def _is_same(flow: Flow, values: Sequence[Any]) -> bool:

@@ -19,6 +19,8 @@ from tightfit.effects.values.lent_memory import is_lent
 
 aten = torch.ops.aten
 Found = TypeVar("Found")
+# Sizes in schemas that say which elements are taken, and not how many: where they are multiples of the number of rows, others are taken for each.
+_PLACES = frozenset(["k", "index", "start", "shifts", "storage_offset", "step"])
 COMPARISONS = frozenset(["eq", "ne", "lt", "le", "gt", "ge"])
 # Of tables, and not of data sets in a file.
 _LARGEST_LENT_BYTES = 1 << 24
@@ -96,7 +98,7 @@ def schema_of(func: OpOverload) -> tuple[tuple[str, bool, bool], ...]:
     """For each argument its name, whether it is a size, and whether it is written to."""
     # Schemas say which integers are sizes (`SymInt`): those may depend on shapes under torch.compile, for the
     # same reason.
-    sizes = set(re.findall(r"SymInt\S* (\w+)", str(func._schema)))
+    sizes = set(re.findall(r"SymInt\S* (\w+)", str(func._schema))) - _PLACES
     # Its bounds are plain numbers (`Scalar`) in the schema, and sizes in nearly every program.
     if func.overloadpacket is aten.arange:
         sizes |= {"start", "end"}

@@ -121,6 +121,7 @@ class FakeRun(TorchDispatchMode):
         reads: Sequence[Any] | None = None,
         allows_randomness: bool = False,
         allows_votes: bool = False,
+        shares_draws: bool = False,
     ) -> None:
         super().__init__()
         self.num_rows = num_rows
@@ -130,6 +131,8 @@ class FakeRun(TorchDispatchMode):
         self.failure: Mixes | None = None
         self._allows_randomness = allows_randomness
         self._allows_votes = allows_votes
+        # Numbers may be drawn that are the same for any rows.
+        self._shares_draws = shares_draws
         self._reads = None if reads is None else list(reads)
         # Nothing here has data: all storages are kept, so that none is taken for another.
         self._kept: list[Any] = []
@@ -178,11 +181,8 @@ class FakeRun(TorchDispatchMode):
         for tensor in tensors:
             if is_traceable_wrapper_subclass(tensor) or tensor.layout != torch.strided:
                 raise self.fail(f"{func} works on a {type(tensor).__name__} ({tensor.layout}){at_line()}")
-        if torch.Tag.nondeterministic_seeded in func.tags and not self._allows_randomness:
-            rate = [arguments[name] for name in ("dropout_p", "dropout") if name in arguments]
-            is_off = (bool(rate) and not any(rate)) or arguments.get("p") == 0 or arguments.get("train") is False
-            if not is_off:
-                raise self.fail(f"{func} draws random numbers{at_line()}")
+        if not self._allows_randomness and _draws(func, arguments) and (not self._shares_draws or self._is_atom):
+            raise self.fail(f"{func} draws random numbers{at_line()}")
         for leaf in _written(func, arguments):
             # A write to what was there before the run (a buffer, a global table) happens once for the whole
             # batch, and would happen once for each part.
@@ -231,6 +231,13 @@ class FakeRun(TorchDispatchMode):
         return out
 
 
+def _draws(func: OpOverload, arguments: Mapping[str, Any]) -> bool:
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    rate = [arguments[name] for name in ("dropout_p", "dropout") if name in arguments]
+    return not ((bool(rate) and not any(rate)) or arguments.get("p") == 0 or arguments.get("train") is False)
+
+
 def _is_on_host(func: OpOverload, arguments: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> bool:
     """Whether to run an operator for real: host tensors that no input went into have values, and so do views of weights."""
     device = arguments.get("device")
@@ -260,6 +267,21 @@ def _poisoned(rows: RowStates, call: OperatorCall, why: str) -> State:
     if mixed is None:
         return Mixed(reason=f"{call.func} {why}{at_line()}", is_vote=call.name in ("all", "any"))
     return mixed if call.name in _KEEPS_VOTE else Mixed(reason=mixed.reason)
+
+
+def _check_draw(flow: "Flow", call: OperatorCall) -> None:
+    """Raises Mixes if an operator draws, where that is not allowed, and is given rows, or is given or gives sizes that depend on their number."""
+    if flow._allows_randomness or not _draws(call.func, call.arguments):
+        return
+    sizes = list(operation_of(call.func, call.arguments, call.outputs).sizes)
+    has_grown = any(flow.grown(number, output) for number, output in enumerate(call.outputs))
+    if has_grown or sizes != list(flow.its_sizes()) or any(map(flow.rows.depends, call.tensors)):
+        raise flow.fail(f"{call.func} draws random numbers{at_line()}")
+
+
+def _is_of_counts(rows: RowStates, output: torch.Tensor, call: OperatorCall) -> bool:
+    """Whether something is made of position numbers of the rows that is none itself: the last of them, their sum."""
+    return not rows.is_scaled(output) and any(map(rows.counts_rows, call.tensors))
 
 
 class Flow(FakeRun):
@@ -296,6 +318,7 @@ class Flow(FakeRun):
             raise self.fail(f"{error}{at_line()}") from None
 
     def follow(self, call: OperatorCall, known: set[int]) -> None:
+        _check_draw(self, call)
         written = {key_of(leaf) for leaf in _written(call.func, call.arguments)}
         made = [o for o in call.outputs if key_of(o) not in known]
         changed = [o for o in call.outputs if key_of(o) in written]
@@ -395,11 +418,17 @@ class Flow(FakeRun):
     def _view(self, output: torch.Tensor, call: OperatorCall) -> None:
         """A view of a constant may repeat it for each row."""
         state = self.rows.state(output)
-        if state is not None and not isinstance(state, Total):
-            return
         number = next(n for n, o in enumerate(call.outputs) if o is output)
         grown = self.grown(number, output)
+        if isinstance(state, Pattern) and len(grown) > 1:
+            # Along another dimension than the rows, too: so many columns as there are rows.
+            self.rows.set(output, Mixed(reason=f"{call.func} depends on the number of rows{at_line()}"))
+            return
+        if state is not None and not isinstance(state, Total):
+            return
         if not grown:
+            if state is None and _is_of_counts(self.rows, output, call):
+                self.rows.set(output, Mixed(reason=f"{call.func} depends on the number of rows{at_line()}"))
             return
         if isinstance(state, Total):
             self.rows.set(output, Mixed(reason=state.reason))
@@ -430,7 +459,7 @@ class Flow(FakeRun):
                 raise Mixes("writes over rows")
             if grown and call.name in _KEEPS_COUNT and self.rows.counts_rows(call.tensors[0]):
                 self.rows.scale(output, grown, counts=True)
-            elif grown and not self.rows.is_scaled(output):
+            elif (grown and not self.rows.is_scaled(output)) or _is_of_counts(self.rows, output, call):
                 raise Mixes("depends on the number of rows")
             return
         if grown and grown != (result.dim,):

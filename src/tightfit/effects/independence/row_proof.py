@@ -54,9 +54,11 @@ class Leaves(Mixes):
     """A side effect that does not depend on the rows, such as a cache that the first call fills: `proof` holds for that call, and later calls need
     another proof."""
 
-    def __init__(self, message: str, proof: FollowedRun) -> None:
+    def __init__(self, message: str, proof: FollowedRun, *, is_of_draws: bool) -> None:
         super().__init__(message)
         self.proof = proof
+        # Whether nothing else was left than generators that were drawn from, as often for any number of rows.
+        self.is_of_draws = is_of_draws
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +75,7 @@ class Computation:
     is_contiguous: bool = False
     allows_randomness: bool = False
     allows_votes: bool = False
+    shares_draws: bool = False
     around: Callable[[FakeRun], contextlib.AbstractContextManager[Any]] = lambda _: contextlib.nullcontext()
 
 
@@ -98,6 +101,7 @@ def prove(subject: Computation, num_rows: int, parts: Iterable[int], reads: Sequ
         "reads": reads,
         "allows_randomness": subject.allows_randomness,
         "allows_votes": subject.allows_votes,
+        "shares_draws": subject.shares_draws,
     }
     runs, lefts, of_parts = list[FakeRun](), list[Left](), dict[int, Any]()
     for size in sizes:
@@ -115,7 +119,8 @@ def prove(subject: Computation, num_rows: int, parts: Iterable[int], reads: Sequ
         why = depends_on_rows(flow, [*lefts, left])
         if why:
             raise Mixes(f"{why} in a forward, where each part would find what another one has left")
-        raise Leaves(f"{told} in a forward, which would happen once for each part", proof)
+        is_of_draws = all(each.is_of_draws() for each in (*lefts, left))
+        raise Leaves(f"{told} in a forward, which would happen once for each part", proof, is_of_draws=is_of_draws)
     return proof
 
 

@@ -34,12 +34,13 @@ class Total:
     """State of a storage whose elements are linear in means over rows, or in sums.
 
     `means` are the weights for averaging the results of parts: the numbers of losses, each a mean over its own number of terms, or `ROWS`. If there
-    is more than one, they must agree. Without any it is a sum. `reason` says where rows were combined. `num_truths`: of how many truth values it is the count.
+    is more than one, they must agree. Without any it is a sum. `reason` says where rows were combined. `num_truths`: of how many truth values it is the count. `has_constants`: what is no mean was added.
     """
 
     means: frozenset[int]
     reason: str = dataclasses.field(default="", compare=False)
     num_truths: int = dataclasses.field(default=0, compare=False)
+    has_constants: bool = dataclasses.field(default=False, compare=False)
 
 
 def is_sum(state: Any) -> bool:
@@ -137,4 +138,9 @@ def _together(flow: "Flow", call: "OperatorCall", totals: Sequence[Total], const
     # A constant added to a sum would be added once for each part.
     if any(not each.means for each in totals) and (has_constants or any(each.means for each in totals)):
         raise Mixes(first.reason)
-    return dataclasses.replace(first, means=frozenset().union(*(each.means for each in totals)), num_truths=0)
+    return dataclasses.replace(
+        first,
+        means=frozenset().union(*(each.means for each in totals)),
+        num_truths=0,
+        has_constants=has_constants or any(each.has_constants for each in totals),
+    )

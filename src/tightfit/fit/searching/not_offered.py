@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from tightfit.analysis.profile import Profile
 from tightfit.errors.faults import answering
 from tightfit.fit.searching.offers import Offers
+from tightfit.tape import Phase
 from tightfit.techniques.registry import techniques
 
 
@@ -17,6 +18,7 @@ def not_offered(offers: Offers, profile: Profile, *, host_bytes: int, disk_bytes
 
 
 def _each(offers: Offers, profile: Profile, host_bytes: int, disk_bytes: int) -> Iterator[tuple[str, str]]:
+    is_trained = bool((profile.tape.operators.phase == Phase.BACKWARD).any())
     refused = {row[0].partition("@")[0] for row in offers.refusals.rows()}
     for name, technique in techniques().items():
         if not technique.exact or name in refused:
@@ -26,7 +28,7 @@ def _each(offers: Offers, profile: Profile, host_bytes: int, disk_bytes: int) ->
             with answering(f"technique {name}", technique=name):
                 reason = technique.reason(profile)
             if reason:
-                yield name, reason
+                yield name, reason if is_trained else "the program computes no gradients"
         elif all(option.host_bytes > host_bytes for option in options):
             yield name, "keeps memory at the host: give it some (--host 32GiB)"
         elif all(option.disk_bytes > disk_bytes for option in options):

@@ -41,6 +41,10 @@ class AbstractBatch(abc.ABC):
         self.part(0, self.num_examples, note)
         return found
 
+    def rest_key(self) -> Any:
+        """What a proof goes by that `part` leaves as it is within containers, which by itself are known by their types alone."""
+        return ()
+
     @abc.abstractmethod
     def part(self, begin: int, end: int, instead: Instead | None = None) -> tuple[Sequence[Any], dict[str, Any]]:
         """The arguments for the examples in `range(begin, end)`; with `instead`, its result for each tensor that is split."""

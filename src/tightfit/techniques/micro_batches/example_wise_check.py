@@ -17,10 +17,11 @@ from tightfit.effects.independence.row_flow import FakeRun, Flow, NeedsValues
 from tightfit.effects.independence.row_proof import Computation, FollowedRun, Leaves, check_graph, check_hooks, prove
 from tightfit.effects.independence.row_states import Mixed, loss_state
 from tightfit.effects.independence.rows import Mixes, RowLayout
-from tightfit.effects.independence.totals import ROWS, Total
+from tightfit.effects.independence.totals import ROWS, Total, is_sum
 from tightfit.effects.optimizer_marks import OptimizerMarks
-from tightfit.effects.state import RegionState, Snapshot, differences, restore, structural_differences
+from tightfit.effects.state import DRAWN, RegionState, Snapshot, differences, restore, structural_differences
 from tightfit.techniques.micro_batches.batches import AbstractBatch
+from tightfit.techniques.micro_batches.divisors import Divisor
 from tightfit.techniques.micro_batches.led_parts import decisions_of_whole
 from tightfit.techniques.micro_batches.loss_means import Decision, LossWatch, Term
 from tightfit.techniques.micro_batches.split_outputs import find_loss, items_of
@@ -65,7 +66,8 @@ _OF_ALL = ("Python's random", "numpy.random")
 
 class BatchProofs:
     """The proofs for one model, which it refers to weakly, by the shapes of its batches. `of_loop` are attributes of it that the training loop sets. `judge` says what a
-    run that was followed proves; by default its loss has to be one mean or sum over the batch."""
+    run that was followed proves; by default its loss has to be one mean or sum over the batch. `shares_draws`: each part runs in a process of its own, and numbers that are
+    drawn alike for any examples are the same in all of them."""
 
     def __init__(
         self,
@@ -76,12 +78,14 @@ class BatchProofs:
         unseen: Callable[[], contextlib.AbstractContextManager[Any]],
         of_loop: Collection[str] = (),
         judge: Judge | None = None,
+        shares_draws: bool = False,
         repeats: RepeatedProofs | None = None,
     ) -> None:
         self._model = weakref.ref(model)
         self._judge = judge or _judged
         self._ignored = {*_OF_ALL, *(f"{type(model).__name__}.{name}" for name in of_loop)}
         self._allows_randomness = allows_randomness
+        self._shares_draws = shares_draws
         self._refuse = refuse
         self._unseen = unseen
         self._repeats = repeats or RepeatedProofs("micro_batches", [])
@@ -189,7 +193,9 @@ class BatchProofs:
         else:
             if may_leave:
                 self._refuse_used_up(now)
-            before = self._before if may_leave and self._before and self._is_changed(self._before, now) else None
+            is_left = may_leave and self._before is not None and self._is_changed(self._before, now)
+            has_drawn = self._shares_draws and self._before is not None and _has_drawn(self._before, now)
+            before = self._before if is_left or has_drawn else None
             try:
                 # Metrics are muted in the state that the proof begins in: another state has other tables of attributes.
                 with (
@@ -207,8 +213,9 @@ class BatchProofs:
                         reads,
                         self._judge,
                         allows_randomness=self._allows_randomness,
-                        may_leave=before is not None,
+                        may_leave=is_left,
                         led=led,
+                        shares_draws=self._shares_draws,
                     )
             except (Mixes, NeedsValues) as error:
                 raise self._refuse(
@@ -225,7 +232,7 @@ class BatchProofs:
         proved.shapes.add(shape)
         known = self._known.setdefault(key, {})
         earlier = known.get(proved.decisions)
-        is_alike = earlier is not None and (earlier.joined, earlier.means) == (proved.joined, proved.means)
+        is_alike = earlier is not None and _says_the_same(earlier, proved)
         # Where the code takes one way or another by turns, and not each time another.
         if earlier is not None and is_alike and len(earlier.shapes) < _MAX_SHAPES:
             proved.shapes.update(earlier.shapes)
@@ -263,6 +270,7 @@ def _proved(
     allows_randomness: bool,
     may_leave: bool,
     led: Sequence[Decision],
+    shares_draws: bool,
 ) -> Proved:
     check_hooks(model, is_inside=False)
     split: list[torch.Tensor] = []
@@ -278,9 +286,13 @@ def _proved(
         args, kwargs = batch.part(0, watch.num_examples, lambda _: next(waiting))
         return forward(*args, **kwargs), watch
 
+    # Where each part is alone with its sums, others know those of all.
+    watching: dict[str, Any] = {"allows_randomness": allows_randomness, "led": led}
+    watching |= {"shares_draws": shares_draws, "has_divisors": shares_draws}
+
     @contextlib.contextmanager
     def watched(run: FakeRun) -> "Iterator[_ProofWatch]":
-        with without_node_hooks(run), _ProofWatch(run, allows_randomness=allows_randomness, led=led) as watch:
+        with without_node_hooks(run), _ProofWatch(run, **watching) as watch:
             yield watch
 
     subject = Computation(
@@ -290,12 +302,13 @@ def _proved(
         module=model,
         allows_randomness=allows_randomness,
         allows_votes=True,
+        shares_draws=shares_draws,
         around=watched,
     )
     try:
         proof = prove(subject, batch.num_examples, [end - begin for begin, end in parts], reads)
     except Leaves as error:
-        if not may_leave:
+        if not may_leave and not (shares_draws and error.is_of_draws):
             raise
         proof = error.proof
     return dataclasses.replace(judge(proof, model), is_of_first=may_leave)
@@ -321,6 +334,17 @@ def _judged(proof: FollowedRun, model: torch.nn.Module) -> Proved:
     return Proved(joined=frozenset(joined), means=state.means)
 
 
+def _has_drawn(before: Snapshot, now: Snapshot) -> bool:
+    """Whether the first part has drawn numbers, which a proof has to draw again."""
+    return any(each.what == DRAWN for each in differences(before, now))
+
+
+def _says_the_same(one: Proved, other: Proved) -> bool:
+    """Whether two proofs say the same of what the model returns, whichever way they are of."""
+    of_no_way = {"decisions": (), "shapes": set()}
+    return dataclasses.replace(one, **of_no_way) == dataclasses.replace(other, **of_no_way)
+
+
 def _classes_of(model: torch.nn.Module) -> list[tuple[torch.nn.Module, type]]:
     """The modules with their classes, but lazy ones, which change theirs when they have seen a shape."""
     return [(part, type(part)) for part in model.modules() if not isinstance(part, LazyModuleMixin)]
@@ -342,12 +366,18 @@ def _as_in(before: Snapshot | None, now: Snapshot) -> Iterator[None]:
 class _ProofWatch(LossWatch):
     """Marks losses over rows in the run of a proof."""
 
-    def __init__(self, run: FakeRun, *, allows_randomness: bool, led: Sequence[Decision]) -> None:
-        super().__init__(run.num_rows, allows_randomness=allows_randomness, led=led)
+    def __init__(self, run: FakeRun, **settings: Any) -> None:
+        super().__init__(run.num_rows, **settings)
         self._run = run
 
     def run(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return self._run.atom(func, args, kwargs)
+
+    def divided(self, loss: torch.Tensor, divisor: Divisor, result: torch.Tensor) -> None:
+        flow = self._run
+        # The sum itself, to which nobody has written.
+        if isinstance(flow, Flow) and is_sum(flow.rows.state(loss)) and is_sum(flow.rows.state(divisor.base)):
+            flow.rows.set(result, loss_state(len(self.terms) - 1))
 
     def noted(self, term: Term, inputs: Mapping[str, Any], *, is_of_classes: bool) -> None:
         super().noted(term, inputs, is_of_classes=is_of_classes)
@@ -449,4 +479,5 @@ def _key(batch: AbstractBatch, parts: Sequence[tuple[int, int]]) -> Any:
     # Under autocast the same module runs other operators.
     device = batch.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return tuple(shapes), tuple(rest[1]), tuple(plain), tuple({e - b for b, e in parts}), len(parts), autocast
+    sizes = tuple({e - b for b, e in parts})
+    return tuple(shapes), tuple(rest[1]), tuple(plain), sizes, len(parts), autocast, batch.rest_key()

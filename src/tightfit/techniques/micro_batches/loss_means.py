@@ -21,6 +21,7 @@ from tightfit.effects.dispatched import OF_C, dispatched
 from tightfit.effects.random_operators import draws
 from tightfit.effects.reads import is_called_by_us
 from tightfit.errors import ApplyError
+from tightfit.techniques.micro_batches.divisors import Divisor, Divisors
 
 # Means over classes that have an index to ignore, and means over all elements.
 _OF_CLASSES = {functional.cross_entropy, functional.nll_loss}
@@ -52,12 +53,14 @@ class DecidedEnough(BaseException):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Term:
-    """One call of a loss function: its result (None where it is kept), the number of terms of its mean (None: it is a sum), and the largest possible number."""
+    """One call of a loss function: its result (None where it is kept), the number of terms of its mean (None: it is a sum), and the largest possible number.
+    Of a loss that the code divides itself the `divisor`."""
 
     loss: torch.Tensor | None
     num_terms: torch.Tensor | int | None
     max_terms: int
     is_contrastive: bool
+    divisor: Divisor | None = None
 
 
 class LossWatch(TorchFunctionMode):
@@ -65,7 +68,7 @@ class LossWatch(TorchFunctionMode):
     after `num_wanted` of them the forward is ended. `given` is what the code is called with.
 
     Raises:
-        ApplyError: a batch norm in training, or (unless `allows_randomness`) something that draws random numbers.
+        ApplyError: a batch norm in training, or (unless `allows_randomness` or `shares_draws`) something that draws random numbers.
     """
 
     def __init__(
@@ -76,6 +79,8 @@ class LossWatch(TorchFunctionMode):
         led: Sequence[Decision] = (),
         num_wanted: int | None = None,
         given: Sequence[torch.Tensor] = (),
+        shares_draws: bool = False,
+        has_divisors: bool = False,
     ) -> None:
         super().__init__()
         self.terms: list[Term] = []
@@ -88,7 +93,9 @@ class LossWatch(TorchFunctionMode):
         self.num_examples = num_examples
         self.calls = CallTrail()
         self.calls.lent.give(given)
-        self._allows_randomness = allows_randomness
+        # With `shares_draws` the proof decides: what is drawn alike for any rows, all parts draw alike.
+        self._divisors = Divisors() if has_divisors else None
+        self._allows_draws = allows_randomness or shares_draws
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -98,7 +105,13 @@ class LossWatch(TorchFunctionMode):
             return func(*args, **kwargs) if kwargs else func(*args)
         self.calls.note(func, args, kwargs)
         if func in _OF_NO_INTEREST or _is_of_no_interest(func):
-            return self.calls.made(func(*args, **kwargs) if kwargs else func(*args))
+            result = self.calls.made(func(*args, **kwargs) if kwargs else func(*args))
+            if self._divisors is not None and (found := self._divisors.look(func, args, kwargs or {}, result)):
+                self.terms.append(
+                    Term(loss=None, num_terms=found.value, max_terms=1, is_contrastive=False, divisor=found)
+                )
+                self.divided(args[0], found, result)
+            return result
         func = dispatched(func)
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
@@ -106,7 +119,7 @@ class LossWatch(TorchFunctionMode):
             raise self._refusal(
                 "a batch norm in training takes its statistics from the whole batch, which parts of it do not have; leave micro_batches out"
             )
-        if not self._allows_randomness and draws_random_numbers(func, args, kwargs) and not is_called_by_us():
+        if not self._allows_draws and draws_random_numbers(func, args, kwargs) and not is_called_by_us():
             raise self._refusal(
                 f"{name} draws random numbers, which would be others in parts of the batch; --allow micro_batches takes that"
             )
@@ -167,6 +180,9 @@ class LossWatch(TorchFunctionMode):
     def run(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a loss function that is not torch's."""
         return func(*args, **kwargs)
+
+    def divided(self, loss: torch.Tensor, divisor: Divisor, result: torch.Tensor) -> None:
+        """A number was divided by a sum, or what is made of one; the last of the terms is of it."""
 
     def noted(self, term: Term, inputs: Mapping[str, Any], *, is_of_classes: bool) -> None:
         """Keeps a term; `inputs` are the arguments of the loss function."""

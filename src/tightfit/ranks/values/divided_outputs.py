@@ -5,7 +5,7 @@ what does not depend on the examples is every rank's own, and a number is that o
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Never
 
 import torch
@@ -14,8 +14,9 @@ from tightfit.effects.independence.row_flow import Flow
 from tightfit.effects.independence.row_proof import FollowedRun, check_graph
 from tightfit.effects.independence.rows import Mixes
 from tightfit.effects.independence.totals import ROWS, Total
+from tightfit.ranks.values.structures import leaves_of, mapped
+from tightfit.techniques.micro_batches.divisors import Divisor
 from tightfit.techniques.micro_batches.example_wise_check import Proved
-from tightfit.techniques.micro_batches.loaded_batch import leaves_of
 from tightfit.techniques.micro_batches.loss_means import Term
 from tightfit.techniques.micro_batches.split_outputs import LeftOut
 from tightfit.techniques.wrappers.first_order import Refuse
@@ -27,13 +28,14 @@ _EXACT, _ROUNDED = 1e-12, 1e-6
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """What an output is: `rows` along `dim`, so many of each example next to each other; a `total` over the examples with the means that it is over; the `same` for any examples; or `unknown`, for `reason`.
+    """What an output is: `rows` along `dim`, so many of each example next to each other; a `total` over the examples with the means that it is over, to which something besides was added where it `has_constants`; the `same` for any examples; or `unknown`, for `reason`.
     What is no tensor has its `value` for the whole batch in the proof, and by the number of examples those for parts."""
 
     name: Literal["rows", "total", "same", "unknown"]
     dim: int = 0
     num_of_each: int = 1
     means: frozenset[int] = frozenset()
+    has_constants: bool = False
     value: Any = None
     of_parts: Mapping[int, Any] = dataclasses.field(default_factory=dict)
     reason: str = ""
@@ -88,11 +90,13 @@ def _kind_of(flow: Flow, leaf: Any, of_parts: Mapping[int, Any]) -> Kind:
         return (
             Kind(name="same", value=leaf, of_parts=known)
             if is_plain
-            else _unknown(f"it returns a {type(leaf).__name__}")
+            else _unknown(
+                f"it returns a {type(leaf).__name__}: have it return tensors, in tuples, dicts or dataclasses"
+            )
         )
     state = flow.rows.state(leaf)
     if isinstance(state, Total):
-        return Kind(name="total", means=state.means)
+        return Kind(name="total", means=state.means, has_constants=state.has_constants)
     if state is not None or flow.rows.depends(leaf):
         return _rows_of(flow, leaf)
     return Kind(name="same")
@@ -123,20 +127,43 @@ class Unused(LeftOut):
         raise self._error(self.why)
 
 
+def as_returned(output: Any, kinds: Sequence[Kind], result: Callable[[int], torch.Tensor], num_examples: int, refuse: Refuse) -> Any:  # fmt: skip
+    """What the model has returned for a part of so many examples, with what it returns for the whole: `result` has the tensors by their positions."""
+    left = iter(enumerate(kinds))
+
+    def put(leaf: Any) -> Any:
+        at, kind = next(left)
+        if kind.name == "unknown":
+            return Unused(kind.reason, refuse)
+        if isinstance(leaf, torch.Tensor):
+            return result(at)
+        found = kind.of_whole(leaf, num_examples)
+        if found is None and leaf is not None:
+            return Unused("it returns a number that depends on how many examples there are", refuse)
+        return found
+
+    return mapped(output, put)
+
+
 def numbers_of_terms(
     kinds: Sequence[Kind], terms: Sequence[Term], num_examples: int, device: torch.device
 ) -> torch.Tensor | None:
-    """For each mean that an output is over, the number of this rank's terms; None where there is no mean."""
+    """For each mean that an output is over, the number of this rank's terms, and the sum that it is made of; None where there is no mean."""
     means = means_of(kinds)
     if not means:
         return None
     found = [num_examples if mean == ROWS else terms[mean].num_terms for mean in means]
+    found += [0 if (divisor := _divisor_of(mean, terms)) is None else divisor.base for mean in means]
     return torch.stack([torch.as_tensor(each, dtype=torch.float64, device=device) for each in found])
 
 
 def means_of(kinds: Sequence[Kind]) -> list[int]:
     """All means that outputs are over."""
     return sorted({mean for kind in kinds for mean in kind.means})
+
+
+def _divisor_of(mean: int, terms: Sequence[Term]) -> Divisor | None:
+    return None if mean == ROWS else terms[mean].divisor
 
 
 def weights_of(kinds: Sequence[Kind], counts: Sequence[torch.Tensor], terms: Sequence[Term], refuse: Refuse) -> list[list[float] | None]:  # fmt: skip
@@ -147,6 +174,7 @@ def weights_of(kinds: Sequence[Kind], counts: Sequence[torch.Tensor], terms: Seq
     """
     means = means_of(kinds)
     table = torch.stack(list(counts)).double().cpu() if means else torch.empty(0)
+    of_all = {mean: _shares_of(table[:, at], table[:, at + len(means)], _divisor_of(mean, terms), refuse) for at, mean in enumerate(means)}  # fmt: skip
     is_rounded = any(isinstance(t.num_terms, torch.Tensor) and t.num_terms.is_floating_point() for t in terms)
     found: list[list[float] | None] = []
     for kind in kinds:
@@ -156,11 +184,28 @@ def weights_of(kinds: Sequence[Kind], counts: Sequence[torch.Tensor], terms: Seq
         if not kind.means:
             found.append([])
             continue
-        own = table[:, [means.index(mean) for mean in sorted(kind.means)]]
-        shares = own / own.sum(0)
+        shares = torch.stack([of_all[mean] for mean in sorted(kind.means)], 1)
         if not bool(((shares - shares[:, :1]).abs() <= (_ROUNDED if is_rounded else _EXACT)).all()) and not bool(shares.isnan().all()):  # fmt: skip
             raise refuse(
                 "the loss adds up means over other numbers of terms (targets that are ignored), of which one part of the batch has another share than of the rest"
             )
+        if kind.has_constants and bool((shares[:, 0].sum() - 1).abs() > _EXACT):
+            raise refuse(
+                "the loss is divided by a sum with something besides (+ 1e-8, clamp), and a number is added to it: add that to the loss outside of the model"
+            )
         found.append(shares[:, 0].tolist())
     return found
+
+
+def _shares_of(own: torch.Tensor, sums: torch.Tensor, divisor: Divisor | None, refuse: Refuse) -> torch.Tensor:
+    """The share of each rank in a mean, of which it has so many terms."""
+    if divisor is None:
+        return own / own.sum(0)
+    if not divisor.is_as_made():
+        raise refuse("the loss is divided by a number that was written to in the meantime")
+    whole = divisor.of(sums.sum().to(divisor.base.dtype).to(divisor.base.device)).double().cpu()
+    if bool((own == 0).any()):
+        raise refuse(
+            "the loss is divided by a sum that is zero for one part of the batch (all of it is masked): divide by sum.clamp(min=1)"
+        )
+    return own / whole
