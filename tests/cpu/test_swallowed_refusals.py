@@ -75,3 +75,24 @@ def test_a_trace_ends_with_what_the_script_swallowed(capfd: pytest.CaptureFixtur
     assert capfd.readouterr().err == (
         "tightfit: checkpointing: the plan names Net.layers.7, which this Net does not have; make a plan for this model\n"
     )
+
+
+READING = """\
+from tests.cpu.applied import *
+
+model = Net(3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    model(torch.ones(BATCH, WIDTH)).sum().backward()
+    # No operator that is answered without the elements, which are made then.
+    norms = [(0.5 * parameter.grad).norm() for parameter in model.parameters()]
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_gradient_that_is_made_for_a_reader_is_no_refusal(capfd: pytest.CaptureFixture[str]) -> None:
+    plan_of([choice("update_in_backward", "optimizer", kernel="same", clips=False)]).save("plan.json")
+    Path("train.py").write_text(READING)
+    assert run(["run", "--plan", "plan.json", "train.py"]) == 0, capfd.readouterr().err
+    assert "gradients are kept" in capfd.readouterr().err

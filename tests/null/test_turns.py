@@ -7,7 +7,7 @@ from collections import deque
 
 import pytest
 
-from tightfit.capture.patches.turns import Member, ThreadEnded, TurnLock, Turns
+from tightfit.capture.patches.threads_followed.turns import Member, ThreadEnded, TurnLock, Turns
 
 
 class Queue:
@@ -144,7 +144,7 @@ def test_other_threads_wait_as_ever_and_that_they_were_waited_for_is_told(progra
 
 
 def test_threads_that_wait_in_vain_are_ended_where_they_wait(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tightfit.capture.patches.turns._SECONDS_IN_VAIN", 0.01)
+    monkeypatch.setattr("tightfit.capture.patches.threads_followed.turns._SECONDS_IN_VAIN", 0.01)
     waiter = program.start(lambda: program.turns.wait(lambda: False))
     # The main thread waits for it, and is asked what to do.
     program.turns.wait(lambda: waiter.has_ended)

@@ -97,7 +97,7 @@ def run(
         others = used_now(used, card or "", is_own=device is None)
         limit = None if budget is None else budget_on(budget, card or "", others)
         chosen = _made(script, arguments, card or "", limit, allow, others, permissions)
-    if not chosen.fits:
+    if not (chosen.fits or chosen.is_changed):
         raise _does_not_fit(chosen, script, plan)
     # In a child process; a real run happens in this one, as python would run the script.
     if virtual:

@@ -58,6 +58,8 @@ def _places(paths: Sequence[str]) -> str:
 
 def verdict(plan: Plan) -> str:
     """The result in one line."""
+    if plan.is_changed:
+        return f"changed by hand: what it needs with {number_of_techniques(plan)} is not known; tightfit run --virtual --plan simulates it"
     budget = f"{format_bytes(plan.budget_bytes)} on {plan.device}"
     not_seen = f"; {plan.coverage.words}" if plan.coverage.words else ""
     peak = plan.run.peak
@@ -85,7 +87,7 @@ def sentences(plan: Plan) -> Iterator[str]:
     """The reasons for this plan, a sentence each."""
     yield verdict(plan) + "."
     plain, run = plan.baseline, plan.run
-    if not plan.choices:
+    if not plan.has_planned_run:
         return
     slower = run.seconds_per_step / plain.seconds_per_step - 1 if plain.seconds_per_step else 0.0
     yield (

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import hashlib
 import json
 import math
 import os
@@ -87,7 +88,8 @@ class Plan:
     `tightfit.simulate.estimate.MARGINS`, and `uncertainty` names what the peak depends on. `model` identifies the model of the
     plan by the class of its root, the number of its parameters and the shapes of the inputs of its first step. `predicted_seconds` are those of
     a step as the options predict them (None in plans from before), `run.seconds_per_step` those of the traced run. `is_interrupted`: the best that was
-    found before the search was interrupted. `coverage` says what of the program the planned run has shown.
+    found before the search was interrupted. `coverage` says what of the program the planned run has shown. `is_changed`: choices were changed in its file, so
+    that `run` is of others.
     """
 
     target: str
@@ -115,6 +117,12 @@ class Plan:
     predicted_seconds: float | None = None
     margin: str = "safe"
     uncertainty: tuple[str, ...] = ()
+    is_changed: bool = False
+
+    @property
+    def has_planned_run(self) -> bool:
+        """Whether `run` is of this plan, and not the plain one or that of other choices."""
+        return bool(self.choices) and not self.is_changed
 
     @property
     def missing_bytes(self) -> int:
@@ -145,7 +153,7 @@ class Plan:
                 for name, value in fields.items()
                 if name not in ("fits", "target", "device", "capacity_bytes")
             }
-            | {"coverage": self.coverage.to_json()}
+            | {"coverage": self.coverage.to_json(), _DIGEST: _digest(fields["choices"])}
         )
 
     @classmethod
@@ -157,7 +165,7 @@ class Plan:
         """
         _check_schema(value)
         try:
-            _check_names(value, "the plan", (*_TOP, *(field.name for field in dataclasses.fields(cls))))
+            _check_names(value, "the plan", (*_TOP, _DIGEST, *(field.name for field in dataclasses.fields(cls))))
             plan = cls(
                 run=_run(value),
                 baseline=_run(value["baseline"]),
@@ -176,6 +184,7 @@ class Plan:
                 predicted_seconds=value.get("predicted_seconds"),
                 margin=value.get("margin", "safe"),
                 uncertainty=tuple(value.get("uncertainty", ())),
+                is_changed=bool(value.get("is_changed", False)),
                 **{name: value[name] for name in _AS_THEY_ARE},
             )
             # Dataclasses do not check types; a plan edited by hand must fail here and not in the middle of a run.
@@ -204,7 +213,8 @@ class Plan:
             raise PlanError(
                 "this plan was changed, or another version of tightfit wrote it; make it again with tightfit plan -o FILE"
             ) from error
-        return plan
+        is_same = value.get(_DIGEST) in (None, _digest(plan.choices))
+        return plan if is_same else dataclasses.replace(plan, is_changed=True)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as JSON, atomically: `tightfit run --plan` never reads half a plan.
@@ -260,6 +270,17 @@ _AS_THEY_ARE = (
     "disk_bytes",
     "versions",
 )
+
+
+_DIGEST = "choices_digest"
+"""The field of a file that tells whether its choices are still those that were simulated; plans from before have none."""
+
+
+def _digest(choices: Sequence[Choice]) -> str:
+    """Of all that is applied."""
+    # In the order and the form in which JSON has them.
+    applied = sorted(json.dumps([c.technique, c.where, _plain(c.settings)], sort_keys=True) for c in choices)
+    return hashlib.sha256("\n".join(applied).encode()).hexdigest()[:16]
 
 
 # Beside the fields of `Plan`.

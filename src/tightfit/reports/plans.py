@@ -54,7 +54,7 @@ class PlanText:
         plan, width = self._plan, min(options.max_width, MAX_WIDTH)
         # Only the verdict itself is coloured.
         word, _, rest = verdict(plan).partition(":")
-        yield Text.assemble((word, "bold green" if plan.fits else "bold red"), ":", rest)
+        yield Text.assemble((word, "bold" if plan.is_changed else "bold green" if plan.fits else "bold red"), ":", rest)
         yield Text(plan.target, style="bold")
         yield ""
         yield _runs(plan, width)
@@ -85,7 +85,7 @@ def write_plan(plan: plain.Plan, *, elapsed_seconds: float) -> None:
 
 
 def _why(plan: plain.Plan) -> Iterator[str]:
-    if not plan.fits and (limit := reached_limit(plan)):
+    if not (plan.fits or plan.is_changed) and (limit := reached_limit(plan)):
         yield limit
     # The first two sentences repeat the verdict and the table of runs above.
     yield from list(sentences(plan))[2:]
@@ -95,7 +95,7 @@ def _runs(plan: plain.Plan, width: int) -> Table:
     headings = ("peak GPU memory", "upper bound", "allocated", "time per step")
     columns = [Column(heading=""), *(Column(heading=heading, is_number=True) for heading in headings)]
     rows = []
-    for name, run in [("plain", plan.baseline), *([("planned", plan.run)] if plan.choices else [])]:
+    for name, run in [("plain", plan.baseline), *([("planned", plan.run)] if plan.has_planned_run else [])]:
         sizes = (run.peak.device_bytes, run.peak.device_high_bytes, run.peak.allocated_bytes)
         rows.append((name, *map(format_bytes, sizes), format_seconds(run.seconds_per_step)))
     return fitted(columns, rows, width)

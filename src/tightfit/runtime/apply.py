@@ -25,6 +25,8 @@ from tightfit.torch_hooks.saved_variables import saved_reader
 from tightfit.torch_hooks.weak_references import WeakTable
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+OF_OPTIMIZERS = ("optimizer", "gradients")
+"""The places of what is put on optimizers alone."""
 
 # The session of each model. It is kept by the model's own forward, and not here.
 _sessions: WeakTable[torch.nn.Module, weakref.ref[Session]] = WeakTable()
@@ -133,6 +135,8 @@ def apply_to(
         # before what is wrapped around it.
         for name, known in techniques().items():
             if name in by_name:
+                if name == "trained_weight_streaming" or any(c.where in OF_OPTIMIZERS for c in by_name[name]):
+                    session.verdict.updates_by = name
                 # The first call of a model may be one of `torch.func`, inside of which tensors of ours would be its own, and gone with it.
                 with temporarily_clear_interpreter_stack():
                     _put_on(session, name, known, by_name[name])

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
 from tightfit.errors import ApplyError
@@ -206,6 +207,10 @@ class Attachment:
             self._loops.look()
             if not torch.is_grad_enabled():
                 self._called_without_gradients.setdefault(module, None)
+            # Of modules that take their shapes from a first call (`torch.nn.LazyLinear`) no more is known before it.
+            if any(map(is_lazy, module.parameters())):
+                return
+            if not torch.is_grad_enabled():
                 self._predicts(module, args, kwargs)
                 return
             live = self._live.get(module)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from tightfit.effects.ambient import modes_of_program
 from tightfit.techniques.session import Session
 from tightfit.techniques.wrappers.forwards import OnlyHere
 
@@ -69,8 +70,13 @@ class InputCheck(OnlyHere):
 
     def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         # Under torch.compile a look at shapes would become guards of the compiled code, one recompilation for
-        # each size.
-        if self._planned is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        # each size. A mode of the program's would be shown each look.
+        if (
+            self._planned is not None
+            and torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()
+            and not modes_of_program()
+        ):
             self._compare(self._planned, input_shapes(args, kwargs))
         return forward(*args, **kwargs)
 

@@ -11,12 +11,10 @@ import torch
 
 from tightfit.errors import ApplyError, apply_errors_said, forget_apply_errors
 from tightfit.planner.plan import Choice
-from tightfit.runtime.apply import apply_choices
+from tightfit.runtime.apply import OF_OPTIMIZERS, apply_choices
 from tightfit.runtime.input_shapes import Tell
 from tightfit.techniques.session import Session
 from tightfit.torch_hooks.weak_references import WeakTable
-
-_OF_OPTIMIZERS = ("optimizer", "gradients")
 
 
 class LaterOptimizers:
@@ -59,7 +57,7 @@ class LaterOptimizers:
             except ApplyError as error:
                 of_technique = [c for c in left if c.technique == error.technique]
                 refused = [c for c in of_technique if c.where in error.places] or of_technique
-                if not refused or not may_leave_out or not (is_anew or all(c.where in _OF_OPTIMIZERS for c in refused)):
+                if not refused or not may_leave_out or not (is_anew or all(c.where in OF_OPTIMIZERS for c in refused)):
                     raise
                 # These are no refusals that the program has swallowed; there is one for each place.
                 for message in apply_errors_said() - said:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tightfit.capture.targets.target_kinds import Script, run_script
 from tightfit.errors import ApplyError, TightfitError, apply_error, forget_apply_errors
 from tightfit.errors.faults import noted
-from tightfit.planner.explain import groups
+from tightfit.planner.explain import groups, verdict
 from tightfit.planner.plan import Plan
 from tightfit.torch_hooks import manifest
 from tightfit.units import format_bytes, format_seconds
@@ -148,7 +148,9 @@ def put_on(plan: Plan, models: list[str]) -> list[str]:
 
 
 def figures(plan: Plan) -> list[str]:
-    """Two lines: the predicted memory and the predicted time per step of the planned run."""
+    """Two lines: the predicted memory and the predicted time per step of the planned run; one where it is not known."""
+    if plan.is_changed:
+        return [verdict(plan)]
     peak, plain = plan.run.peak, plan.baseline
     slower = plan.run.seconds_per_step / plain.seconds_per_step - 1 if plain.seconds_per_step else 0.0
     return [

@@ -19,6 +19,7 @@ from typing import Any, Self
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from tightfit.effects.ambient import names_of_modes
 from tightfit.effects.values.card_sums import first_difference
 from tightfit.errors import ApplyError
 from tightfit.techniques.wrappers.forwards import Around, OnlyHere, copied_wrappers, take_off_copied, wrap_forward
@@ -39,6 +40,8 @@ class Verdict(OnlyHere):
     """What a card has yet to compare: it is asked before the next step, and not waited for in the backward pass."""
     may_read_optimizers: bool = False
     """Whether code that is run again in a backward pass may read an optimizer, whose states updates in that pass change."""
+    updates_by: str = ""
+    """A technique that has the step of an optimizer do other operators than its own, or nothing."""
 
     def refuse(self, message: str, *, technique: str = "", places: Sequence[str] = ()) -> ApplyError:
         """As `Session.refuse`, for wrappers on a model, which must not keep the model's session alive."""
@@ -87,6 +90,12 @@ class Verdict(OnlyHere):
     def before_step(self, *_: object) -> None:
         """A hook before the step of an optimizer."""
         self.check()
+        if self.updates_by and (modes := names_of_modes()):
+            raise self.refuse(
+                f"an optimizer steps inside of {modes[0]}, which sees each operator, and {self.updates_by} has others there; "
+                f"leave {self.updates_by} out of the plan",
+                technique=self.updates_by,
+            )
 
     def before_forward(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """A wrapper around the forward of a model."""

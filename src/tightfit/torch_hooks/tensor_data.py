@@ -32,6 +32,10 @@ def on_data(owner: DataOwner) -> Leave:
 def _put(inner: Callable[..., None], owners: Callable[[], list[DataOwner]]) -> Callable[..., None]:
     @functools.wraps(inner)
     def set_attribute(tensor: torch.Tensor, name: str, value: Any, /) -> None:
+        if name != "data" and torch.compiler.is_compiling():
+            # The compiler takes a call of `inner` for one of this function, and looks into it again and again.
+            object.__setattr__(tensor, name, value)
+            return
         if name == "data":
             for owner in owners():
                 owner.before_data(tensor, value)

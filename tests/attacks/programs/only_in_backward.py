@@ -221,3 +221,200 @@ def frozen_before_backward(t: Trial) -> None:
         optimizer.step()
         t.note("loss", loss)
         t.end_step()
+
+
+class _Rounding:
+    """Rounds what is saved, as quantisers of activations do, but for weights, which it knows by where they lie."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._weights = {parameter.data_ptr() for parameter in model.parameters()}
+
+    def _is_weight(self, saved: torch.Tensor) -> bool:
+        return saved.data_ptr() in self._weights
+
+    def pack(self, saved: torch.Tensor) -> torch.Tensor:
+        if not saved.is_floating_point() or self._is_weight(saved):
+            return saved
+        return (saved * 64).round() / 64
+
+
+@attack("recomputation", "saved tensors are rounded by hooks that know weights by their addresses (ActNN, GACT)")
+def hooks_know_weights_by_address(t: Trial) -> None:
+    model = Net()
+    optimizer = sgd(model)
+    rounding = _Rounding(model)
+    t.apply(model, optimizer)
+    for step in range(4):
+        optimizer.zero_grad()
+        with torch.autograd.graph.saved_tensors_hooks(rounding.pack, lambda held: held):
+            loss = model(*tokens(step))
+        t.note("loss", loss)
+        loss.backward()
+        optimizer.step()
+        t.end_step()
+
+
+@attack("recomputation", "from step 3 on the loop rounds what a block saves, but for weights, known by their addresses")
+def hooks_know_weights_by_address_later(t: Trial) -> None:
+    model = Net()
+    optimizer = sgd(model)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    t.apply(model, optimizer)
+
+    def pack(saved: torch.Tensor) -> torch.Tensor:
+        is_kept = not saved.is_floating_point() or saved.untyped_storage().data_ptr() in weights
+        return saved if is_kept else (saved * 64).round() / 64
+
+    for step in range(5):
+        optimizer.zero_grad()
+        with (
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held) if step >= 3 else contextlib.nullcontext()
+        ):
+            loss = model(*tokens(step))
+        t.note("loss", loss)
+        loss.backward()
+        optimizer.step()
+        t.end_step()
+
+
+class _UsesOfWeights(TorchDispatchMode):
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self._weights = {parameter.data_ptr() for parameter in model.parameters()}
+        self.operators = self.uses = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operators += 1
+        self.uses += sum(isinstance(arg, torch.Tensor) and arg.data_ptr() in self._weights for arg in args)
+        return func(*args, **(kwargs or {}))
+
+
+@attack("recomputation", "a mode counts operators, and those that are given a weight, known by its address", only=EXACT)
+def mode_knows_weights_by_address(t: Trial) -> None:
+    model = Net()
+    optimizer = sgd(model)
+    mode = _UsesOfWeights(model)
+    t.apply(model, optimizer)
+    for step in range(5):
+        optimizer.zero_grad()
+        with mode if step >= 2 else contextlib.nullcontext():
+            loss = model(*tokens(step))
+        t.note("operators", mode.operators)
+        t.note("uses", mode.uses)
+        t.note("loss", loss)
+        loss.backward()
+        optimizer.step()
+        t.end_step()
+
+
+class _Operators(TorchDispatchMode):
+    num_calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+class _Functions(TorchFunctionMode):
+    num_calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _forward_within(t: Trial, mode: Any) -> None:
+    model = Net()
+    optimizer = sgd(model)
+    t.apply(model, optimizer)
+    for step in range(5):
+        optimizer.zero_grad()
+        with mode if step >= 2 else contextlib.nullcontext():
+            loss = model(*tokens(step))
+        loss = loss * (1 + 0.01 * mode.num_calls)
+        t.note("calls", mode.num_calls)
+        loss.backward()
+        optimizer.step()
+        t.end_step()
+
+
+@attack(
+    "parts", "from step 2 on a mode around the forward counts its operators, and the loss grows with them", only=EXACT
+)
+def loss_by_operators_of_forward(t: Trial) -> None:
+    _forward_within(t, _Operators())
+
+
+@attack(
+    "parts",
+    "from step 2 on a mode around the forward counts the functions of torch's that it calls, and the loss grows with them",
+    only=EXACT,
+)
+def loss_by_functions_of_forward(t: Trial) -> None:
+    _forward_within(t, _Functions())
+
+
+def _step_within(t: Trial, mode: Any) -> None:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    t.apply(model, optimizer)
+    for step in range(5):
+        loss = model(*tokens(step))
+        optimizer.zero_grad()
+        loss.backward()
+        with mode if step >= 2 else contextlib.nullcontext():
+            optimizer.step()
+        optimizer.param_groups[0]["lr"] = 0.01 / (1 + 0.01 * mode.num_calls)
+        t.note("calls", mode.num_calls)
+        t.end_step()
+
+
+@attack(
+    "gradients",
+    "from step 2 on a mode around the update counts its operators, and the rate falls with them",
+    only=EXACT,
+)
+def rate_by_operators_of_update(t: Trial) -> None:
+    _step_within(t, _Operators())
+
+
+@attack(
+    "gradients",
+    "from step 2 on a mode around the update counts the functions of torch's that it calls, and the rate falls with them",
+    only=EXACT,
+)
+def rate_by_functions_of_update(t: Trial) -> None:
+    _step_within(t, _Functions())
+
+
+def _backward_within(t: Trial, mode: Any) -> None:
+    model = Net()
+    optimizer = sgd(model)
+    t.apply(model, optimizer)
+    for step in range(5):
+        loss = model(*tokens(step))
+        optimizer.zero_grad()
+        with mode if step >= 2 else contextlib.nullcontext():
+            loss.backward()
+        optimizer.param_groups[0]["lr"] = 0.1 / (1 + 0.01 * mode.num_calls)
+        t.note("calls", mode.num_calls)
+        optimizer.step()
+        t.end_step()
+
+
+@attack(
+    "gradients",
+    "from step 2 on a mode around the backward pass counts its operators, and the rate falls with them",
+    only=EXACT,
+)
+def rate_by_operators_of_backward(t: Trial) -> None:
+    _backward_within(t, _Operators())
+
+
+@attack(
+    "gradients",
+    "from step 2 on a mode around the backward pass counts functions of torch's, and the rate falls with them",
+    only=EXACT,
+)
+def rate_by_functions_of_backward(t: Trial) -> None:
+    _backward_within(t, _Functions())

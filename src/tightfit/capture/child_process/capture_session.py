@@ -27,10 +27,11 @@ from tightfit.capture.kernels.tf32 import convolves_in_tf32, multiplies_in_tf32
 from tightfit.capture.observe.attribution import short
 from tightfit.capture.observe.kernel_memory import KernelMemory
 from tightfit.capture.observe.recorder import LiveMemory, Recorder, tape_of
-from tightfit.capture.patches import eager, native, saving, spawned, threads, torch_api
+from tightfit.capture.patches import eager, native, saving, servers, spawned, torch_api
 from tightfit.capture.patches.cuda_api import CudaApi
 from tightfit.capture.patches.loading import largest_batch, loaders
 from tightfit.capture.patches.loading.loading_times import LoadingTimes
+from tightfit.capture.patches.threads_followed import threads
 from tightfit.capture.processes import process_role
 from tightfit.capture.steps.detector import StepWatch
 from tightfit.capture.steps.micro_batches.alike_batches import AlikeBatches
@@ -136,7 +137,21 @@ class CaptureSession:
         loaders.install(lambda: self.watch.num_ended)
         self._loading = LoadingTimes(self.recorder)
         self._loading.install()
+        if not by_yield:
+            servers.install(self._waits_for_requests)
         self._tape: Tape | None = None
+        self._threads: threads.ThreadsFollowed | None = None
+
+    def _waits_for_requests(self) -> None:
+        """A server starts: what has run so far is all that the trace can have."""
+        after = self.watch.after
+        assert after is not None
+        if not after.is_on and not self.watch.num_ended and not self.watch.is_one_step():
+            raise CaptureError(
+                f"{self.gpu.attribution.where(otherwise='the program')} starts a server and waits for requests, which a trace has none of, and nothing has called a model "
+                "before: call what answers a request once with an example, before the server starts, or in a generator function that yields after it"
+            )
+        after.stop("it waits for requests")
 
     def _communicate(self, world: World) -> None:
         # Here, as torch takes long to load what only a distributed program needs.
@@ -190,6 +205,7 @@ class CaptureSession:
         else:
             followed = threads.ThreadsFollowed(self.gpu, lambda: after.is_on, after.stop)
         followed.install()
+        self._threads = followed
 
     def run(self, target: Target) -> None:
         """Runs the target until its steps are over.
@@ -205,6 +221,8 @@ class CaptureSession:
                     self.watch.settle()
             else:
                 self._run_generator(generator_on(target, device="cuda"))
+        if self._threads is not None:
+            self._threads.order.settle(self._threads.turns.members.main)
         if not self.watch.num_ended and not isinstance(target, Script):
             raise CaptureError("the function did not yield: set up, then `yield` once per step")
         if not self.watch.num_ended and not self.watch.has_ended:

@@ -69,8 +69,11 @@ def _is_wrapper(kind: type) -> bool:
 class _SharedFakeMode(FakeTensorMode):
     """The fake tensors of one virtual GPU. A tensor refers to its mode, and a copy of it belongs to the same one.
 
-    `threads` are those of Python's that the virtual GPU is in; `used_in_a_thread` is the error that an operator has raised in another one.
+    `threads` are those of Python's that the virtual GPU is in; `used_in_a_thread` is the error that an operator has raised in another one, and `runs_a_model` is
+    called where one of `threads` beside the main one is about to run a model.
     """
+
+    runs_a_model: Callable[[], None] = staticmethod(lambda: None)
 
     used_in_a_thread: Exception | None = None
 

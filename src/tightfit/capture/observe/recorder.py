@@ -124,7 +124,7 @@ class WaitLog:
 
     def add(self, kind: WaitKind, *, stream: int = -1, event: int = -1) -> None:
         """A stream records or waits for an event, or the host waits."""
-        if self._recorder.is_in_thread and kind not in (WaitKind.RECORD, WaitKind.STREAM_FOR_EVENT):
+        if self._recorder.is_beside and kind not in (WaitKind.RECORD, WaitKind.STREAM_FOR_EVENT):
             return
         row = (kind, self._recorder.num_operators, stream, event)
         for column, value in zip(self.columns.values(), row, strict=True):
@@ -167,7 +167,8 @@ class Recorder:
         self.num_operators = 0
         self.phase = Phase.OTHER
         self.stream = 0
-        self.is_in_thread = False  # of the program's own, beside the main one
+        self.is_in_thread = False  # of the program's own
+        self.is_beside = False  # in such a thread, which keeps the main one from nothing
         self.host = HostBytes()
         self.disk = DiskBytes()
         self.left_out: list[LeftOut] = []
@@ -217,7 +218,7 @@ class Recorder:
     def copy(self, direction: CopyDirection, num_bytes: int, *, is_pinned: bool, is_blocking: bool) -> None:
         """The last operator is a copy between host and card, or between host and disk."""
         # What waits in a thread of the program's own keeps the main one from nothing.
-        row = (self.num_operators - 1, direction, is_pinned, is_blocking and not self.is_in_thread, num_bytes)
+        row = (self.num_operators - 1, direction, is_pinned, is_blocking and not self.is_beside, num_bytes)
         for column, value in zip(self.copies.values(), row, strict=True):
             column.append(value)
 

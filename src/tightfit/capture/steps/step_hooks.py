@@ -174,8 +174,8 @@ class StepHooks:
             self._gpu.fake.refuse_this_thread()
         if self._gpu.recorder.is_in_thread:
             raise CaptureError(
-                f"{self._gpu.attribution.where(otherwise='the program')} {does} in a thread of the program's own; a trace follows threads that move and transform batches: "
-                "train, and run models, in the main thread, at least while it is traced"
+                f"{self._gpu.attribution.where(otherwise='the program')} {does} in a thread of the program's own; a trace follows threads that move and transform batches, or run a model: "
+                "train in the main thread, at least while it is traced"
             )
 
     def _watch_modules(self) -> None:
@@ -203,11 +203,13 @@ class StepHooks:
 
         def watched(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             # Of a thread that is not followed nothing may get among what is known of the main one, which runs meanwhile.
-            if recorder.is_in_thread or self._gpu.fake.is_in_another_thread():
-                if any(parameter.is_cuda for parameter in module.parameters()):
-                    self._refuse_in_a_thread("runs a model")
-                # A transform, often: no step begins with it.
-                return call(module, *args, **kwargs)
+            if recorder.is_beside or self._gpu.fake.is_in_another_thread():
+                if not any(parameter.is_cuda for parameter in module.parameters()):
+                    # A transform, often: no step begins with it.
+                    return call(module, *args, **kwargs)
+                if self._gpu.fake.is_in_another_thread():
+                    self._gpu.fake.refuse_this_thread()
+                self._gpu.fake.runs_a_model()
             if not modules and recorder.phase in (Phase.OTHER, Phase.FORWARD):
                 self._enter_root(module)
                 # Answering repeated calls from memory pays off in evaluation loops of scripts; a generator

@@ -11,12 +11,14 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
+from tightfit.effects.ambient import dispatch_modes_of_program, modes_of_program
 from tightfit.effects.bytecode.asked_of_saved import question_of
+from tightfit.effects.values.card_sums import unseen
 from tightfit.engine.descriptors import close_gone
 from tightfit.engine.disk.disk_copies import DiskSpace
 from tightfit.engine.host_slab import unregister_gone
@@ -50,7 +52,8 @@ class Held:
 class SavedTensors:
     """The storages that blocks of one model have saved on `device`; `statistics` counts what is moved.
 
-    They go to the host, or to `disk` in calls that say so. `when_left` and `when_back` are called with each storage and its bytes on the card.
+    They go to the host, or to `disk` in calls that say so. `when_left` and `when_back` are called with each storage and its bytes on the card,
+    `refuse` with the label of a call and why it cannot be finished, for the error to raise.
     """
 
     def __init__(
@@ -62,11 +65,13 @@ class SavedTensors:
         disk: DiskSpace | None = None,
         when_left: Check = lambda _storage, _bytes: None,
         when_back: Check = lambda _storage, _bytes: None,
+        refuse: Callable[[str, str], Exception] = lambda _label, message: RuntimeError(message),
     ) -> None:
         self.moves = StorageMoves(device, host_bytes, statistics=statistics, when_left=when_left, when_back=when_back)
         if disk is not None:
             self.moves.add_disk(disk)
         self._statistics = statistics
+        self._refuse = refuse
         self._calls: dict[int, BlockCall] = {}
         self._num_calls = 0
         # The calls that are running, the outermost first, and the number of the last one that is over.
@@ -92,7 +97,7 @@ class SavedTensors:
             self._running.append(call)
             # The caller has let go of what it gave to the call before.
             self._begin_to_leave(is_end=False)
-        hooks = functools.partial(self._pack, call), functools.partial(self._unpack, call)
+        hooks = functools.partial(self._pack, call), functools.partial(_unpack, self._refuse, self._unpack, call)
         try:
             with torch.autograd.graph.saved_tensors_hooks(*hooks):
                 yield
@@ -187,3 +192,19 @@ class SavedTensors:
             if number in self._calls:
                 for storage in self._calls[number].storages(Place.HOST):
                     self.moves.fetch(storage)
+
+
+def _unpack(
+    refuse: Callable[[str, str], Exception],
+    unpack: Callable[[BlockCall, Saved], torch.Tensor],
+    call: BlockCall,
+    saved: Saved,
+) -> torch.Tensor:
+    """The hook for a tensor that the backward pass needs, of which modes of the program's around that pass see nothing."""
+    # What torch itself does to a tensor that a hook returns it shows to dispatch modes.
+    if modes := dispatch_modes_of_program():
+        raise refuse(
+            call.label, f"the backward pass is run inside of {type(modes[0]).__name__}, which sees each operator"
+        )
+    with unseen() if modes_of_program() else nullcontext():
+        return unpack(call, saved)

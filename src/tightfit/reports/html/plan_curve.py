@@ -95,7 +95,7 @@ def seconds_per_gib(points: Sequence[ParetoPoint]) -> list[float | None]:
 def curve_of(plan: Plan) -> Curve:
     """The picture for a plan that has a curve."""
     points = curve_points(plan)
-    runs = [plan.baseline, *([plan.run] if plan.choices else [])]
+    runs = [plan.baseline, *([plan.run] if plan.has_planned_run else [])]
     sizes = [p.device_bytes for p in points] + [plan.budget_bytes]
     sizes += [size for run in runs for size in (run.peak.device_low_bytes, run.peak.device_high_bytes)]
     seconds = [p.seconds_per_step for p in points] + [run.seconds_per_step for run in runs]
@@ -143,7 +143,7 @@ def _padded(values: Sequence[float]) -> tuple[float, float]:
 
 def _description(plan: Plan, points: Sequence[ParetoPoint]) -> str:
     first, last = points[0], points[-1]
-    planned = f" The plan needs {_needs(plan.run)}." if plan.choices else ""
+    planned = f" The plan needs {_needs(plan.run)}." if plan.has_planned_run else ""
     return (
         f"The curve goes from {format_bytes(first.device_bytes)} and {format_seconds(first.seconds_per_step)} to "
         f"{format_bytes(last.device_bytes)} and {format_seconds(last.seconds_per_step)}, in {len(points)} points.{planned} "
@@ -189,7 +189,10 @@ def _point(point: ParetoPoint, x: Scale, y: Scale) -> Point:
 
 def _marks(plan: Plan, x: Scale, y: Scale, *, taken: Sequence[Box]) -> list[Mark]:
     """The plain run and the planned one, each with its words where they cover least of what is there and of each other."""
-    runs = [("plain", "the plain run", plan.baseline), *([("planned", "the plan", plan.run)] if plan.choices else [])]
+    runs = [
+        ("plain", "the plain run", plan.baseline),
+        *([("planned", "the plan", plan.run)] if plan.has_planned_run else []),
+    ]
     covered = [*taken]
     for _, _, run in runs:
         height = y(run.seconds_per_step)

@@ -30,7 +30,7 @@ def plan_page(plan: Plan) -> str:
         plan=plan,
         verdict=word[0].upper() + word[1:],
         verdict_details=details,
-        runs=[("plain", plan.baseline), *([("planned", plan.run)] if plan.choices else [])],
+        runs=[("plain", plan.baseline), *([("planned", plan.run)] if plan.has_planned_run else [])],
         moved=list(_moved(plan)),
         curve=curve_of(plan) if points else None,
         points=list(zip(points, seconds_per_gib(points), strict=True)),
@@ -56,14 +56,14 @@ def _moved(plan: Plan) -> Iterator[str]:
 
 
 def _why(plan: Plan) -> Iterator[str]:
-    if limit := reached_limit(plan):
+    if not plan.is_changed and (limit := reached_limit(plan)):
         yield f"{limit[0].upper()}{limit[1:]}."
     yield from list(sentences(plan))[1:]
 
 
 def _beside_the_curve(plan: Plan) -> str:
     """Why the mark of the plan is not on the curve, in a sentence; empty where nobody sees a difference."""
-    if not plan.choices:
+    if not plan.has_planned_run:
         return ""
     run, predicted = plan.run, plan.bound.seconds_per_step
     figures = []

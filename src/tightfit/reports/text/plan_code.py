@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from tightfit.errors import PlanError
-from tightfit.planner.explain import groups
+from tightfit.planner.explain import groups, verdict
 from tightfit.planner.plan import Plan
 from tightfit.units import format_bytes
 
@@ -84,6 +84,8 @@ def _point(statement: ast.Assign) -> PastePoint | None:
 
 
 def _head(plan: Plan) -> str:
+    if plan.is_changed:
+        return f"The plan of tightfit for {plan.target} on {plan.device}, {verdict(plan)}"
     peaks = [format_bytes(run.peak.device_bytes) for run in (plan.run, plan.baseline)]
     instead = f" instead of {peaks[1]}" if plan.choices else ""
     return f"The plan of tightfit for {plan.target} on {plan.device}, {peaks[0]}{instead}"

@@ -15,7 +15,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from tightfit.effects.dispatched import dispatched
-from tightfit.errors import ApplyError
+from tightfit.errors import ApplyError, apply_errors_said, forget_apply_errors
 from tightfit.techniques.lazy_tensors.seen_as_tensor import SeenAsTensor, leave_to_python
 from tightfit.torch_hooks.manifest import NOT_TRACED
 
@@ -71,11 +71,19 @@ class ElementsNeeded(ApplyError):
     """An operator reads a lazy tensor whose elements need a backward pass, which cannot run inside of an operator."""
 
     def __init__(self, source: AbstractElementSource) -> None:
+        before = apply_errors_said()
         super().__init__(
             "a gradient that is not kept is read by code that takes tensors apart (torch.func, torch.tensor, a nested tensor); "
             "read it first (p.grad.clone()), or leave updates in the backward pass out of the plan"
         )
         self.source = source
+        self._was_said = str(self) in before
+
+    def make(self) -> None:
+        """Computes the elements. It is no error then that a program has swallowed, as one that was said before may be."""
+        if not self._was_said:
+            forget_apply_errors(str(self))
+        self.source.make()
 
 
 class LazyTensor(torch.Tensor, metaclass=SeenAsTensor):
@@ -114,7 +122,7 @@ class LazyTensor(torch.Tensor, metaclass=SeenAsTensor):
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **(kwargs or {}))
             except ElementsNeeded as needed:
-                needed.source.make()
+                needed.make()
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -151,8 +159,8 @@ class LazyTensor(torch.Tensor, metaclass=SeenAsTensor):
         """The elements, as a tensor of torch's own."""
         try:
             return self.source.whole()
-        except ElementsNeeded:
-            self.source.make()
+        except ElementsNeeded as needed:
+            needed.make()
             return self.source.whole()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:

@@ -13,8 +13,10 @@ from torch.utils._pytree import tree_leaves
 from tightfit.analysis.relative_places import place_from
 from tightfit.effects.ambient import (
     are_saved_tensor_hooks_refused,
+    names_of_modes,
     takes_saved_tensor_hooks,
 )
+from tightfit.effects.bytecode.asked_addresses import line_with_address
 from tightfit.effects.bytecode.asked_of_saved import question_of, told
 from tightfit.effects.state import MOVED, devices_of
 from tightfit.effects.values.saved_hooks import top_saved_hooks
@@ -235,9 +237,15 @@ class _Around(OnlyHere):
         ):
             raise self._refuse("begins to be trained while the program holds views of its weights at the host")
         self._streamed.check_views(self._block)
+        if modes := names_of_modes():
+            raise self._refuse(f"runs inside of {modes[0]}, which would see how its weights come and go")
         with self._streamed.call(self._block, _pass_now()):
             first = torch.autograd._get_sequence_nr()
             hooks = self._hooks()
+            if hooks is not None and hooks.line:
+                raise self._refuse(
+                    f"runs within hooks for saved tensors that ask where a tensor lies in memory (at {hooks.line}): a streamed weight lies elsewhere each time"
+                )
             try:
                 with hooks.entered() if hooks is not None else nullcontext():
                     returned = forward(*args, **kwargs)
@@ -275,6 +283,10 @@ class _Around(OnlyHere):
 
     def _reached(self, _gradients: Any) -> None:
         """The backward pass has come to the block."""
+        if modes := names_of_modes():
+            raise self._refuse(
+                f"has its backward pass inside of {modes[0]}, which would see how its weights come and go"
+            )
         self._streamed.use(self._block, Pass.BACKWARD)
         torch.autograd.Variable._execution_engine.queue_callback(self._streamed.end_pass)
 
@@ -298,6 +310,8 @@ class _Hooks:
             "tightfit",
         )
 
+        self.line = line_with_address(self.around[0]) if self.around is not None and not self._takes_weights else ""
+        """Where the program's own hooks ask for the address of what they are given, or nothing."""
         self.question = ""
         """Where the backward pass of a function asks what a saved tensor is, besides its values (`effects.asked_of_saved`)."""
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from tightfit.effects.ambient import modes_of_program
 from tightfit.effects.code import Code
 from tightfit.effects.state import RegionState
 from tightfit.effects.users_code import is_users_function
@@ -96,6 +97,7 @@ class _Slabs:
             or are_forwards_plain()
             or are_transforms_active()
             or packs_by_itself()
+            or modes_of_program()
             or is_looked_at(value)
         ):
             return self._plain(value)

@@ -14,6 +14,7 @@ from tightfit.cost.host_python import HostWork
 from tightfit.effects.ambient import (
     are_saved_tensor_hooks_refused,
     may_saved_tensors_be_written,
+    modes_of_program,
     takes_saved_tensor_hooks,
 )
 from tightfit.effects.bytecode.asked_of_saved import told
@@ -106,7 +107,12 @@ def engine_of(session: "Session", host_bytes: int, disk: DiskSpace | None = None
         device = _device_of(session)
         checks = _Checks(session.verdict)
         saved = SavedTensors(
-            device, host_bytes, statistics=session.statistics, when_left=checks.left, when_back=checks.back
+            device,
+            host_bytes,
+            statistics=session.statistics,
+            when_left=checks.left,
+            when_back=checks.back,
+            refuse=checks.refuse,
         )
         shared = session.shared[_Shared] = _Shared(saved=saved, checks=checks)
         session.when_undone(saved.end)
@@ -188,6 +194,8 @@ class _Around(OnlyHere):
             or not takes_saved_tensor_hooks()
             # What is computed again in a backward pass is needed at once.
             or GRAPH_TASK_ID.call() != -1
+            # They would see what is asked of saved tensors, and the operators that take these along.
+            or modes_of_program()
         ):
             return True
         # A checkpoint around the block, or offload of the program's own.
@@ -202,6 +210,13 @@ class _Checks:
         self.num_calls = 0
         self._verdict = verdict
         self._calls: set[int] = set()
+
+    def refuse(self, technique: str, why: str) -> ApplyError:
+        """The error to raise in a backward pass that cannot be finished."""
+        return self._verdict.refuse(
+            f"{why}, and offload has others there; leave offload out: tightfit plan --without {technique}",
+            technique=technique,
+        )
 
     def left(self, storage: SavedStorage, whole: torch.Tensor) -> None:
         """Notes the checksum of a storage that leaves."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from tightfit.capture.dispatch.virtual import VirtualGpu
@@ -233,17 +234,18 @@ def _hooks(module: torch.nn.Module) -> tuple[Mapping[int, Any], ...]:
 def _parameters(module: torch.nn.Module) -> dict[str, tuple[int, int, int]]:
     """By name, the identity, version and storage of each parameter and buffer.
 
-    A buffer that was replaced by another tensor is another entry: a second run is given the one that the first run had.
+    A buffer that was replaced by another tensor is another entry: a second run is given the one that the first run had. One that is still to get its shape
+    (`torch.nn.LazyLinear`) has no storage.
     """
     found = {
         name: (id(tensor), tensor._version, tensor.untyped_storage()._cdata)
         for name, tensor in module.named_parameters(remove_duplicate=False)
-        if not tensor.is_inference()
+        if not is_lazy(tensor) and not tensor.is_inference()
     }
     return found | {
         f"{name} [{id(tensor)}]": (id(tensor), tensor._version, tensor.untyped_storage()._cdata)
         for name, tensor in module.named_buffers()
-        if not tensor.is_inference() and tensor.layout == torch.strided
+        if not is_lazy(tensor) and not tensor.is_inference() and tensor.layout == torch.strided
     }
 
 

@@ -6,6 +6,7 @@ tape must have them freed when it drops them, so that such a model is left alone
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import is_lazy
 
 from tightfit.capture.dispatch.values.known_values import KnownValues
 from tightfit.effects.state import RegionState, Snapshot, StateDifference, differences
@@ -78,4 +79,6 @@ class BatchState:
 def _tensors(module: torch.nn.Module) -> frozenset[int]:
     """The weights and buffers of a model, and their storages, by identity."""
     tensors = [*module.parameters(), *module.buffers()]
-    return frozenset(map(id, tensors)) | {t.untyped_storage()._cdata for t in tensors if t.layout == torch.strided}
+    return frozenset(map(id, tensors)) | {
+        t.untyped_storage()._cdata for t in tensors if not is_lazy(t) and t.layout == torch.strided
+    }

@@ -115,6 +115,8 @@ class Turns:
         self._switch = switch
         self._on_outside = on_outside
         self._ask = ask
+        self.main_goes_on = False
+        """Whether the main thread keeps its turn until it waits, also where others could run: it is through with what it does before a model is."""
         self.must_ask = False
         """Whether the main thread is to be asked as soon as the running one waits or ends."""
         self._in_vain_since: float | None = None
@@ -172,6 +174,7 @@ class Turns:
         """The main thread has done something that others may wait for."""
         if (
             self.members.others
+            and not self.main_goes_on
             and self.members.own() is self.members.main
             and any(member.can_run() for member in self.members.others)
         ):

@@ -1,12 +1,14 @@
 """Follows threads that the program starts: the virtual GPU answers in them too, and they take turns (`turns`), so that the tape is the same each time.
 
 Only a program that was seen to use the GPU in a thread of its own is traced so. Threads of the program's own code and of pools are followed; those of
-libraries run as ever, and use no GPU. A thread that moves and transforms batches is followed; one that trains, or runs a model, is refused: what several
-such threads hold at once depends on how fast each is, which a trace does not know.
+libraries run as ever, and use no GPU. A thread that moves and transforms batches is followed; one that runs a model, where no other uses the GPU meanwhile
+(`thread_order`). One that trains is refused.
 """
 
 import _thread
+import contextlib
 import functools
+import inspect
 import os
 import queue
 import selectors
@@ -25,7 +27,9 @@ from torch.utils.data import DataLoader
 from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.capture.observe import streams
 from tightfit.capture.observe.attribution import is_user_file
-from tightfit.capture.patches.turns import Member, TurnLock, Turns, slept
+from tightfit.capture.patches.threads_followed import handed_over
+from tightfit.capture.patches.threads_followed.thread_order import Clock, ThreadOrder
+from tightfit.capture.patches.threads_followed.turns import Member, TurnLock, Turns, slept
 from tightfit.capture.replace import replace
 from tightfit.errors import CaptureError, TightfitError, faults
 from tightfit.tape import Phase
@@ -44,6 +48,9 @@ class ThreadsFollowed:
         self._is_over = is_over
         self._stop = stop
         self.turns = Turns(self._switch, self._waited_outside, self._asked, _is_in_backward)
+        where = functools.partial(gpu.attribution.where, otherwise="the program")
+        self.order = ThreadOrder(gpu.recorder, self.turns.members, where, self._refused)
+        self._ended: dict[Member, Clock] = {}
         self._members: weakref.WeakKeyDictionary[threading.Thread, Member] = weakref.WeakKeyDictionary()
 
     def install(self) -> None:
@@ -57,7 +64,15 @@ class ThreadsFollowed:
         # Which waits in C, for a lock of its own; pools have their tasks in one.
         replace(queue, SimpleQueue=queue.Queue)
         replace(time, sleep=self._slept)
-        start, join = threading.Thread.start, threading.Thread.join
+        handed_over.install(self.order)
+
+        def runs_a_model() -> None:
+            self.order.runs_a_model()
+            # Nobody works beside it, so that it is what the main thread would be.
+            self._gpu.recorder.is_beside, self.turns.main_goes_on = False, True
+
+        self._gpu.fake.runs_a_model = runs_a_model
+        start, join, is_alive = threading.Thread.start, threading.Thread.join, threading.Thread.is_alive
 
         @faults.hands_over
         def started(thread: threading.Thread) -> None:
@@ -69,7 +84,8 @@ class ThreadsFollowed:
                     start(thread)
                 return
             self._gpu.recorder.assume(self._gpu.attribution.where(), _TAKE_TURNS)
-            member = self._members[thread] = Member(context=(Phase.OTHER, streams.default_stream(), [], True))
+            member = self._members[thread] = Member(context=(Phase.OTHER, streams.default_stream(), [], True, True))
+            self.order.learn(member, self.order.sent())
             entered = _thread.allocate_lock()
             entered.acquire()
             thread.run = functools.partial(self._run, thread, member, entered)  # type: ignore[method-assign]
@@ -87,12 +103,30 @@ class ThreadsFollowed:
                     self.turns.wait(functools.partial(getattr, member, "has_ended"), timeout)
                     if timeout is not None and not member.has_ended:
                         return
+                self._comes_behind(member)
             join(thread, timeout)
 
-        replace(threading.Thread, start=started, join=joined)
+        @faults.hands_over
+        def asked(thread: threading.Thread) -> bool:
+            lives, member = is_alive(thread), self._members.get(thread)
+            if not lives and member is not None and self.turns.members.own() is not None:
+                self._comes_behind(member)
+            return lives
+
+        replace(threading.Thread, start=started, join=joined, is_alive=asked)
         self._look_at_futures()
         self._select_in_turns()
         _load_without_a_pinning_thread()
+
+    def _refused(self, error: CaptureError) -> None:
+        """The main thread is told, wherever the error was raised."""
+        self._failed, self.turns.must_ask = error, True
+
+    def _comes_behind(self, member: Member) -> None:
+        """The thread that calls has waited for the end of `member`."""
+        own = self.turns.members.own()
+        assert own is not None
+        self.order.learn(own, self._ended.get(member, {}))
 
     def _look_at_futures(self) -> None:
         """What a task of a pool raises goes to a future, which nobody may ask: that the trace cannot follow it is told to the main thread all the same."""
@@ -135,6 +169,8 @@ class ThreadsFollowed:
         except SystemExit:
             pass
         except BaseException as error:  # noqa: BLE001 - as threading does with whatever a thread raises
+            if not isinstance(error, Exception) and self._is_over():
+                return
             # Here and not by threading, which would drop the frames, and the tensors in them, in nobody's turn.
             threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), thread)))
             traceback.clear_frames(error.__traceback__)
@@ -144,6 +180,8 @@ class ThreadsFollowed:
                 self.turns.must_ask = True
         finally:
             self._gpu.kernels.thread_ends()
+            with contextlib.suppress(CaptureError):
+                self._ended[member] = self.order.clock(member)
             self.turns.leave(member)
 
     @faults.hands_over
@@ -175,8 +213,17 @@ class ThreadsFollowed:
 
     def _switch(self, before: Member, after: Member) -> None:
         recorder, modules = self._gpu.recorder, self._gpu.attribution.modules
-        before.context = (recorder.phase, streams.current_stream(), modules[:], recorder.is_in_thread)
-        recorder.phase, stream, modules[:], recorder.is_in_thread = after.context
+        is_inside = bool(modules) or recorder.phase in (Phase.BACKWARD, Phase.OPTIMIZER)
+        with contextlib.suppress(CaptureError):
+            self.order.switched(before, after, is_inside=is_inside)
+        before.context = (
+            recorder.phase,
+            streams.current_stream(),
+            modules[:],
+            recorder.is_in_thread,
+            recorder.is_beside,
+        )
+        recorder.phase, stream, modules[:], recorder.is_in_thread, recorder.is_beside = after.context
         streams.set_stream(stream)
 
 
@@ -211,7 +258,7 @@ def is_of_the_program(thread: threading.Thread) -> bool:
     # A model is what the program runs there, wherever its code is: `Thread(target=model.generate)`.
     if isinstance(target, torch.nn.Module) or isinstance(getattr(target, "__self__", None), torch.nn.Module):
         return True
-    # A function, a bound method, or an object that is called.
+    # A function, a bound method, or an object that is called; a decorator of a library (`torch.no_grad()`) names what it wraps.
     called = target if hasattr(target, "__code__") else vars(type(target)).get("__call__")
-    code = getattr(called, "__code__", None)
+    code = getattr(inspect.unwrap(called) if callable(called) else None, "__code__", None)
     return code is not None and is_user_file(code.co_filename)
