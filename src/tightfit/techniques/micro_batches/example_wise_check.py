@@ -105,7 +105,7 @@ class BatchProofs:
         """The known proof for such a batch, if there is one."""
         now = self._state.snapshot(self._owner(), is_kept=True)
         is_new = self._code is None or not self._code.is_same()
-        if is_new or (self._before is not None and self._is_changed(self._before, now)):
+        if is_new or (self._before is not None and _is_changed(self._owner(), self._before, now)):
             self._known.clear()
         self._before = now
         self._classes = _classes_of(self._owner())
@@ -126,15 +126,6 @@ class BatchProofs:
         if found is not None:
             known[found.decisions] = found
         return found if found is not None and found.holds_for(decisions, shape) else None
-
-    def _is_changed(self, before: Snapshot, now: Snapshot) -> bool:
-        found = structural_differences(before, now)
-        if not found:
-            return False
-        model = self._owner()
-        # A metric's counters change in every step, and would make every step prove anew.
-        metrics = tuple(f"{type(model).__name__}.{name}" for name, part in model.named_modules() if _is_metric(part))
-        return any(not str(each).startswith(metrics) for each in found) if metrics else True
 
     def decisions_of_whole(
         self, forward: Callable[..., Any], batch: AbstractBatch, number: int
@@ -197,7 +188,7 @@ class BatchProofs:
         else:
             if may_leave:
                 self._refuse_used_up(now)
-            is_left = may_leave and self._before is not None and self._is_changed(self._before, now)
+            is_left = may_leave and self._before is not None and _is_changed(self._owner(), self._before, now)
             has_drawn = self._is_alone and self._before is not None and _has_drawn(self._before, now)
             before = self._before if is_left or has_drawn else None
             try:
@@ -338,6 +329,15 @@ def _judged(proof: FollowedRun, model: torch.nn.Module) -> Proved:
         if key != loss_key and isinstance(value, torch.Tensor) and _has_rows(proof.flow, value):
             joined.add(key)
     return Proved(joined=frozenset(joined), means=state.means)
+
+
+def _is_changed(model: torch.nn.Module, before: Snapshot, now: Snapshot) -> bool:
+    found = structural_differences(before, now)
+    if not found:
+        return False
+    # A metric's counters change in every step, and would make every step prove anew.
+    metrics = tuple(f"{type(model).__name__}.{name}" for name, part in model.named_modules() if _is_metric(part))
+    return any(not str(each).startswith(metrics) for each in found) if metrics else True
 
 
 def _has_drawn(before: Snapshot, now: Snapshot) -> bool:
