@@ -137,7 +137,8 @@ class DividedForward(OnlyHere):
         self._memory = None
         is_compared = self._agree(batch)
         if batch.num_examples < self._group.size:
-            if not self._has_divided:
+            # A first look with one example says nothing of the batches to come.
+            if not self._has_divided and self._num_calls > 1:
                 raise self._refuse(
                     f"a batch of {batch.num_examples} cannot be divided over {self._group.size} ranks: give each at least one example"
                 )
