@@ -45,6 +45,11 @@ def seconds_of_a_plan(device: Device) -> PlanSeconds:
     return _SECONDS.get(device.isa, _HOPPER)
 
 
+def calls_planned_attention(tape: Tape, begin: int, end: int) -> bool:
+    """Whether any of the operators `[begin, end)` is cuDNN's attention."""
+    return any(tape.strings[name] == _FORWARD for name in set(tape.operators.name[begin:end].tolist()))
+
+
 def first_calls(tape: Tape) -> Column:
     """The operators that call cuDNN's attention with a shape that no operator before them had.
 
