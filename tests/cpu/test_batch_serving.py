@@ -62,6 +62,20 @@ def test_generate_holds_what_it_holds_on_the_host(tmp_path: Path) -> None:
     assert found.speed is not None
 
 
+def test_a_cache_that_grows_has_its_attention_planned_with_each_token_on_hopper(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+
+    def each_token(card: str, cache: str) -> float:
+        asked = ServeSettings(max_num_seqs=2, cache=cache)
+        found = serving.serve(str(path), card, engine="transformers", lengths=[(100, 29)], asked=asked)
+        assert found.speed is not None
+        return found.speed.each_token.low
+
+    assert each_token("H100", "dynamic") > each_token("H100", "static") + 0.015
+    assert each_token("L4", "dynamic") == pytest.approx(each_token("L4", "static"), rel=0.2)
+
+
 def test_exllama_keeps_a_buffer_for_its_largest_weight(tmp_path: Path) -> None:
     found = estimated(tmp_path, "transformers", quantization="gptq")
     # Of each group of 128 inputs a scale and a zero, 20 bits, of each input its group, 32.

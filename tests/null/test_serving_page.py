@@ -8,6 +8,7 @@ from tests.hostile_text import HOSTILE_TEXTS
 
 from tightfit.reports.html.inert_text import inert
 from tightfit.reports.html.serving_page import serving_page
+from tightfit.reports.text.serving_estimates import memory_rows
 from tightfit.serving.costs.seconds_range import SecondsRange
 from tightfit.serving.costs.serving_speed import ServingSpeed
 from tightfit.serving.serve_settings import ResolvedSettings
@@ -68,6 +69,20 @@ def test_charts_have_a_point_for_each_length_and_rate() -> None:
     assert "Not simulated: no lengths" in serving_page(
         dataclasses.replace(FOUND, curves=ServingCurves(room=(), loads=(), no_loads="no lengths"))
     )
+
+
+def test_it_has_what_the_text_has() -> None:
+    page = serving_page(FOUND)
+    for name, figure, words in memory_rows(FOUND):
+        assert name in page and figure in page and inert(words) in page
+    part = serving_page(
+        dataclasses.replace(
+            FOUND, engine="llama.cpp", layers_on_card=30, num_layers=33, host_bytes=GIB, change="all layers with q6_k weights"
+        )
+    )  # fmt: skip
+    assert '<span class="doubt">Fits in part</span>' in part
+    assert "Smallest change: all layers with q6_k weights." in part and "30 of 33" in part and "host memory" in part
+    assert '<pre class="command"><code>vllm serve x</code></pre>' in page
 
 
 def test_names_are_inert() -> None:

@@ -14,6 +14,7 @@ from tightfit.errors import UsageError
 from tightfit.units import GIB, MIB
 
 _MAX_THREADS = 64
+_MOST_CYCLES = 3e9
 
 
 def sizes_of_this_machine() -> Sizes:
@@ -71,6 +72,10 @@ class CardInstruments:
         begin = time.perf_counter()
         run()
         return time.perf_counter() - begin
+
+    def keep_busy(self, seconds: float) -> None:
+        """By a kernel that counts the cycles of its clock, which no GPU has more of in a second than `_MOST_CYCLES`."""
+        torch.cuda._sleep(round(seconds * _MOST_CYCLES))
 
     def process_bytes(self) -> int:
         """GPU memory of this process by NVML; where NVML does not know, all that is not free, other processes included."""

@@ -210,31 +210,22 @@ def _normalisation() -> Iterator[Work]:
         # Detached, so that no autograd node is created and no input saved.
         return lambda: functional.layer_norm(values.detach(), (width,), weight.detach(), bias.detach())
 
-    def batch(is_backward: bool) -> Callable[[], Any]:
-        values, weight, bias = _tensor(256, 64, 64, 64, gradient=True), *(_tensor(64, gradient=True) for _ in range(2))
-        if is_backward:
-            out = functional.batch_norm(values, None, None, weight, bias, training=True)
-            return _backward(out, values, weight, bias)
-        plain = [tensor.detach() for tensor in (values, weight, bias)]
-        return lambda: functional.batch_norm(plain[0], None, None, plain[1], plain[2], training=True)
-
-    for name, make in (("layer norm of 2^14 x 2^12", layer), ("batch norm of 2^26", batch)):
-        yield Work(
-            name=f"{name}, forward",
-            kind="normalisation",
-            dtype="float32",
-            flops=0.0,
-            num_bytes=2 * 4 << 26,
-            make=lambda make=make: make(False),
-        )
-        yield Work(
-            name=f"{name}, backward",
-            kind="normalisation_backward",
-            dtype="float32",
-            flops=0.0,
-            num_bytes=3 * 4 << 26,
-            make=lambda make=make: make(True),
-        )
+    yield Work(
+        name="layer norm of 2^14 x 2^12, forward",
+        kind="normalisation",
+        dtype="float32",
+        flops=0.0,
+        num_bytes=2 * 4 << 26,
+        make=lambda: layer(False),
+    )
+    yield Work(
+        name="layer norm of 2^14 x 2^12, backward",
+        kind="normalisation_backward",
+        dtype="float32",
+        flops=0.0,
+        num_bytes=3 * 4 << 26,
+        make=lambda: layer(True),
+    )
 
 
 def _others() -> Iterator[Work]:

@@ -96,6 +96,10 @@ class SimulatedInstruments:
         assert seconds is not None, "a measurement knows what to expect of a card whose figures are all given"
         return seconds * next(self._scatter)
 
+    def keep_busy(self, seconds: float) -> None:
+        """Nothing: a simulated GPU has no gaps."""
+        del seconds
+
     def process_bytes(self) -> int:
         """Reserved bytes of the simulated allocator, the context, and the libraries that the operators so far have loaded."""
         names = {self._recorder.strings.texts[int(name)] for name in set(self._recorder.operators["name"])}

@@ -119,10 +119,16 @@ def passes_over(name: str) -> float:
     Batch normalisation in training reads its input for the statistics and again to normalise, and its backward pass input and gradient for the sums and again
     (aten/src/ATen/native/cuda/Normalization.cuh); the sums take a little longer than their reading.
     """
-    base = _base(name)
-    if "batch_norm" in base and "no_training" not in base:
-        return 2.0 if "backward" in base else 1.6
+    if sums_channels(name):
+        return 2.0 if "backward" in _base(name) else 1.6
     return 1.0
+
+
+@functools.cache
+def sums_channels(name: str) -> bool:
+    """Whether the operator is batch normalisation in training."""
+    base = _base(name)
+    return "batch_norm" in base and "no_training" not in base
 
 
 @functools.cache

@@ -9,6 +9,7 @@ import dataclasses
 import numpy as np
 
 from tightfit.allocator.settings import AllocatorSettings
+from tightfit.cost.attention_plans import plans_on_the_way
 from tightfit.cost.traced_collectives import traced_communicator_bytes
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.device import Device
@@ -109,7 +110,7 @@ def estimate_peak(
         counts=counts_of_step(tape, device, seconds[-1]) if seconds and seconds[-1] else None,
         input_pipeline=input_pipeline(prices, device, calibration) if seconds else None,
         versions=tape.versions,
-        assumptions=tape.assumptions,
+        assumptions=(*tape.assumptions, *plans_on_the_way(tape, device, calibration)),
         coverage=tape.coverage,
     )
 

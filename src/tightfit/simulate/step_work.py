@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from tightfit.cost.attention_plans import plan_seconds
 from tightfit.cost.copies import copy_seconds
 from tightfit.cost.efficiency import efficiency_of
 from tightfit.cost.host_bandwidth import HOST_BYTES_PER_SECOND, host_bytes_per_second
@@ -77,13 +78,14 @@ def priced(
     if node is not None and len(tape.collectives):
         seconds[tape.collectives.operator] = traced_collective_seconds(tape, node)
     efficiency = efficiency_of(device, calibration)
+    python_factor = efficiency.python_seconds / REFERENCE_SECONDS
     return PricedTape(
         tape=tape,
         seconds=seconds,
-        issue_seconds=is_kernel(tape) * efficiency.issue_seconds,
+        issue_seconds=is_kernel(tape) * efficiency.issue_seconds + python_factor * plan_seconds(tape, device),
         read_seconds=copy_seconds(0, device, to_card=False, calibration=calibration),
         update_seconds_per_byte=1.0 / host_bytes_per_second(calibration),
-        python_factor=efficiency.python_seconds / REFERENCE_SECONDS,
+        python_factor=python_factor,
     )
 
 

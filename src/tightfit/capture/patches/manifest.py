@@ -156,6 +156,12 @@ IN_BOTH: tuple[Name, ...] = (
         "capture/dispatch capture/patches techniques",
         is_checked=False,
     ),
+    known(
+        "torch.cuda:_sleep",
+        "to answer for the virtual card, and to keep a card busy while what is timed is issued",
+        "capture/patches calibration",
+        is_checked=False,
+    ),
     LOADER_ITERATOR,
     NUM_DISPATCH_MODES,
     known(
@@ -481,7 +487,6 @@ IN_CHILD: tuple[Name, ...] = (
     known("torch.cuda:_lazy_call", "to answer for the virtual card", "capture/patches", is_checked=False),
     known("torch.cuda:_lazy_init", "to answer for the virtual card", "capture/patches", is_checked=False),
     known("torch.cuda:_maybe_exchange_device", "to answer for the virtual card", "capture/patches", is_checked=False),
-    known("torch.cuda:_sleep", "to answer for the virtual card", "capture/patches", is_checked=False),
     # Process groups of a distributed program.
     known("torch._C:_get_dispatch_mode", "to tell operators that only ask for shapes", "capture/dispatch"),
     known("torch._C:_TorchDispatchModeKey.FAKE", "to tell operators that only ask for shapes", "capture/dispatch"),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from tightfit.reports.html.assets import content_policy, styles
 from tightfit.reports.html.line_chart import LineChart, line_chart
 from tightfit.reports.html.templates import render
-from tightfit.reports.text.serving_estimates import serving_verdict, speed_rows
+from tightfit.reports.text.serving_estimates import IN_PART, load_rows, memory_rows, serving_verdict, speed_rows
 from tightfit.serving.launch.launch_arguments import shell_line
 from tightfit.serving.serving_estimate import ServingEstimate
 from tightfit.units import format_bytes, format_seconds
@@ -33,6 +33,7 @@ def serving_page(found: ServingEstimate, *, price_per_hour: float | None = None)
     page_styles = styles("page.css", "plan.css", "serving.css")
     word, _, details = serving_verdict(found).plain.partition(":")
     parts, end = _parts(found)
+    in_bar = {part.name for part in parts} | {"CUDA context"}
     count = f"{found.settings.num_gpus} x " if found.settings.num_gpus > 1 else ""
     return render(
         "serving.html",
@@ -41,11 +42,14 @@ def serving_page(found: ServingEstimate, *, price_per_hour: float | None = None)
         styles=page_styles,
         found=found,
         cards=f"{count}{found.device}",
+        verdict_class="bad" if not found.fits else "doubt" if word == IN_PART else "good",
         verdict=f"{word[0].upper()}{word[1:]}",
         verdict_details=f":{details}",
         parts=parts,
         end=end,
         stack_words="; ".join(f"{part.name} {format_bytes(part.num_bytes)}" for part in parts),
+        beside=[row for row in memory_rows(found) if row[0] not in in_bar],
+        load_asked_for=[row for row in load_rows(found) if row[0]],
         speed=[row for row in speed_rows(found, price_per_hour) if row[0]],
         room=_room(found),
         loads=list(_loads(found)),
@@ -56,20 +60,29 @@ def serving_page(found: ServingEstimate, *, price_per_hour: float | None = None)
 def _parts(found: ServingEstimate) -> tuple[list[Part], float]:
     """The parts in order, and where the card ends: what is missing stands behind that."""
     outside = max(found.non_torch_bytes, found.context_bytes)
+    words_of = {name: words for name, _, words in memory_rows(found)}
     sizes = [
-        ("weights", "weights", found.weights_bytes, ""),
-        ("temporaries", "adapters", found.adapter_bytes, ""),
-        ("activations", "activations", found.activation_bytes, "of the largest batch"),
-        ("graphs", "CUDA graphs", found.graph_bytes, ""),
-        ("outside", "context, communication", outside, "outside of PyTorch"),
-        ("cache", "cache", found.kv_bytes, f"{found.kv_tokens:,} tokens"),
+        (kind, name, size, words_of.get(name, ""))
+        for kind, name, size in (
+            ("weights", "weights", found.weights_bytes),
+            ("temporaries", "adapters", found.adapter_bytes),
+            ("activations", "activations", found.activation_bytes),
+            ("graphs", "CUDA graphs", found.graph_bytes),
+            ("outside", "CUDA context" if outside == found.context_bytes else "context, communication", outside),
+            ("cache", "cache", found.kv_bytes),
+        )
     ]
     taken = sum(size for *_, size, _ in sizes)
     unused = found.capacity_bytes - taken
     if unused >= 0:
         sizes.append(("unused", "not used", unused, "left to others"))
     else:
-        sizes.append(("missing", "missing", -unused, "more than the GPU has"))
+        words = (
+            "more than the whole GPU has; the engine takes a share of it"
+            if found.takes_a_share
+            else "more than the GPU has"
+        )
+        sizes.append(("missing", "missing", -unused, words))
     # Without room the parts alone are longer than the card.
     whole = max(found.capacity_bytes, taken)
     parts, at = [], 0.0

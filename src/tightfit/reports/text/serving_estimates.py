@@ -12,6 +12,8 @@ from tightfit.serving.load.simulation import SHARE_WITHIN
 from tightfit.serving.serving_estimate import ServingEstimate
 from tightfit.units import format_bytes, format_range_of_seconds, format_seconds
 
+IN_PART = "fits in part"
+
 
 def write_serving(found: ServingEstimate, *, price_per_hour: float | None = None, elapsed_seconds: float) -> None:
     """Prints the estimate on stdout."""
@@ -28,7 +30,7 @@ def write_serving(found: ServingEstimate, *, price_per_hour: float | None = None
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(overflow="fold", style="dim")
-    for row in (*_rows(found), *speed_rows(found, price_per_hour), *_load_rows(found)):
+    for row in (*memory_rows(found), *speed_rows(found, price_per_hour), *load_rows(found)):
         table.add_row(*row)
     out.print(table)
     out.print()
@@ -46,7 +48,7 @@ def serving_verdict(found: ServingEstimate) -> Text:
         return Text.assemble((words, "bold red"), f": {found.why}")
     if found.layers_on_card is not None and found.num_layers is not None:
         whole = found.layers_on_card == found.num_layers
-        words = ("fits", "bold green") if whole else ("fits in part", "bold yellow")
+        words = ("fits", "bold green") if whole else (IN_PART, "bold yellow")
         return Text.assemble(words, f": {found.layers_on_card} of {found.num_layers} layers on the GPU")
     if not found.takes_a_share:
         return Text.assemble(
@@ -61,7 +63,8 @@ def serving_verdict(found: ServingEstimate) -> Text:
     return Text.assemble(("starts", "bold green"), f": room for {together:,} requests of {lengths} at once")
 
 
-def _rows(found: ServingEstimate) -> Iterator[tuple[str, str, str]]:
+def memory_rows(found: ServingEstimate) -> Iterator[tuple[str, str, str]]:
+    """Name, figure and words of each row about the memory."""
     settings = found.settings
     each = " on each GPU" if settings.num_gpus > 1 else ""
     drafts = f"{format_bytes(found.draft_bytes)} of them of the draft" if found.draft_bytes else ""
@@ -130,7 +133,8 @@ def speed_rows(found: ServingEstimate, price_per_hour: float | None) -> Iterator
         yield "cost", f"{cost[0]:.2f}-{cost[1]:.2f}", "of a million tokens of answers"
 
 
-def _load_rows(found: ServingEstimate) -> Iterator[tuple[str, str, str]]:
+def load_rows(found: ServingEstimate) -> Iterator[tuple[str, str, str]]:
+    """Name, figure and words of each row about what was simulated under the load asked for."""
     load = found.load
     if load is None:
         return

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from tightfit.cost.attention_plans import calls_planned_attention, seconds_of_a_plan
 from tightfit.cost.copies import copy_seconds
 from tightfit.cost.host_bandwidth import HOST_BYTES_PER_SECOND
 from tightfit.cost.roofline import is_kernel
@@ -83,8 +84,11 @@ class BatchServer:
         times = layer_times(paths, TracedLayers.of_report(report))
         kernels = float((is_kernel(model.tape)[begin:end] * times).sum())
         low, high = (kernels * each * 1e-6 for each in self.rules.host_microseconds)
-        quantised = self._quantised_seconds()
-        return SecondsRange(low=low + quantised, high=high + quantised)
+        more = self._quantised_seconds()
+        # A dynamic cache is longer with each token, so that cuDNN plans attention anew.
+        if self.cache != "static" and calls_planned_attention(model.tape, begin, end):
+            more += seconds_of_a_plan(self.device).forward
+        return SecondsRange(low=low + more, high=high + more)
 
     def _quantised_seconds(self) -> float:
         """What the Python of a format adds in a step, over all its products."""
