@@ -12,7 +12,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.cpu.ranks import accumulated, by_hand, handed_over, other_arguments, recomputed, refused, returned  # noqa: F401 - enter their programs
+from tests.cpu.ranks import (  # noqa: F401 - enter their programs
+    accumulated,
+    by_hand,
+    handed_over,
+    left_behind,
+    other_arguments,
+    recomputed,
+    refused,
+    returned,
+)
 from tests.cpu.ranks.programs import PROGRAMS
 from tests.forked_python import forked_python
 
@@ -67,6 +76,11 @@ REFUSED = {
     "mean_over_tokens_that_is_added_to": "add that to the loss outside of the model",
     "mean_over_no_tokens_of_one_part": "divide by sum.clamp(min=1)",
     "number_of_tokens_is_written_to": "divided by a number that was written to",
+    "statistic_that_is_kept_and_read": "the program uses what ranks cannot put together: _Keeping.kept",
+    "number_of_examples_that_is_kept": "_Keeping.kept was made of the rows",
+    "gradient_of_rows_that_are_kept": "the gradient of one of several results of the model",
+    "gradient_that_the_model_asks_for": "ask for it outside of the model",
+    "gradient_of_one_of_two_results": "the gradient of one of several results of the model",
     "error_on_one": "RankLost: another rank has ended",
 }
 

@@ -23,6 +23,7 @@ from tightfit.techniques.wrappers.first_order import Refuse, first_order
 from tightfit.torch_hooks.backward import BackwardPass, keeps_graph, of_a_part
 
 BESIDE_LOSS = "the program asks for the gradient of what the model returns beside its loss (a hook, retain_grad, autograd.grad), and that of the loss does not go through it here"
+BESIDE_OTHERS = "the program asks for the gradient of one of several results of the model (a hook, retain_grad, autograd.grad), and that of the others does not go through it here"
 WRITTEN = "the program writes to what the model has returned, which in a plain run is the memory of another of its results or arguments, and is a copy here"
 SPARSE = "a gradient is sparse, and sums over ranks are of dense ones"
 # What `register_multi_grad_hook(mode="any")` puts on each of its tensors (torch/autograd/graph.py).
@@ -39,7 +40,7 @@ class Whole:
     outputs: list[Any]
     wanting: list[torch.Tensor]
     are_halves: bool
-    unseen: Callable[[], contextlib.AbstractContextManager[None]]
+    unseen: Callable[[], contextlib.AbstractContextManager[Any]]
     loss: torch.Tensor | None = None
 
     def of(self, known: Sequence[int]) -> "Whole":
@@ -228,10 +229,10 @@ class Joined(torch.autograd.Function):
     def forward(ctx: Any, call: DividedCall, *inputs: torch.Tensor) -> Any:
         ctx.call, ctx.refuse = call, call.refuse
         ctx.set_materialize_grads(False)
-        if call.has_loss and len(call.kinds) > 1:
+        if len(call.kinds) > 1:
             # Asked before a hook is put on an output (`torch_hooks.tensor_hooks`).
             def before_gradient() -> None:
-                raise call.refuse(BESIDE_LOSS)
+                raise call.refuse(BESIDE_LOSS if call.has_loss else BESIDE_OTHERS)
 
             ctx.before_gradient = before_gradient
         results = call.joined()
@@ -266,8 +267,8 @@ class AskedGradients:
                 (each.grad_fn, each.output_nr) if isinstance(each, torch.Tensor) else (each.node, each.output_nr)
             )
             call = getattr(node, "call", None)
-            if isinstance(call, DividedCall) and call.has_loss and call.kinds[number].name != "total":
-                raise call.refuse(BESIDE_LOSS)
+            if isinstance(call, DividedCall) and len(call.kinds) > 1 and call.kinds[number].name != "total":
+                raise call.refuse(BESIDE_LOSS if call.has_loss else BESIDE_OTHERS)
         return backward.run()
 
 

@@ -20,17 +20,17 @@ from tightfit.effects.values.written_past import WrittenPast
 from tightfit.errors import ApplyError, TightfitError
 from tightfit.ranks.accumulated_part import AccumulatedPart, loss_of
 from tightfit.ranks.divided_call import WRITTEN, DividedCall, Joined, Whole
-from tightfit.ranks.own_part import OwnPart, RaisesInPart
+from tightfit.ranks.own_part import OwnPart, PartRun, RaisesInPart
 from tightfit.ranks.rank_batch import OF_MICRO_BATCHES, RankBatch, shares
 from tightfit.ranks.rank_group import RankGroup, number_of
 from tightfit.ranks.same_memory import Places, one_memory, places_of
 from tightfit.ranks.values.content_hash import content_hash
 from tightfit.ranks.values.divided_outputs import (
-    ProvedCall,
     Unused,
     as_returned,
     means_of,
     numbers_of_terms,
+    put_left,
     weights_of,
 )
 from tightfit.ranks.values.structures import leaves_of, mapped
@@ -149,7 +149,7 @@ class DividedForward(OnlyHere):
                 given = self._accumulated.run(forward, args, kwargs, batch=batch, whole=whole, number=self._num_calls)
                 self._end_call()
                 return given
-            batch, (output, watch, proved, is_led) = self._run_part(forward, batch, parts)
+            batch, run = self._run_part(forward, batch, parts)
             if self._part.has_proved and whole is None and self._check_steps:
                 # Another way through the code, such as a loss that begins later: a proof does not see all of Python's numbers.
                 with self._part.state.as_before():
@@ -158,14 +158,20 @@ class DividedForward(OnlyHere):
             return self._raised(forward, args, kwargs, raised.error)
         if not torch.is_grad_enabled():
             raise self._refuse("the model leaves gradients switched off, and its parts are joined after it")
-        leaves, own = list(leaves_of(output)), parts[self._group.rank]
+        leaves, own, proved = run.leaves(), parts[self._group.rank], run.proved
+        if whole is not None and len(whole.outputs) != len(leaves):
+            raise self._refuse("the model returns or leaves behind another number of results for the whole batch")
         if len(leaves) != len(proved.kinds):
             raise self._refuse("the model returns another number of outputs than in the proof")
+        if any(isinstance(leaf, torch.Tensor) and leaf.retains_grad and not leaf.is_leaf for leaf in leaves):
+            raise self._refuse(
+                "the model asks for the gradient of one of its own results (retain_grad), and gets that of a part: ask for it outside of the model"
+            )
         places = places_of(leaves, proved.kinds, batch, own, self.model)
-        call = self._call_of(batch, output, watch, proved, parts, whole, places, is_compared=is_compared)
+        call = self._call_of(batch, run, parts, whole, places, is_compared=is_compared)
         refuse_hooks(self.model, self._refuse, since=self._begins, are_on_parts=False)
         code = refuse_code_in_backward(call.outputs, self._refuse)
-        if is_led and code.checkpoints():
+        if run.is_led and code.checkpoints():
             raise self._refuse(
                 "the model decides by values of the batch, in code that a checkpoint of its own runs again: there each part would decide by its own"
             )
@@ -178,7 +184,13 @@ class DividedForward(OnlyHere):
         batch.copied.do_to_originals(
             lambda: Unused("the model has put it into an argument (a dict, a list)", self._refuse)
         )
-        return as_returned(output, proved.kinds, lambda at: places.result(at, joined), own[1] - own[0], self._refuse)
+        put_left(
+            run.left, proved.kinds, lambda at: places.result(at, joined), len(leaves) - len(run.left), self._refuse
+        )
+        self._part.end(proved)
+        return as_returned(
+            run.output, proved.kinds, lambda at: places.result(at, joined), own[1] - own[0], self._refuse
+        )
 
     def _refuse(self, why: str) -> ApplyError:
         is_of_arguments = why.startswith(_MAY_BE_OF_ARGUMENTS)
@@ -186,7 +198,7 @@ class DividedForward(OnlyHere):
 
     def _run_part(
         self, forward: Forward, batch: RankBatch, parts: Sequence[tuple[int, int]]
-    ) -> tuple[RankBatch, tuple[Any, LossWatch, ProvedCall, bool]]:
+    ) -> tuple[RankBatch, PartRun]:
         """The run of this rank's part. Where parts raise an exception it is tried with arguments shared that have as many rows as there are examples by chance."""
         try:
             self._hint = batch.hint()
@@ -242,21 +254,19 @@ class DividedForward(OnlyHere):
     def _call_of(
         self,
         batch: RankBatch,
-        output: Any,
-        watch: LossWatch,
-        proved: ProvedCall,
+        run: PartRun,
         parts: Sequence[tuple[int, int]],
         whole: Whole | None,
         places: Places,
         *,
         is_compared: bool,
     ) -> DividedCall:
-        leaves, known = list(leaves_of(output)), places.joined
+        leaves, known, proved = run.leaves(), places.joined, run.proved
         begin, end = parts[self._group.rank]
-        counts = numbers_of_terms(proved.kinds, watch.terms, end - begin, batch.device)
+        counts = numbers_of_terms(proved.kinds, run.watch.terms, end - begin, batch.device)
         of_all = [] if counts is None else self._group.links.of_each(counts)
         assert bool(of_all) == bool(means_of(proved.kinds))
-        weights = weights_of(proved.kinds, of_all, watch.terms, self._refuse)
+        weights = weights_of(proved.kinds, of_all, run.watch.terms, self._refuse)
         trained = [p for p in self.model.parameters() if p.requires_grad]
         return DividedCall(
             group=self._group,
@@ -290,13 +300,14 @@ class DividedForward(OnlyHere):
         try:
             # With the watch, which refuses what would change by the run: statistics of a batch norm, drawn numbers.
             with (
-                self._part.state.unseen(),
+                self._part.state.unseen() as left_now,
                 paused(),
                 self._group.inside(),
                 LossWatch(1, allows_randomness=False, shares_draws=True) as watch,
                 numbers,
             ):
                 output = forward(*[mapped(a, leaf) for a in args], **{n: mapped(v, leaf) for n, v in kwargs.items()})
+                left = [each.tensor for each in left_now()]
         except TightfitError:
             raise
         except Exception as error:
@@ -308,7 +319,7 @@ class DividedForward(OnlyHere):
         if watch.failure is not None:
             raise watch.failure
         return Whole(
-            outputs=list(leaves_of(output)),
+            outputs=[*leaves_of(output), *left],
             wanting=wanting,
             are_halves=numbers.are_halves,
             unseen=self._part.state.unseen,

@@ -1,6 +1,7 @@
 """Runs a model on the rows of one rank, with a proof that it gives for them what it gives in the whole batch."""
 
 import contextlib
+import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 
 from tightfit.effects.call_trails import operators_at
 from tightfit.effects.graph_shapes import graph_shape
+from tightfit.effects.independence.left_tensors import LeftTensor
 from tightfit.effects.outside_calls import without_outside_calls
 from tightfit.effects.random_states import TorchRandom
 from tightfit.effects.reads import Reads
@@ -29,6 +31,21 @@ _COMPARED_DECISIONS = 16
 # No number of a decision; each rank has another, so that it is one in which they differ.
 _APART = -2
 _HAS_RAISED = -3
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PartRun:
+    """The output of a part, its watch and its proof, what it has left behind, and whether it was led by what the whole batch decides."""
+
+    output: Any
+    watch: LossWatch
+    proved: ProvedCall
+    left: list[LeftTensor]
+    is_led: bool
+
+    def leaves(self) -> list[Any]:
+        """What it has returned, and then what it has left behind."""
+        return [*leaves_of(self.output), *(each.tensor for each in self.left)]
 
 
 class RaisesInPart(Exception):
@@ -56,7 +73,7 @@ class OwnPart:
             refuse=refuse,
             unseen=self.state.unseen,
             judge=judged,
-            shares_draws=True,
+            is_alone=True,
         )
 
     @property
@@ -66,16 +83,12 @@ class OwnPart:
         assert model is not None
         return model
 
-    def run(
-        self, forward: Forward, batch: RankBatch, parts: Sequence[tuple[int, int]]
-    ) -> tuple[Any, LossWatch, ProvedCall, bool]:
-        """The output of the rank's part, its watch and its proof; where parts decide otherwise than each other it is run once more, led by what the whole batch decides, which the last result says."""
+    def run(self, forward: Forward, batch: RankBatch, parts: Sequence[tuple[int, int]]) -> PartRun:
+        """The run of the rank's part; where parts decide otherwise than each other it is run once more, led by what the whole batch decides."""
         with self.alone(batch.device), self.drawing_apart():
             return self._run_led(forward, batch, parts)
 
-    def _run_led(
-        self, forward: Forward, batch: RankBatch, parts: Sequence[tuple[int, int]]
-    ) -> tuple[Any, LossWatch, ProvedCall, bool]:
+    def _run_led(self, forward: Forward, batch: RankBatch, parts: Sequence[tuple[int, int]]) -> PartRun:
         led: tuple[Decision, ...] = ()
         self.has_proved = False
         while True:
@@ -89,7 +102,9 @@ class OwnPart:
                 raise error from None
             number = self.first_other(watch.decisions)
             if number is None:
-                return output, watch, self._proved(forward, batch, parts, led, output, watch, values, known), bool(led)
+                left = self.state.left_tensors()
+                proved = self._proved(forward, batch, parts, led, output, watch, values, known, left)
+                return PartRun(output=output, watch=watch, proved=proved, left=left, is_led=bool(led))
             del output
             self.state.put_back(has_raised=number == _HAS_RAISED)
             if number == _HAS_RAISED:
@@ -161,10 +176,11 @@ class OwnPart:
         watch: LossWatch,
         values: list[Any] | None,
         proved: Proved | None,
+        left: Sequence[LeftTensor],
     ) -> ProvedCall:
         begin, end = parts[self._group.rank]
         # What was proved of parts that are led holds for no others: they may read what depends on the rows.
-        decided = [len(led), *watch.decisions]
+        decided = [len(led), *watch.decisions, *(each.path for each in left)]
         graphs = [graph_shape(leaf.grad_fn) for leaf in leaves_of(output) if isinstance(leaf, torch.Tensor)]
         way = (end - begin, hash(tuple(graphs)), watch.calls.number())
         if proved is not None and not proved.holds_for(decided, way):
@@ -180,7 +196,15 @@ class OwnPart:
             with looking(self._refuse):
                 proved = self._proofs.prove(forward, batch, parts, decided, values, way, may_leave=True, led=led)
         assert isinstance(proved, ProvedCall)
+        if list(proved.left) != [each.path for each in left]:
+            raise self._refuse("the model leaves other tensors behind in a part of the batch than in the whole")
         return proved
+
+    def end(self, proved: ProvedCall) -> None:
+        """What the part has left behind was put together."""
+        self.state.end()
+        if proved.left and not proved.is_of_first:
+            self._proofs.begin_anew()
 
     @contextlib.contextmanager
     def alone(self, device: torch.device) -> Iterator[None]:

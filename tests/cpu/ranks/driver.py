@@ -12,7 +12,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.cpu.ranks import accumulated, by_hand, handed_over, other_arguments, recomputed, refused, returned  # noqa: F401 - enter their programs
+from tests.cpu.ranks import (  # noqa: F401 - enter their programs
+    accumulated,
+    by_hand,
+    handed_over,
+    left_behind,
+    other_arguments,
+    recomputed,
+    refused,
+    returned,
+)
 from tests.cpu.ranks.programs import PROGRAMS
 
 from tightfit.ranks.rank_attachment import RankAttachment

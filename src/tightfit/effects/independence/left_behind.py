@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from tightfit.effects.holders import PLAIN
+from tightfit.effects.independence.left_tensors import LeftTensor, attributes_of_fakes, left_tensors, signature_of
 from tightfit.effects.independence.row_flow import Flow
 from tightfit.effects.random_states import numpy_state
 from tightfit.effects.state import DRAWN, Snapshot, StateDifference, differences
@@ -30,27 +31,36 @@ class Left:
     found: list[StateDifference] = dataclasses.field(default_factory=list)
     filled: list[str] = dataclasses.field(default_factory=list)
     values: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
+    tensors: list[LeftTensor] = dataclasses.field(default_factory=list)
     after: Snapshot | None = None
 
     def take(self, before: Snapshot, after: Snapshot) -> None:
         """Collects the differences."""
         self.found = differences(before, after)
-        self.values = list(_values(before, after)) if self.found else []
+        self.tensors = list(left_tensors(before, after)) if self.found else []
+        fakes = attributes_of_fakes(self.tensors)
+        self.values = list(_values(before, after, fakes)) if self.found else []
         self.after = after if any(each.what == DRAWN for each in self.found) else None
 
     def is_of_draws(self) -> bool:
         """Whether nothing has changed but generators, which can be put back."""
         return not self.filled and all(each.what == DRAWN and not each.is_in_place for each in self.found)
 
+    def is_steady(self) -> bool:
+        """Whether nothing has changed but tensors that came where there were such before: the next run begins as this one did."""
+        is_all = not self.filled and len(self.values) == len(self.tensors)
+        is_alike = all(each.was == signature_of(each.tensor) for each in self.tensors)
+        return is_all and is_alike and not any(each.is_in_place for each in self.found)
+
     def __str__(self) -> str:
         return next((str(each) for each in (*self.found, *self.filled)), "")
 
 
-def _values(before: Snapshot, after: Snapshot) -> Iterator[tuple[str, Any]]:
+def _values(before: Snapshot, after: Snapshot, fakes: set[int]) -> Iterator[tuple[str, Any]]:
     earlier = {holder.key: content for holder, content in zip(before.reach.holders, before.contents, strict=True)}
     for holder, content in zip(after.reach.holders, after.contents, strict=True):
         first = earlier.get(holder.key)
-        if first is not None and holder.same(first, content):
+        if holder.key in fakes or (first is not None and holder.same(first, content)):
             continue
         if not isinstance(content, dict):
             yield holder.path, list(content)
@@ -61,8 +71,8 @@ def _values(before: Snapshot, after: Snapshot) -> Iterator[tuple[str, Any]]:
                 yield f"{holder.path}.{name}", value
 
 
-def depends_on_rows(flow: Flow, lefts: Sequence[Left]) -> str:
-    """A side effect that may depend on the rows, in words, or nothing. The last of `lefts` belongs to `flow`."""
+def depends_on_rows(flow: Flow, lefts: Sequence[Left], *, joins_left: bool) -> str:
+    """A side effect that may depend on the rows, in words, or nothing. The last of `lefts` belongs to `flow`. Where parts of the rows are put together, `joins_left`, it may be a tensor."""
     last = lefts[-1]
     for found in last.found:
         # What is written in place (a running mean) is written again by each part, whatever the values are.
@@ -77,10 +87,14 @@ def depends_on_rows(flow: Flow, lefts: Sequence[Left]) -> str:
     for values in zip(*(left.values for left in lefts), strict=True):
         leaves = [tree_leaves(value) for _, value in values]
         if len({len(each) for each in leaves}) != 1 or not all(
-            _is_same(flow, each) for each in zip(*leaves, strict=True)
+            _is_same(flow, each) or (joins_left and _are_left(lefts, each)) for each in zip(*leaves, strict=True)
         ):
             return f"{values[-1][0]} was made of the rows"
     return ""
+
+
+def _are_left(lefts: Sequence[Left], values: Sequence[Any]) -> bool:
+    return all(any(each.tensor is value for each in left.tensors) for left, value in zip(lefts, values, strict=True))
 
 
 def _drew_alike(lefts: Sequence[Left]) -> bool:

@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 from tightfit.effects.ambient import takes_saved_tensor_hooks
 from tightfit.effects.independence import indexing_rules, product_rules  # noqa: F401 - enter their rules
 from tightfit.effects.independence.left_behind import Left, depends_on_rows
+from tightfit.effects.independence.left_tensors import LeftTensor
 from tightfit.effects.independence.operations import compare
 from tightfit.effects.independence.row_flow import FakeRun, Flow, Functions, NeedsValues
 from tightfit.effects.independence.rows import Mixes, RowLayout
@@ -37,25 +38,28 @@ from tightfit.effects.state import RegionState, restore
 from tightfit.effects.users_code import is_users_class, is_users_file
 from tightfit.errors.faults import is_ours
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_OF_BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", *_OF_BACKWARD)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FollowedRun:
-    """The run with all rows, its inputs and its result, and the results of runs with fewer rows by their number."""
+    """The run with all rows, its inputs and its result, and the results of runs with fewer rows by their number; and the tensors that it has left where they can be reached."""
 
     flow: Flow
     inputs: Sequence[torch.Tensor]
     result: Any
     of_parts: Mapping[int, Any] = dataclasses.field(default_factory=dict)
+    left: Sequence[LeftTensor] = ()
 
 
 class Leaves(Mixes):
     """A side effect that does not depend on the rows, such as a cache that the first call fills: `proof` holds for that call, and later calls need
     another proof."""
 
-    def __init__(self, message: str, proof: FollowedRun, *, is_of_draws: bool) -> None:
+    def __init__(self, message: str, proof: FollowedRun, *, is_of_draws: bool, is_steady: bool) -> None:
         super().__init__(message)
+        self.is_steady = is_steady
         self.proof = proof
         # Whether nothing else was left than generators that were drawn from, as often for any number of rows.
         self.is_of_draws = is_of_draws
@@ -76,6 +80,7 @@ class Computation:
     allows_randomness: bool = False
     allows_votes: bool = False
     shares_draws: bool = False
+    joins_left: bool = False
     around: Callable[[FakeRun], contextlib.AbstractContextManager[Any]] = lambda _: contextlib.nullcontext()
 
 
@@ -116,11 +121,17 @@ def prove(subject: Computation, num_rows: int, parts: Iterable[int], reads: Sequ
     proof = FollowedRun(flow=flow, inputs=inputs, result=result, of_parts=of_parts)
     told = next((str(each) for each in [*lefts, left] if str(each)), "")
     if told:
-        why = depends_on_rows(flow, [*lefts, left])
+        why = depends_on_rows(flow, [*lefts, left], joins_left=subject.joins_left)
         if why:
             raise Mixes(f"{why} in a forward, where each part would find what another one has left")
         is_of_draws = all(each.is_of_draws() for each in (*lefts, left))
-        raise Leaves(f"{told} in a forward, which would happen once for each part", proof, is_of_draws=is_of_draws)
+        proof = dataclasses.replace(proof, left=left.tensors)
+        raise Leaves(
+            f"{told} in a forward, which would happen once for each part",
+            proof,
+            is_of_draws=is_of_draws,
+            is_steady=left.is_steady(),
+        )
     return proof
 
 
@@ -287,12 +298,12 @@ def _quiet() -> Iterator[None]:
         log.disabled = before
 
 
-def check_hooks(module: torch.nn.Module, *, is_inside: bool = True) -> None:
-    """Raises Mixes if a module inside `module` (or, without `is_inside`, that itself) has a user hook, which would see parts."""
+def check_hooks(module: torch.nn.Module, *, is_inside: bool = True, allows_forward: bool = False) -> None:
+    """Raises Mixes if a module inside `module` (or, without `is_inside`, that itself) has a user hook, which would see parts; with `allows_forward`, one of a backward pass."""
     for name, part in module.named_modules():
         if part is module and is_inside:
             continue
-        for kind in _HOOKS:
+        for kind in _OF_BACKWARD if allows_forward else _HOOKS:
             for hook in getattr(part, kind).values():
                 if not _is_of_library(hook):
                     raise Mixes(f"{name or type(part).__name__} has a hook, which would see parts")

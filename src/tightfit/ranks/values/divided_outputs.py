@@ -10,6 +10,7 @@ from typing import Any, Literal, Never
 
 import torch
 
+from tightfit.effects.independence.left_tensors import LeftTensor
 from tightfit.effects.independence.row_flow import Flow
 from tightfit.effects.independence.row_proof import FollowedRun, check_graph
 from tightfit.effects.independence.rows import Mixes
@@ -51,9 +52,10 @@ class Kind:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProvedCall(Proved):
-    """The result of a proof: the kind of each output."""
+    """The result of a proof: the kind of each output, and of each tensor that was `left` where it can be reached, by its path."""
 
     kinds: tuple[Kind, ...] = ()
+    left: tuple[str, ...] = ()
 
 
 def judged(proof: FollowedRun, model: torch.nn.Module) -> ProvedCall:
@@ -67,20 +69,24 @@ def judged(proof: FollowedRun, model: torch.nn.Module) -> ProvedCall:
     of_parts = {size: list(leaves_of(result[0])) for size, result in proof.of_parts.items()}
     if any(len(each) != len(leaves) for each in of_parts.values()):
         raise Mixes("it returns another number of results for a part of the batch")
-    kinds = tuple(
-        _kind_of(proof.flow, leaf, {size: each[at] for size, each in of_parts.items()})
-        for at, leaf in enumerate(leaves)
+    left = [each.tensor for each in proof.left]
+    kinds = (
+        *(
+            _kind_of(proof.flow, leaf, {size: each[at] for size, each in of_parts.items()})
+            for at, leaf in enumerate(leaves)
+        ),
+        *(_kind_of(proof.flow, leaf, {}) for leaf in left),
     )
     known = [
         leaf
-        for leaf, kind in zip(leaves, kinds, strict=True)
+        for leaf, kind in zip([*leaves, *left], kinds, strict=True)
         if isinstance(leaf, torch.Tensor) and kind.name != "unknown"
     ]
     check_graph(known, [*proof.inputs, *model.parameters()])
     if not any(leaf.requires_grad for leaf in known):
         reasons = [kind.reason for kind in kinds if kind.name == "unknown"]
         raise Mixes(reasons[0] if reasons else "it returns nothing that has a gradient")
-    return ProvedCall(joined=frozenset(), means=frozenset(), kinds=kinds)
+    return ProvedCall(joined=frozenset(), means=frozenset(), kinds=kinds, left=tuple(each.path for each in proof.left))
 
 
 def _kind_of(flow: Flow, leaf: Any, of_parts: Mapping[int, Any]) -> Kind:
@@ -123,8 +129,29 @@ class Unused(LeftOut):
         super().__init__(reason, refuse)
         self.why = f"the program uses what ranks cannot put together: {reason}"
 
+    def __copy__(self) -> "Unused":
+        return self
+
+    def __deepcopy__(self, _: Any) -> "Unused":
+        # Of the model that keeps it: nobody has used it yet.
+        return self
+
+    def __reduce_ex__(self, _: Any) -> Never:
+        self._refuse()
+
     def _refuse(self, *_: Any) -> Never:
         raise self._error(self.why)
+
+
+def put_left(left: Sequence[LeftTensor], kinds: Sequence[Kind], result: Callable[[int], torch.Tensor], first: int, refuse: Refuse) -> None:  # fmt: skip
+    """Puts what the whole has left, with its positions from `first` on, in the place of what a part has left."""
+    for at, each in enumerate(left, first):
+        kind = kinds[at]
+        if kind.name == "same" and not each.tensor.requires_grad:
+            continue
+        other = Unused(f"{each.path} ({kind.reason})", refuse) if kind.name == "unknown" else result(at)
+        if other is not each.tensor and not each.put(other):
+            raise refuse(f"{each.path} was made of the rows, and nothing else can be put in its place")
 
 
 def as_returned(output: Any, kinds: Sequence[Kind], result: Callable[[int], torch.Tensor], num_examples: int, refuse: Refuse) -> Any:  # fmt: skip

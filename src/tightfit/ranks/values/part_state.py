@@ -2,10 +2,11 @@
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
+from tightfit.effects.independence.left_tensors import LeftTensor, left_tensors
 from tightfit.effects.random_states import TorchRandom
 from tightfit.effects.state import DRAWN, RegionState, Snapshot, differences, restore
 from tightfit.techniques.wrappers.first_order import Refuse
@@ -43,6 +44,15 @@ class PartState:
     def _note_left(self, before: Snapshot) -> None:
         self.left = next(map(str, differences(before, self._now())), "")
 
+    def left_tensors(self) -> list[LeftTensor]:
+        """The tensors that the run has put where they can be reached."""
+        assert self._before is not None
+        return list(left_tensors(self._before, self._now()))
+
+    def end(self) -> None:
+        """The run is over: what was there before it is not kept alive."""
+        self._before = None
+
     def has_drawn(self) -> bool:
         """Whether the run has drawn random numbers."""
         assert self._before is not None
@@ -61,12 +71,12 @@ class PartState:
             random.put()
 
     @contextlib.contextmanager
-    def unseen(self) -> Iterator[None]:
-        """Around what runs beside the program: the model's state is that of before."""
+    def unseen(self) -> Iterator[Callable[[], list[LeftTensor]]]:
+        """Around what runs beside the program: the model's state is that of before. The yielded function gives the tensors that were put where they can be reached."""
         before = self._now()
         caches = [(path, cache, cache.cache_info().misses) for path, cache in before.reach.caches]
         try:
-            yield
+            yield lambda: list(left_tensors(before, self._now()))
         except Exception:
             restore(before)
             self._note_left(before)

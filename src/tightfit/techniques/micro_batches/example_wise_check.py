@@ -66,8 +66,8 @@ _OF_ALL = ("Python's random", "numpy.random")
 
 class BatchProofs:
     """The proofs for one model, which it refers to weakly, by the shapes of its batches. `of_loop` are attributes of it that the training loop sets. `judge` says what a
-    run that was followed proves; by default its loss has to be one mean or sum over the batch. `shares_draws`: each part runs in a process of its own, and numbers that are
-    drawn alike for any examples are the same in all of them."""
+    run that was followed proves; by default its loss has to be one mean or sum over the batch. `is_alone`: each part runs in a process of its own. Numbers that are
+    drawn alike for any examples are the same in all of them, and what a part leaves behind is put together from all."""
 
     def __init__(
         self,
@@ -78,14 +78,14 @@ class BatchProofs:
         unseen: Callable[[], contextlib.AbstractContextManager[Any]],
         of_loop: Collection[str] = (),
         judge: Judge | None = None,
-        shares_draws: bool = False,
+        is_alone: bool = False,
         repeats: RepeatedProofs | None = None,
     ) -> None:
         self._model = weakref.ref(model)
         self._judge = judge or _judged
         self._ignored = {*_OF_ALL, *(f"{type(model).__name__}.{name}" for name in of_loop)}
         self._allows_randomness = allows_randomness
-        self._shares_draws = shares_draws
+        self._is_alone = is_alone
         self._refuse = refuse
         self._unseen = unseen
         self._repeats = repeats or RepeatedProofs("micro_batches", [])
@@ -105,7 +105,7 @@ class BatchProofs:
         """The known proof for such a batch, if there is one."""
         now = self._state.snapshot(self._owner(), is_kept=True)
         is_new = self._code is None or not self._code.is_same()
-        if is_new or (self._before is not None and self._is_changed(self._before, now)):
+        if is_new or (self._before is not None and _is_changed(self._owner(), self._before, now)):
             self._known.clear()
         self._before = now
         self._classes = _classes_of(self._owner())
@@ -127,15 +127,6 @@ class BatchProofs:
             known[found.decisions] = found
         return found if found is not None and found.holds_for(decisions, shape) else None
 
-    def _is_changed(self, before: Snapshot, now: Snapshot) -> bool:
-        found = structural_differences(before, now)
-        if not found:
-            return False
-        model = self._owner()
-        # A metric's counters change in every step, and would make every step prove anew.
-        metrics = tuple(f"{type(model).__name__}.{name}" for name, part in model.named_modules() if _is_metric(part))
-        return any(not str(each).startswith(metrics) for each in found) if metrics else True
-
     def decisions_of_whole(
         self, forward: Callable[..., Any], batch: AbstractBatch, number: int
     ) -> tuple[Decision, ...] | None:
@@ -146,6 +137,10 @@ class BatchProofs:
         first_change = self.changes_from_now()
         found = decisions_of_whole(forward, batch, number, unseen=self._unseen)
         return None if first_change() else found
+
+    def begin_anew(self) -> None:
+        """The state now is that in which a proof begins which was made before: what a part has left is put together."""
+        self._before = self._state.snapshot(self._owner(), is_kept=True)
 
     def changed(self) -> str:
         """The first change of the model's state since `of` was called, in words, or nothing."""
@@ -193,8 +188,8 @@ class BatchProofs:
         else:
             if may_leave:
                 self._refuse_used_up(now)
-            is_left = may_leave and self._before is not None and self._is_changed(self._before, now)
-            has_drawn = self._shares_draws and self._before is not None and _has_drawn(self._before, now)
+            is_left = may_leave and self._before is not None and _is_changed(self._owner(), self._before, now)
+            has_drawn = self._is_alone and self._before is not None and _has_drawn(self._before, now)
             before = self._before if is_left or has_drawn else None
             try:
                 # Metrics are muted in the state that the proof begins in: another state has other tables of attributes.
@@ -215,7 +210,7 @@ class BatchProofs:
                         allows_randomness=self._allows_randomness,
                         may_leave=is_left,
                         led=led,
-                        shares_draws=self._shares_draws,
+                        is_alone=self._is_alone,
                     )
             except (Mixes, NeedsValues) as error:
                 raise self._refuse(
@@ -270,9 +265,9 @@ def _proved(
     allows_randomness: bool,
     may_leave: bool,
     led: Sequence[Decision],
-    shares_draws: bool,
+    is_alone: bool,
 ) -> Proved:
-    check_hooks(model, is_inside=False)
+    check_hooks(model, is_inside=False, allows_forward=is_alone)
     split: list[torch.Tensor] = []
 
     def collect(tensor: torch.Tensor) -> torch.Tensor:
@@ -288,7 +283,7 @@ def _proved(
 
     # Where each part is alone with its sums, others know those of all.
     watching: dict[str, Any] = {"allows_randomness": allows_randomness, "led": led}
-    watching |= {"shares_draws": shares_draws, "has_divisors": shares_draws}
+    watching |= {"shares_draws": is_alone, "has_divisors": is_alone}
 
     @contextlib.contextmanager
     def watched(run: FakeRun) -> "Iterator[_ProofWatch]":
@@ -302,14 +297,16 @@ def _proved(
         module=model,
         allows_randomness=allows_randomness,
         allows_votes=True,
-        shares_draws=shares_draws,
+        shares_draws=is_alone,
+        joins_left=is_alone,
         around=watched,
     )
     try:
         proof = prove(subject, batch.num_examples, [end - begin for begin, end in parts], reads)
     except Leaves as error:
-        if not may_leave and not (shares_draws and error.is_of_draws):
+        if not may_leave and not (is_alone and error.is_of_draws):
             raise
+        may_leave = may_leave and not (is_alone and error.is_steady)
         proof = error.proof
     return dataclasses.replace(judge(proof, model), is_of_first=may_leave)
 
@@ -332,6 +329,15 @@ def _judged(proof: FollowedRun, model: torch.nn.Module) -> Proved:
         if key != loss_key and isinstance(value, torch.Tensor) and _has_rows(proof.flow, value):
             joined.add(key)
     return Proved(joined=frozenset(joined), means=state.means)
+
+
+def _is_changed(model: torch.nn.Module, before: Snapshot, now: Snapshot) -> bool:
+    found = structural_differences(before, now)
+    if not found:
+        return False
+    # A metric's counters change in every step, and would make every step prove anew.
+    metrics = tuple(f"{type(model).__name__}.{name}" for name, part in model.named_modules() if _is_metric(part))
+    return any(not str(each).startswith(metrics) for each in found) if metrics else True
 
 
 def _has_drawn(before: Snapshot, now: Snapshot) -> bool:

@@ -1,0 +1,162 @@
+"""What a model leaves behind in each forward: features that a hook or an attribute keeps, an auxiliary loss, and who reads them."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tests.cpu.ranks.programs import data, program, result_of
+from torch import nn
+from torch.nn import functional
+
+_STEPS = 6
+
+
+class _Keeping(nn.Module):
+    """Hands its hidden rows to `keep`."""
+
+    def __init__(self, keep: Callable[..., Any]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.kept: Any = None
+        self.of_calls: list[torch.Tensor] = []
+        self.keep = [keep]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x).tanh()
+        self.keep[0](self, hidden)
+        return self.last(hidden)
+
+
+def _trained(model: nn.Module, loss_of: Callable[..., torch.Tensor], after: Callable[..., Any] | None = None) -> Any:
+    """`loss_of` and `after` are given the model, its logits and the targets."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    losses = []
+    for x, y in [*data(_STEPS), *data(2, 5)]:
+        logits = model(x)
+        loss = loss_of(model, logits, y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses += [loss] if after is None else [loss, after(model, logits, y)]
+    return result_of(model, losses=losses)
+
+
+def _keep(model: Any, hidden: torch.Tensor) -> None:
+    model.kept = hidden
+
+
+@program(check_steps=0)
+def features_kept_by_a_hook() -> dict[str, Any]:
+    model, kept = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)), dict[str, Any]()
+    model[1].register_forward_hook(lambda _, __, found: kept.__setitem__("features", found))
+    return _trained(
+        model,
+        lambda _, logits, y: functional.cross_entropy(logits, y) + kept["features"].pow(2).mean(),
+        lambda *_: float(kept["features"].sum()),
+    )
+
+
+@program(check_steps=0)
+def rows_kept_by_the_model() -> dict[str, Any]:
+    return _trained(
+        _Keeping(_keep), lambda model, logits, y: functional.cross_entropy(logits, y) + model.kept.abs().mean()
+    )
+
+
+@program(check_steps=0)
+def list_of_rows_that_is_cleared() -> dict[str, Any]:
+    return _trained(
+        _Keeping(lambda model, hidden: model.of_calls.append(hidden)),
+        lambda model, logits, y: functional.cross_entropy(logits, y) + torch.stack(model.of_calls).pow(2).mean(),
+        lambda model, *_: len(model.of_calls) + len([model.of_calls.clear()]),
+    )
+
+
+@program(check_steps=0)
+def auxiliary_loss_that_is_kept() -> dict[str, Any]:
+    def keep(model: Any, hidden: torch.Tensor) -> None:
+        model.kept = hidden.pow(2).sum(1).mean()
+
+    return _trained(_Keeping(keep), lambda model, logits, y: functional.cross_entropy(logits, y) + 0.1 * model.kept)
+
+
+@program(check_steps=0)
+def rows_of_the_call_before() -> dict[str, Any]:
+    """Their mean is that of the whole batch, as on one card."""
+
+    class Model(_Keeping):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            before, self.kept = self.kept, self.first(x).tanh()
+            return self.last(self.kept if before is None else self.kept - before.detach().mean(0))
+
+    return _trained(Model(lambda *_: None), lambda _, logits, y: functional.cross_entropy(logits, y))
+
+
+def _keep_norm(model: Any, hidden: torch.Tensor) -> None:
+    model.kept = hidden.detach().norm()
+
+
+@program()
+def statistic_that_is_kept_and_not_read() -> dict[str, Any]:
+    """Copies of the model are none of it."""
+    return _trained(
+        _Keeping(_keep_norm),
+        lambda _, logits, y: functional.cross_entropy(logits, y),
+        lambda model, *_: float(copy.deepcopy(model).last.weight.detach().sum()),
+    )
+
+
+@program()
+def statistic_that_is_kept_and_read() -> dict[str, Any]:
+    return _trained(
+        _Keeping(_keep_norm),
+        lambda _, logits, y: functional.cross_entropy(logits, y),
+        lambda model, *_: float(model.kept),
+    )
+
+
+@program()
+def number_of_examples_that_is_kept() -> dict[str, Any]:
+    def keep(model: Any, hidden: torch.Tensor) -> None:
+        model.kept = (model.kept or 0) + len(hidden)
+
+    return _trained(_Keeping(keep), lambda _, logits, y: functional.cross_entropy(logits, y))
+
+
+@program(check_steps=0)
+def gradient_of_rows_that_are_kept() -> dict[str, Any]:
+    """That of the logits goes through them on one card."""
+
+    def loss_of(model: Any, logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        model.kept.retain_grad()
+        return functional.cross_entropy(logits, y)
+
+    return _trained(_Keeping(_keep), loss_of, lambda model, *_: float(model.kept.grad.abs().sum()))
+
+
+@program(check_steps=0)
+def gradient_that_the_model_asks_for() -> dict[str, Any]:
+    def keep(model: Any, hidden: torch.Tensor) -> None:
+        hidden.retain_grad()
+        model.kept = hidden
+
+    return _trained(
+        _Keeping(keep),
+        lambda _, logits, y: functional.cross_entropy(logits, y),
+        lambda model, *_: float(model.kept.grad.abs().sum()),
+    )
+
+
+@program(check_steps=0)
+def gradient_of_one_of_two_results() -> dict[str, Any]:
+    class Model(_Keeping):
+        def forward(self, x: torch.Tensor) -> Any:
+            hidden = self.first(x).tanh()
+            return self.last(hidden), hidden
+
+    def loss_of(_: nn.Module, found: Any, y: torch.Tensor) -> torch.Tensor:
+        found[1].retain_grad()
+        return functional.cross_entropy(found[0], y)
+
+    return _trained(Model(lambda *_: None), loss_of, lambda _, found, __: float(found[1].grad.abs().sum()))
