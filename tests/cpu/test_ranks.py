@@ -81,6 +81,7 @@ REFUSED = {
     "gradient_of_rows_that_are_kept": "the gradient of one of several results of the model",
     "gradient_that_the_model_asks_for": "ask for it outside of the model",
     "gradient_of_one_of_two_results": "the gradient of one of several results of the model",
+    "attribute_of_a_result": "puts an attribute on a tensor that it returns",
     "error_on_one": "RankLost: another rank has ended",
 }
 

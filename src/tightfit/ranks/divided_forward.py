@@ -31,6 +31,7 @@ from tightfit.ranks.values.divided_outputs import (
     means_of,
     numbers_of_terms,
     put_left,
+    refuse_marked,
     weights_of,
 )
 from tightfit.ranks.values.structures import leaves_of, mapped
@@ -136,7 +137,8 @@ class DividedForward(OnlyHere):
         self._memory = None
         is_compared = self._agree(batch)
         if batch.num_examples < self._group.size:
-            if not self._has_divided:
+            # A first look with one example says nothing of the batches to come.
+            if not self._has_divided and self._num_calls > 1:
                 raise self._refuse(
                     f"a batch of {batch.num_examples} cannot be divided over {self._group.size} ranks: give each at least one example"
                 )
@@ -163,11 +165,8 @@ class DividedForward(OnlyHere):
             raise self._refuse("the model returns or leaves behind another number of results for the whole batch")
         if len(leaves) != len(proved.kinds):
             raise self._refuse("the model returns another number of outputs than in the proof")
-        if any(isinstance(leaf, torch.Tensor) and leaf.retains_grad and not leaf.is_leaf for leaf in leaves):
-            raise self._refuse(
-                "the model asks for the gradient of one of its own results (retain_grad), and gets that of a part: ask for it outside of the model"
-            )
         places = places_of(leaves, proved.kinds, batch, own, self.model)
+        refuse_marked([leaves[at] for at in places.joined], self._refuse)
         call = self._call_of(batch, run, parts, whole, places, is_compared=is_compared)
         refuse_hooks(self.model, self._refuse, since=self._begins, are_on_parts=False)
         code = refuse_code_in_backward(call.outputs, self._refuse)

@@ -160,3 +160,16 @@ def gradient_of_one_of_two_results() -> dict[str, Any]:
         return functional.cross_entropy(found[0], y)
 
     return _trained(Model(lambda *_: None), loss_of, lambda _, found, __: float(found[1].grad.abs().sum()))
+
+
+@program()
+def attribute_of_a_result() -> dict[str, Any]:
+    class Model(_Keeping):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            logits = self.last(self.first(x).tanh())
+            logits.scale = 2.0  # pyrefly: ignore[missing-attribute]
+            return logits
+
+    return _trained(
+        Model(lambda *_: None), lambda _, logits, y: functional.cross_entropy(logits, y) * getattr(logits, "scale", 1.0)
+    )

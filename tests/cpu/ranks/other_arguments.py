@@ -234,3 +234,16 @@ def number_of_tokens_is_written_to() -> dict[str, Any]:
         return (each * mask).sum() / number
 
     return _over_tokens(divided)
+
+
+@program()
+def one_example_first() -> dict[str, Any]:
+    """A look at the shapes, and then batches."""
+    model = _Net(lambda model, x: model.net(x))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for size in (1, 6, 6, 1, 5):
+        loss = model(torch.linspace(-1, 1, size * WIDTH).view(size, WIDTH)).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model.state_dict()

@@ -154,6 +154,19 @@ def put_left(left: Sequence[LeftTensor], kinds: Sequence[Kind], result: Callable
             raise refuse(f"{each.path} was made of the rows, and nothing else can be put in its place")
 
 
+def refuse_marked(parts: Sequence[torch.Tensor], refuse: Refuse) -> None:
+    """Refuses where the model has put something on a tensor that another one takes the place of, the whole batch's."""
+    for part in parts:
+        if part.retains_grad and not part.is_leaf:
+            raise refuse(
+                "the model asks for the gradient of one of its own results (retain_grad), and gets that of a part: ask for it outside of the model"
+            )
+        if getattr(part, "__dict__", None):
+            raise refuse(
+                "the model puts an attribute on a tensor that it returns, which that of the whole batch does not have: return it beside the tensor"
+            )
+
+
 def as_returned(output: Any, kinds: Sequence[Kind], result: Callable[[int], torch.Tensor], num_examples: int, refuse: Refuse) -> Any:  # fmt: skip
     """What the model has returned for a part of so many examples, with what it returns for the whole: `result` has the tensors by their positions."""
     left = iter(enumerate(kinds))
