@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tests.cpu.applied import Net, batch_of, choice, made, train
+from tests.cpu.applied import Net, batch_of, choice, made, root, train
 from torch import nn
 
 from tightfit.runtime.attach import Attachment
@@ -137,3 +137,19 @@ def test_a_parametrization_that_torch_calls_while_it_makes_it_is_no_model() -> N
     train(model, optimizer)
     assert [root.name for root in attachment.roots] == ["Net"]
     end()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_scripted_model_that_the_plan_knows_and_changes_nothing_of_runs_as_it_is() -> None:
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(3, 3)))
+    roots = [
+        root(Net()),
+        {"class": type(scripted).__name__, "num_parameters": 12, "inputs": {"0": [2, 3]}, "varying": []},
+    ]
+    attachment = Attachment([BLOCK], planned=roots)
+    leave = attachment.install()
+    model, optimizer = made()
+    train(model, optimizer, range(1))
+    assert scripted(torch.zeros(2, 3)).shape == (2, 3)
+    train(model, optimizer, range(1, 2))
+    leave()

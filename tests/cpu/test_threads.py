@@ -180,7 +180,7 @@ def test_an_exception_in_a_thread_that_is_waited_for_is_the_programs(tmp_path: P
 
 
 def test_a_thread_that_trains_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CaptureError, match=r"threads\.py:\d+ runs a backward pass in a thread of the program's own"):
+    with pytest.raises(CaptureError, match=r"threads\.py:\d+ runs a model in a thread of the program's own"):
         traced(tmp_path, TRAINS)
 
 

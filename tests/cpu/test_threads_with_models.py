@@ -196,3 +196,61 @@ def test_a_refusal_that_the_program_swallows_is_said(tmp_path: Path) -> None:
     ).replace("LAST", "thread.join()")
     with pytest.raises(CaptureError, match="while another thread uses the GPU"):
         traced(tmp_path, program)
+
+
+TRAINED = """
+def forward():
+    outs.append(model(prompt()).square().mean())
+
+
+outs = []
+BEFORE
+thread = threading.Thread(target=forward)
+thread.start()
+thread.join()
+outs.pop().backward()
+"""
+
+
+@pytest.mark.parametrize("before", ["", "optimizer = torch.optim.SGD(model.parameters())"])
+def test_a_graph_that_a_thread_has_made_is_not_trained_with(before: str, tmp_path: Path) -> None:
+    with pytest.raises(
+        CaptureError,
+        match="runs a model in a thread of the program's own, with gradients enabled, and the program trains",
+    ):
+        traced(tmp_path, TRAINED.replace("BEFORE", before))
+
+
+def test_an_evaluation_in_a_thread_has_a_workspace_of_its_own(tmp_path: Path) -> None:
+    program = """
+optimizer = torch.optim.SGD(model.parameters())
+for _ in range(3):
+    model(prompt()).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    EVALUATES
+    said()
+"""
+    started = "thread = threading.Thread(target=generate, args=(prompt(),)); thread.start(); thread.join()"
+    tapes = [traced(tmp_path, program.replace("EVALUATES", words)) for words in ("generate(prompt())", started)]
+    # cuBLAS gives each thread a handle, and torch each handle a workspace.
+    plain, seen = ((tape.storages.num_bytes == 8_519_680).sum() for tape in tapes)
+    assert seen == plain + 1
+    plain, seen = (rows(tape)[0].count("aten.repeat") for tape in tapes)
+    assert seen == plain
+
+
+def test_a_thread_that_predicts_with_gradients_is_the_main_thread(tmp_path: Path) -> None:
+    program = """
+def predict():
+    kept.append(model(prompt()))
+
+
+kept = []
+CALL
+"""
+    plain = traced(tmp_path, program.replace("CALL", "predict()"))
+    started = "thread = threading.Thread(target=predict); thread.start(); thread.join()"
+    tape = traced(tmp_path, program.replace("CALL", started))
+    assert rows(tape) == rows(plain)
+    assert "within `torch.no_grad()`" in tape.assumptions[0].what

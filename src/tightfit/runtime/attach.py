@@ -290,7 +290,8 @@ class Attachment:
             self.verdicts.append(session.verdict)
         for optimizer in session.optimizers:
             self._optimizers.give(optimizer, session.model)
-        if choices or planned is not None:
+        # A program of TorchScript has no forward to look at inputs in.
+        if choices or (planned is not None and not isinstance(session.model, torch.jit.ScriptModule)):
             try:
                 return watch_inputs(session, planned, self._tell)
             except BaseException as error:

@@ -66,6 +66,7 @@ class StepHooks:
         self._marks = marks
         self._effects = effects
         # An optimizer may step inside a backward pass, or inside the step of another one, or of its subclass.
+        self._graphs_of_threads = ""  # the line where a thread has made one
         self._steps_around: list[tuple[torch.optim.Optimizer, Phase]] = []
 
     def install(self) -> None:
@@ -81,6 +82,7 @@ class StepHooks:
             recorder = self._gpu.recorder
             outer = recorder.phase
             self._refuse_in_a_thread("runs a backward pass")
+            self._refuse_graphs_of_threads()
             # A reentrant checkpoint runs a pass inside of a pass: it is part of the outer one.
             if outer == Phase.BACKWARD:
                 with self._gpu.attribution.inner_backward():
@@ -178,6 +180,13 @@ class StepHooks:
                 "train in the main thread, at least while it is traced"
             )
 
+    def _refuse_graphs_of_threads(self) -> None:
+        if self._graphs_of_threads:
+            raise CaptureError(
+                f"{self._graphs_of_threads} runs a model in a thread of the program's own, with gradients enabled, and the program trains: train in the main thread, or "
+                "call the model within `torch.no_grad()` there (each thread begins with gradients enabled), at least while it is traced"
+            )
+
     def _watch_modules(self) -> None:
         call = torch.nn.Module.__call__
         attribution = self._gpu.attribution
@@ -210,6 +219,11 @@ class StepHooks:
                 if self._gpu.fake.is_in_another_thread():
                     self._gpu.fake.refuse_this_thread()
                 self._gpu.fake.runs_a_model()
+                # A graph that two threads have made is numbered twice.
+                if torch.is_grad_enabled():
+                    self._graphs_of_threads = self._gpu.attribution.where(otherwise="the program")
+                if self._marks.had_optimizers:
+                    self._refuse_graphs_of_threads()
             if not modules and recorder.phase in (Phase.OTHER, Phase.FORWARD):
                 self._enter_root(module)
                 # Answering repeated calls from memory pays off in evaluation loops of scripts; a generator
