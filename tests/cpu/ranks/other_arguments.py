@@ -211,6 +211,12 @@ def mean_over_tokens_within() -> dict[str, Any]:
 
 
 @program(check_steps=0)
+def mean_with_weights_that_is_added_to() -> dict[str, Any]:
+    """Sums of weights of parts are that of the whole but for rounding."""
+    return _over_tokens(lambda each, mask: (each * mask * 0.3).sum() / (mask * 0.3).sum().clamp(min=1e-3) + 1)
+
+
+@program(check_steps=0)
 def mean_over_at_least_so_many_tokens() -> dict[str, Any]:
     """More than a part has, and in some steps more than the batch has."""
     return _over_tokens(lambda each, mask: (each * mask).sum() / (mask.sum().clamp(min=20).to(each.dtype) + 0.5))

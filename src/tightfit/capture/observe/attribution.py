@@ -129,7 +129,7 @@ class Attribution:
             index = self._lines[code, number] = self.recorder.strings.intern(f"{short(code.co_filename)}:{number}")
         return index
 
-    def where(self, *, otherwise: str = "(a library)") -> str:
+    def where(self, *, otherwise: str = "a library") -> str:
         """The user's line as text, for an assumption; `otherwise` where none of the program's is on the stack."""
         index = self.line() or self.locate()[1]
         return self.recorder.strings.texts[index] or otherwise

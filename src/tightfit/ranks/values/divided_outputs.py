@@ -229,7 +229,7 @@ def weights_of(kinds: Sequence[Kind], counts: Sequence[torch.Tensor], terms: Seq
             raise refuse(
                 "the loss adds up means over other numbers of terms (targets that are ignored), of which one part of the batch has another share than of the rest"
             )
-        if kind.has_constants and bool((shares[:, 0].sum() - 1).abs() > _EXACT):
+        if kind.has_constants and bool((shares[:, 0].sum() - 1).abs() > _ROUNDED):
             raise refuse(
                 "the loss is divided by a sum with something besides (+ 1e-8, clamp), and a number is added to it: add that to the loss outside of the model"
             )
