@@ -418,3 +418,25 @@ def rate_by_operators_of_backward(t: Trial) -> None:
 )
 def rate_by_functions_of_backward(t: Trial) -> None:
     _backward_within(t, _Functions())
+
+
+@attack(
+    "gradients",
+    "from step 2 on a mode around the clipping counts its operators, and the rate falls with them",
+    only=EXACT,
+)
+def rate_by_operators_of_clipping(t: Trial) -> None:
+    model = Net()
+    optimizer = sgd(model)
+    mode = _Operators()
+    t.apply(model, optimizer)
+    for step in range(5):
+        loss = model(*tokens(step))
+        optimizer.zero_grad()
+        loss.backward()
+        with mode if step >= 2 else contextlib.nullcontext():
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.param_groups[0]["lr"] = 0.1 / (1 + 0.01 * mode.num_calls)
+        t.note("calls", mode.num_calls)
+        optimizer.step()
+        t.end_step()

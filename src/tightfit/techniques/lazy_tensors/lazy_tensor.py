@@ -43,6 +43,9 @@ class AbstractElementSource(abc.ABC):
     def form_is_read(self) -> None:  # noqa: B027 - most have nothing to do with it
         """Called when `is_sparse` is read."""
 
+    def function_begins(self) -> None:  # noqa: B027 - most have nothing to do with it
+        """Called before a function of torch's is given a tensor of this source first."""
+
     def was_written(self, whole: torch.Tensor) -> None:  # noqa: B027 - most have nothing to make of it
         """Called after an operator has written to the result of `whole`."""
 
@@ -116,6 +119,8 @@ class LazyTensor(torch.Tensor, metaclass=SeenAsTensor):
             args[0].source.form_is_read()
         if func == _SET_DATA and isinstance(args[0], LazyTensor):
             return args[0]._set_data(func, args[1])
+        if func.__name__ != "__get__" and args and isinstance(args[0], LazyTensor):
+            args[0].source.function_begins()
         # Here autograd still works, which it does not within an operator.
         while True:
             try:
