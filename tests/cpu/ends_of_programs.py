@@ -93,6 +93,14 @@ for i in range(10):
     step()
 pool.submit(torch.randn, ROWS, 64, device="cuda")
 """,
+    "in a task of a pool that runs a model, and that nobody waits for": """
+from concurrent.futures import ThreadPoolExecutor
+
+pool = ThreadPoolExecutor(1)
+for i in range(10):
+    step()
+pool.submit(evaluate)
+""",
     "in a thread that begins late": """
 import threading, time
 
@@ -119,17 +127,6 @@ raise SystemExit
 }
 
 NAMED = {
-    "a model in a task of a pool that nobody waits for": (
-        """
-from concurrent.futures import ThreadPoolExecutor
-
-pool = ThreadPoolExecutor(1)
-for i in range(10):
-    step()
-pool.submit(evaluate)
-""",
-        ("runs a model in a thread of the program's own",),
-    ),
     "a thread that goes on for ever": (
         """
 import threading, time

@@ -49,6 +49,8 @@ def workload(num_rows=16384):
 COMMAND = ["plan", "model.py:workload", "--device", "RTX 4090", "--budget", "1000MiB"]
 KEYS = {
     "schema": None,
+    "is_changed": None,
+    "choices_digest": None,
     "fits": None,
     "peak": {"allocated_bytes", "reserved_bytes", "device_bytes", "device_low_bytes", "device_high_bytes"},
     "seconds_per_step": None,
