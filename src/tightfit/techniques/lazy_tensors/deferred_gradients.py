@@ -11,7 +11,6 @@ from typing import Any, Literal, final
 
 import torch
 
-from tightfit.effects.ambient import dispatch_modes_of_program
 from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.lazy_tensor import (
     NOT_ANSWERED,
@@ -55,6 +54,8 @@ class Deferred(AbstractElementSource):
         self._made: torch.Tensor | None = None
         self._make_all = make_all
         self._refuse = refuse
+        # torch takes ordinary gradients all at once (`_foreach_norm`), these one by one.
+        self.refused_in_modes = lambda: refuse("a mode of the program's sees the operators on gradients that are not kept, which are others than on those that are")  # fmt: skip
         self._why_used = ""
         self.is_lost = False
         """Whether its backward pass is gone: it was consumed by nothing."""
@@ -101,13 +102,6 @@ class Deferred(AbstractElementSource):
             self.make()
         elif self.state == "used" and self.is_lost:
             self.whole()
-
-    def function_begins(self) -> None:
-        # torch takes ordinary gradients all at once (`_foreach_norm`), these one by one.
-        if dispatch_modes_of_program():
-            raise self._refuse(
-                "a mode of the program's sees the operators on gradients that are not kept, which are others than on those that are"
-            )
 
     def make(self) -> None:
         self._make_all()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from tightfit.effects.ambient import dispatch_modes_of_program
 from tightfit.effects.dispatched import dispatched
 from tightfit.errors import ApplyError, apply_errors_said, forget_apply_errors
 from tightfit.techniques.lazy_tensors.seen_as_tensor import SeenAsTensor, leave_to_python
@@ -29,6 +30,9 @@ _IS_SPARSE = torch.Tensor.is_sparse.__get__  # type: ignore[attr-defined]
 class AbstractElementSource(abc.ABC):
     """The source of a lazy tensor's elements, shared by all of its aliases."""
 
+    refused_in_modes: Callable[[], ApplyError] | None = None
+    """The error for a function of torch's that is given a tensor of this source first, where a mode of the program's sees its operators; None where they are those of plain tensors."""
+
     @abc.abstractmethod
     def whole(self) -> torch.Tensor:
         """The elements, as an ordinary tensor.
@@ -42,9 +46,6 @@ class AbstractElementSource(abc.ABC):
 
     def form_is_read(self) -> None:  # noqa: B027 - most have nothing to do with it
         """Called when `is_sparse` is read."""
-
-    def function_begins(self) -> None:  # noqa: B027 - most have nothing to do with it
-        """Called before a function of torch's is given a tensor of this source first."""
 
     def was_written(self, whole: torch.Tensor) -> None:  # noqa: B027 - most have nothing to make of it
         """Called after an operator has written to the result of `whole`."""
@@ -120,7 +121,9 @@ class LazyTensor(torch.Tensor, metaclass=SeenAsTensor):
         if func == _SET_DATA and isinstance(args[0], LazyTensor):
             return args[0]._set_data(func, args[1])
         if func.__name__ != "__get__" and args and isinstance(args[0], LazyTensor):
-            args[0].source.function_begins()
+            refused = args[0].source.refused_in_modes
+            if refused is not None and dispatch_modes_of_program():
+                raise refused()
         # Here autograd still works, which it does not within an operator.
         while True:
             try:
