@@ -1,5 +1,8 @@
 """Threads of the program that move batches to the GPU are followed, in turns: what is ahead counts, and the tape is the same each time."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -333,3 +336,23 @@ def test_a_hook_may_wait_for_a_thread(tmp_path: Path) -> None:
     tape = traced(tmp_path, HOOKS)
     assert batches_at_the_peak(tape) == 1
     assert columns(tape) == columns(traced(tmp_path, HOOKS))
+
+
+ANSWERS = """
+import sys, threading
+from tightfit.capture.child_process import child
+
+def answer(number):
+    entered.wait()
+    child.leave(sys.argv[1], {"ok": True, "number": number, "text": "x" * 4_000_000})
+
+entered = threading.Barrier(4)
+for number in range(4):
+    threading.Thread(target=answer, args=(number,)).start()
+"""
+
+
+def test_of_threads_that_fail_at_once_one_has_answered_as_a_whole(tmp_path: Path) -> None:
+    for _ in range(3):
+        subprocess.run([sys.executable, "-c", ANSWERS, str(tmp_path / "request")], check=True)
+        assert json.loads((tmp_path / "request.answer").read_text())["ok"]

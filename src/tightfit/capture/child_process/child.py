@@ -121,12 +121,23 @@ def _look_at_futures(thread_failed: Callable[[threading.ExceptHookArgs], None]) 
 def leave(path: str, answer: dict[str, Any]) -> NoReturn:
     """Ends the process with the answer to the request at `path`."""
     try:
-        Path(f"{path}.answer").write_text(json.dumps(answer))
+        _write(path, answer)
     except OSError as error:
         no_room(f"{path}.answer", error)
     # Neither the program's threads and exit handlers nor the teardown of an interpreter whose torch was patched
     # may change the answer, or keep the process alive.
     _end_process(0)
+
+
+def _write(path: str, answer: dict[str, Any]) -> None:
+    """Several threads may fail at once, and the first that is done ends the process: the answer is there as a whole, or not at all."""
+    own = Path(f"{path}.answer.{os.getpid()}.{threading.get_ident()}")
+    try:
+        own.write_text(json.dumps(answer))
+        own.replace(f"{path}.answer")
+    except OSError:
+        own.unlink(missing_ok=True)
+        raise
 
 
 def no_room(file: str, error: OSError) -> NoReturn:
@@ -264,7 +275,7 @@ def _refuse_in_forks(session: "CaptureSession", label: str, path: str) -> None:
         error = CaptureError(
             f"{where} uses the GPU in a process that the program has forked, and a trace follows one: call in the main process what it runs, at least while it is traced"
         )
-        Path(f"{path}.answer").write_text(json.dumps({**_failure(label, error, ""), "notes": []}))
+        _write(path, {**_failure(label, error, ""), "notes": []})
         # The traced process may wait for this one.
         os.kill(traced, signal.SIGKILL)
         os._exit(1)
