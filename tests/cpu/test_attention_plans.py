@@ -59,6 +59,12 @@ def test_one_shape_is_planned_once_and_other_cards_ask_for_no_plans(tmp_path: Pa
     assert seconds < 0.03
 
 
+def test_a_plan_suggests_to_do_without(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(LOOP.format(setting="", grows=GROWS))
+    advice = tightfit.plan(tmp_path / "program.py", "H200", budget="20GiB").advice
+    assert any("enable_cudnn_sdp(False)" in each and "40 here (about −800" in each for each in advice)
+
+
 def test_of_training_they_are_told_beside_the_time(tmp_path: Path) -> None:
     alike, none = estimate(tmp_path, TRAINED.format(lengths="64, 64, 64, 64"))
     others, said = estimate(tmp_path, TRAINED.format(lengths="64, 64, 80, 64"))

@@ -80,24 +80,45 @@ def is_training(tape: Tape) -> bool:
     return bool((tape.operators.phase == Phase.BACKWARD).any())
 
 
-def plans_on_the_way(tape: Tape, device: Device, calibration: Calibration | None = None) -> tuple[Assumption, ...]:
-    """One remark where plans are made while the program runs: what they take, and how to do without. Of a program that trains those behind its first step count."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MadePlans:
+    """Plans that are made while a program runs: how many, `first` of which operator, the seconds of the host for all, and whether these are part of the time of a step."""
+
+    number: int
+    first: int
+    seconds: Seconds
+    is_in_time: bool
+
+
+SETTING = "torch.backends.cuda.enable_cudnn_sdp(False)"
+"""With which torch takes another kernel."""
+
+
+def made_plans(tape: Tape, device: Device, calibration: Calibration | None = None) -> MadePlans | None:
+    """None where they are few; of a program that trains those behind its first step count."""
     calls = first_calls(tape)
     trains = is_training(tape)
     if trains:
         begins = [begin for begin, _ in step_operators(tape)]
         calls = calls[calls >= begins[1]] if len(begins) > 1 else calls[:0]
     if len(calls) < (1 if trains else _FEW):
-        return ()
+        return None
     of_one = seconds_of_a_plan(device)
     is_backward = np.array([name == _BACKWARD for name in tape.strings])[tape.operators.name[calls]]
     python_factor = efficiency_of(device, calibration).python_seconds / REFERENCE_SECONDS
     seconds = python_factor * float(np.where(is_backward, of_one.backward, of_one.forward).sum())
-    counted = "comes on top of the time per step, once for each shape" if trains else "is part of the time"
+    return MadePlans(number=len(calls), first=int(calls[0]), seconds=Seconds(seconds), is_in_time=not trains)
+
+
+def plans_on_the_way(tape: Tape, device: Device, calibration: Calibration | None = None) -> tuple[Assumption, ...]:
+    """One remark where plans are made while the program runs: what they take, and how to do without."""
+    found = made_plans(tape, device, calibration)
+    if found is None:
+        return ()
+    counted = "is part of the time" if found.is_in_time else "comes on top of the time per step, once for each shape"
     return (
         Assumption(
-            where=tape.strings[tape.operators.line[calls[0]]],
-            what=f"cuDNN makes a plan on the host for each new shape of attention: {len(calls)} here, about {format_seconds(seconds)}, which {counted}; "
-            "torch.backends.cuda.enable_cudnn_sdp(False) at the start does without, with other rounding",
+            where=tape.strings[tape.operators.line[found.first]],
+            what=f"cuDNN makes a plan on the host for each new shape of attention: {found.number} here, about {format_seconds(found.seconds)}, which {counted}; {SETTING} at the start does without, with other rounding",
         ),
     )
