@@ -56,7 +56,8 @@ def test_each_token_waits_for_a_plan(tmp_path: Path) -> None:
 def test_one_shape_is_planned_once_and_other_cards_ask_for_no_plans(tmp_path: Path, grows: str, device: str) -> None:
     seconds, said = estimate(tmp_path, LOOP.format(setting="", grows=grows), device)
     assert said == ""
-    assert seconds < 0.03
+    # Not even the one plan, which the first call of any process waits for.
+    assert seconds < 0.01
 
 
 def test_a_plan_suggests_to_do_without(tmp_path: Path) -> None:

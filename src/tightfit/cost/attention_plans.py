@@ -67,11 +67,12 @@ def first_calls(tape: Tape) -> Column:
 def plan_seconds(tape: Tape, device: Device) -> Column:
     """Seconds of the host of reference by operator, for the plans of a program that trains nothing.
 
-    A training step that was traced stands for thousands, whose shapes come again: theirs are in no step.
+    A training step that was traced stands for thousands, whose shapes come again: theirs are in no step. A few plans are what any process waits for once, as for its libraries.
     """
     found = np.zeros(len(tape.operators))
-    if not is_training(tape):
-        found[first_calls(tape)] = seconds_of_a_plan(device).forward
+    calls = first_calls(tape)
+    if len(calls) >= _FEW and not is_training(tape):
+        found[calls] = seconds_of_a_plan(device).forward
     return found
 
 
