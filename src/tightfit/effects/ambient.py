@@ -6,17 +6,21 @@ default dtype, which have ended when the backward pass runs; and a default devic
 
 import copy
 import dataclasses
+import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch.overrides import _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from tightfit.effects.global_settings import precisions, precisions_of, put, values
+
+# Functions of the mode's between its method and torch, and torch's own decorators.
+_FRAMES_TO_MODE = 12
 
 
 def _autocast_depth() -> int:
@@ -85,6 +89,20 @@ def dispatch_modes_of_program() -> list[Any]:
 def modes_of_program() -> list[Any]:
     """The same, and those that see each function of torch: what is computed at another time, or otherwise, they would not see, or see twice."""
     return [mode for mode in _get_current_function_mode_stack() if _is_of_program(mode)] + dispatch_modes_of_program()
+
+
+def is_shown_to_function_modes() -> bool:
+    """Whether a function of torch's that is running now was called by a function mode of the program's, which torch takes off its stack for as long."""
+    frame = sys._getframe(1)
+    for _ in range(_FRAMES_TO_MODE):
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+        if frame.f_code.co_name == "__torch_function__":
+            mode = frame.f_locals.get("self")
+            if isinstance(mode, TorchFunctionMode) and _is_of_program(mode):
+                return True
+    return False
 
 
 def names_of_modes() -> list[str]:

@@ -420,15 +420,9 @@ def rate_by_functions_of_backward(t: Trial) -> None:
     _backward_within(t, _Functions())
 
 
-@attack(
-    "gradients",
-    "from step 2 on a mode around the clipping counts its operators, and the rate falls with them",
-    only=EXACT,
-)
-def rate_by_operators_of_clipping(t: Trial) -> None:
+def _clipping_within(t: Trial, mode: Any) -> None:
     model = Net()
     optimizer = sgd(model)
-    mode = _Operators()
     t.apply(model, optimizer)
     for step in range(5):
         loss = model(*tokens(step))
@@ -440,3 +434,21 @@ def rate_by_operators_of_clipping(t: Trial) -> None:
         t.note("calls", mode.num_calls)
         optimizer.step()
         t.end_step()
+
+
+@attack(
+    "gradients",
+    "from step 2 on a mode around the clipping counts its operators, and the rate falls with them",
+    only=EXACT,
+)
+def rate_by_operators_of_clipping(t: Trial) -> None:
+    _clipping_within(t, _Operators())
+
+
+@attack(
+    "gradients",
+    "from step 2 on a mode around the clipping counts functions of torch's, and the rate falls with them",
+    only=EXACT,
+)
+def rate_by_functions_of_clipping(t: Trial) -> None:
+    _clipping_within(t, _Functions())

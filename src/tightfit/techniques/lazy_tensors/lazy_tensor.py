@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from tightfit.effects.ambient import dispatch_modes_of_program
+from tightfit.effects.ambient import dispatch_modes_of_program, is_shown_to_function_modes
 from tightfit.effects.dispatched import dispatched
 from tightfit.errors import ApplyError, apply_errors_said, forget_apply_errors
 from tightfit.techniques.lazy_tensors.seen_as_tensor import SeenAsTensor, leave_to_python
@@ -122,7 +122,7 @@ class LazyTensor(torch.Tensor, metaclass=SeenAsTensor):
             return args[0]._set_data(func, args[1])
         if func.__name__ != "__get__" and args and isinstance(args[0], LazyTensor):
             refused = args[0].source.refused_in_modes
-            if refused is not None and dispatch_modes_of_program():
+            if refused is not None and (dispatch_modes_of_program() or is_shown_to_function_modes()):
                 raise refused()
         # Here autograd still works, which it does not within an operator.
         while True:
