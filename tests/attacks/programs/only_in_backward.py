@@ -452,3 +452,39 @@ def rate_by_operators_of_clipping(t: Trial) -> None:
 )
 def rate_by_functions_of_clipping(t: Trial) -> None:
     _clipping_within(t, _Functions())
+
+
+def _moves_within(t: Trial, mode: Any) -> None:
+    model = Net()
+    optimizer = sgd(model)
+    t.apply(model, optimizer)
+    for step in range(5):
+        loss = model(*tokens(step))
+        optimizer.zero_grad()
+        loss.backward()
+        if step >= 2:
+            with mode:
+                moved = [torch.sub(parameter.detach(), parameter.grad) for parameter in model.parameters()]
+            t.note("moved", torch.cat([each.flatten() for each in moved]))
+        optimizer.param_groups[0]["lr"] = 0.1 / (1 + 0.01 * mode.num_calls)
+        t.note("calls", mode.num_calls)
+        optimizer.step()
+        t.end_step()
+
+
+@attack(
+    "gradients",
+    "from step 2 on gradients are read, and a mode counts operators that take gradients as their second argument",
+    only=EXACT,
+)
+def rate_by_operators_with_gradients_second(t: Trial) -> None:
+    _moves_within(t, _Operators())
+
+
+@attack(
+    "gradients",
+    "from step 2 on gradients are read, and a mode counts functions that take gradients as their second argument",
+    only=EXACT,
+)
+def rate_by_functions_with_gradients_second(t: Trial) -> None:
+    _moves_within(t, _Functions())

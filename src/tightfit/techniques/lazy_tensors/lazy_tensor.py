@@ -31,7 +31,7 @@ class AbstractElementSource(abc.ABC):
     """The source of a lazy tensor's elements, shared by all of its aliases."""
 
     refused_in_modes: Callable[[], ApplyError] | None = None
-    """The error for a function of torch's that is given a tensor of this source first, where a mode of the program's sees its operators; None where they are those of plain tensors."""
+    """The error for a function of torch's that is given a tensor of this source, where a mode of the program's sees its operators; None where they are those of plain tensors."""
 
     @abc.abstractmethod
     def whole(self) -> torch.Tensor:
@@ -120,10 +120,8 @@ class LazyTensor(torch.Tensor, metaclass=SeenAsTensor):
             args[0].source.form_is_read()
         if func == _SET_DATA and isinstance(args[0], LazyTensor):
             return args[0]._set_data(func, args[1])
-        if func.__name__ != "__get__" and args and isinstance(args[0], LazyTensor):
-            refused = args[0].source.refused_in_modes
-            if refused is not None and (dispatch_modes_of_program() or is_shown_to_function_modes()):
-                raise refused()
+        if func.__name__ != "__get__":
+            _refuse_in_modes([*args, *(kwargs or {}).values()])
         # Here autograd still works, which it does not within an operator.
         while True:
             try:
@@ -288,6 +286,15 @@ _EACH: dict[Any, Any] = {
     _aten._foreach_div_.Tensor: _aten.div_.Tensor,
     _aten._foreach_zero_.default: _aten.zero_.default,
 }
+
+
+def _refuse_in_modes(given: Sequence[Any]) -> None:
+    """Raises what a source refuses that a function of torch's is given a tensor of, at any place, while a mode of the program's sees its operators."""
+    tensors = [one for each in given for one in (each if isinstance(each, list | tuple) else (each,))]
+    refused = [one.source.refused_in_modes for one in tensors if isinstance(one, LazyTensor)]
+    raised = next(filter(None, refused), None)
+    if raised is not None and (dispatch_modes_of_program() or is_shown_to_function_modes()):
+        raise raised()
 
 
 def one_by_one(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
