@@ -140,7 +140,9 @@ class DiskFile:
                 prot=mmap.PROT_READ | mmap.PROT_WRITE,
             )
         except OSError as error:
-            raise _refusal(f"a file of {format_bytes(self.num_bytes)} cannot be mapped ({error_text(error)})") from error
+            raise _refusal(
+                f"a file of {format_bytes(self.num_bytes)} cannot be mapped ({error_text(error)})"
+            ) from error
 
     def _moved(self, num_bytes: int, what: str) -> int:
         # Past the page cache the next call begins at a page again, and moves the rest of this one once more.

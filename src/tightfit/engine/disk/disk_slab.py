@@ -84,9 +84,7 @@ class DiskSlab:
             return self.take(num_bytes)
         except ApplyError as error:
             why = error_text(error.__cause__ or error)
-            place = OnDisk(
-                file=self.file, begin=0, num_bytes=num_bytes, rescued=host_bytes(num_bytes), why_at_host=why
-            )
+            place = OnDisk(file=self.file, begin=0, num_bytes=num_bytes, rescued=host_bytes(num_bytes), why_at_host=why)
             return DiskPart(bytes=place, slab=self)
 
     def mapped(self, part: DiskPart) -> torch.Tensor:
