@@ -157,3 +157,21 @@ def test_a_budget_larger_than_the_card_is_the_card_and_said(
 ) -> None:
     assert budget_on(budget, CARD, used) == taken
     assert capsys.readouterr().err.startswith(f"tightfit: {said}" if said else "")
+
+
+@pytest.mark.parametrize("option", ["--budget", "--used", "--host"])
+def test_a_size_of_two_words_is_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "train.py", option, "400", "MiB", "--device", "4060"]) == 2
+    assert capsys.readouterr().err == f"tightfit: {option} 400 MiB: a size is one word, {option} 400MiB\n"
+
+
+def test_a_second_program_is_said_to_be_an_argument_of_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.py", "b.py"):
+        Path(name).touch()
+    run(["estimate", "a.py", "b.py", "--device", "no such card"])
+    assert "b.py is an argument of a.py: estimate takes one program" in capsys.readouterr().err
+    run(["estimate", "a.py", "--device", "no such card", "--", "b.py"])
+    assert "is an argument" not in capsys.readouterr().err
