@@ -61,8 +61,16 @@ class LayoutCandidates:
                         dp=dp, tp=tp, pp=pp, cp=cp, zero_stage=stage, sharded_over=over, micro_batch=micro_batch,
                         accumulation=accumulation, schedule=schedule, stages_per_rank=stages,
                     )  # fmt: skip
+                    if self._streams(layout):
+                        yield work, dataclasses.replace(layout, streams_weights=True)
                     if self._tool is None or not self._tool.refusal(layout, self._model):
                         yield work, layout
+
+    def _streams(self, layout: Layout) -> bool:
+        """Whether the tool runs the layout with weights at the host too: with the states of each rank's share, which its host updates."""
+        tool, streamed = self._tool, dataclasses.replace(layout, streams_weights=True)
+        is_meant = tool is not None and tool.streams_weights and self._model.at_host is not None
+        return is_meant and layout.zero_stage == 1 and not tool.refusal(streamed, self._model)
 
     def _schedules(self, pp: int, accumulation: int) -> Iterator[tuple]:
         if pp == 1:

@@ -6,6 +6,7 @@ A gradient that something else refers to (a flat buffer, a hook that keeps it), 
 """
 
 import dataclasses
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -52,6 +53,23 @@ class _Leaving:
     ticket: Ticket
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SetAside:
+    """The gradient that a parameter had, and its memory at the host."""
+
+    gradient: torch.Tensor | None
+    away: torch.Tensor | None
+
+
+_STREAMED = WeakTable[torch.Tensor, "weakref.ref[StreamedGradient]"]()
+
+
+def streamed_gradient_of(parameter: torch.Tensor) -> "StreamedGradient | None":
+    """What has the gradient of a parameter at the host; None where it is on the card."""
+    found = _STREAMED.get(parameter)
+    return None if found is None else found()
+
+
 class StreamedGradient:
     """The gradient of `parameter`, of at most `num_bytes`, which are taken from `slab`."""
 
@@ -66,6 +84,7 @@ class StreamedGradient:
         self._leaving: _Leaving | None = None
         # A gradient that backward passes add to returns to where it lay: what the program has of it (a view, an array) is of that memory.
         self._homes = WeakTable[torch.Tensor, _Home]()
+        _STREAMED[parameter] = weakref.ref(self)
 
     @property
     def is_leaving(self) -> bool:
@@ -119,6 +138,19 @@ class StreamedGradient:
         self._away = None
         self._homes[gradient] = _Home(at_host=at_host, checksum=_checksum(at_host) if self._is_held(at_host) else None)
         return moved + gradient.nbytes
+
+    def set_aside(self) -> "SetAside":
+        """Leaves the parameter without a gradient, for a backward pass that makes one of its own. No copy may be under way."""
+        aside = SetAside(gradient=self._parameter.grad, away=self._away)
+        self._parameter.grad, self._away = None, None
+        return aside
+
+    def take_made(self, aside: "SetAside") -> torch.Tensor | None:
+        """What that pass has made; it is the parameter's gradient from now on, unless there was one before, which is it again."""
+        made = self._parameter.grad
+        if aside.gradient is not None:
+            self._parameter.grad, self._away = aside.gradient, aside.away
+        return made
 
     def twin(self) -> torch.Tensor | None:
         """Its bytes at the host as a tensor there, where it is away."""
