@@ -19,6 +19,13 @@ class RankPlan:
     micro_batch: int | None = None
     streamed: Mapping[str, Any] | None = None
 
+    def places(self) -> list[tuple[str, str]]:
+        """The blocks that it names, each with what it does to it."""
+        found = [("recomputes", where) for where in self.recomputed]
+        if self.streamed is not None:
+            found += [("streams", f"{self.streamed['where']}.{block}") for block in self.streamed["blocks"]]
+        return found
+
     def choices(self) -> list[Choice]:
         """What is put on the models, as a plan of one card has it. What it saves and costs is in the layout, of all together."""
         found = [(_CHECKPOINTING, where, {}) for where in self.recomputed]
