@@ -16,7 +16,7 @@ class Layout:
     `accumulation` micro-batches of `micro_batch` examples in a step. Of the blocks of a rank, `num_recomputed` are run again in the backward pass: as a whole
     (`full`), without their matrix products and attention (`selective`), or without attention and every second matrix product, the first among them (`alternate`, which
     is torchtitan's `selective_ac_option = "op"`). `stages_per_rank` is above 1 with the interleaved schedule alone. With `streams_weights` those of blocks, their gradients and their states are at the host of each rank,
-and come to its card one block ahead.
+    and come to its card one block ahead.
     """
 
     dp: int = 1

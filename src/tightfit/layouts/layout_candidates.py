@@ -68,9 +68,10 @@ class LayoutCandidates:
 
     def _streams(self, layout: Layout) -> bool:
         """Whether the tool runs the layout with weights at the host too: with the states of each rank's share, which its host updates."""
-        tool, streamed = self._tool, dataclasses.replace(layout, streams_weights=True)
-        is_meant = tool is not None and tool.streams_weights and self._model.at_host is not None
-        return is_meant and layout.zero_stage == 1 and not tool.refusal(streamed, self._model)
+        if self._tool is None or not self._tool.streams_weights or self._model.at_host is None:
+            return False
+        streamed = dataclasses.replace(layout, streams_weights=True)
+        return layout.zero_stage == 1 and not self._tool.refusal(streamed, self._model)
 
     def _schedules(self, pp: int, accumulation: int) -> Iterator[tuple]:
         if pp == 1:

@@ -179,9 +179,7 @@ class DividedCall:
     def _summed(self, parts: Sequence[torch.Tensor | None], streamed: StreamedSums) -> list[torch.Tensor | None]:
         """Those of parameters summed over the ranks, but for `streamed`, which are; those of arguments of all rows."""
         num_parameters = len(parts) - self.num_leaves
-        there = {
-            at: part for at, part in enumerate(parts[:num_parameters]) if part is not None and at not in streamed
-        }
+        there = {at: part for at, part in enumerate(parts[:num_parameters]) if part is not None and at not in streamed}
         sums = dict(zip(there, self.group.links.sums(list(there.values())), strict=True))
         of_parameters = [sums.get(at, part) for at, part in enumerate(parts[:num_parameters])]
         of_arguments = [

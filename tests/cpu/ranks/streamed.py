@@ -95,7 +95,7 @@ def streamed_and_copied() -> Any:
         _loss(other, x, y).backward()
         with torch.no_grad():
             for p in other.parameters():
-                p -= 0.1 * p.grad
+                p.sub_(p.grad, alpha=0.1)
                 p.grad = None
     model.blocks[1] = Block()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

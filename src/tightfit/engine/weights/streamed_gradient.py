@@ -61,7 +61,7 @@ class SetAside:
     away: torch.Tensor | None
 
 
-_STREAMED = WeakTable[torch.Tensor, "weakref.ref[StreamedGradient]"]()
+_STREAMED: "WeakTable[torch.Tensor, weakref.ref[StreamedGradient]]" = WeakTable()
 
 
 def streamed_gradient_of(parameter: torch.Tensor) -> "StreamedGradient | None":

@@ -14,8 +14,8 @@ import numpy as np
 from tightfit.analysis.modules import ModuleCall
 from tightfit.analysis.profile import Profile
 from tightfit.cost.classes import operator_class
-from tightfit.layouts.model.blocks_at_host import BlocksAtHost
 from tightfit.layouts.model.batches_of_tape import BatchOfTape, batch_of
+from tightfit.layouts.model.blocks_at_host import BlocksAtHost
 from tightfit.layouts.model.peaks_of_tape import PeaksOfTape
 from tightfit.layouts.model.product_sizes import ProductSizes, product_sizes
 from tightfit.layouts.model.weights_of_tape import WeightBytes, WeightsOfTape
