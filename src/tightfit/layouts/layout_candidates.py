@@ -9,7 +9,7 @@ from tightfit.devices.node import Node
 from tightfit.layouts.exports.tool import AbstractTool
 from tightfit.layouts.layout import Layout
 from tightfit.layouts.model.model_parts import ModelParts
-from tightfit.layouts.part_seconds import PricedParts
+from tightfit.layouts.seconds.part_seconds import PricedParts
 
 _MOST_TENSOR = 8
 # Context parallelism divides sequences that are this long at least, and not into shorter pieces.

@@ -15,9 +15,9 @@ from tightfit.cost.collectives import Collective, Group, collective_seconds
 from tightfit.devices.node import Node
 from tightfit.layouts.layout import Layout
 from tightfit.layouts.model.model_parts import ModelPart, ModelParts
-from tightfit.layouts.part_seconds import PartSeconds, PricedParts
+from tightfit.layouts.seconds.part_seconds import PartSeconds, PricedParts
+from tightfit.layouts.seconds.streamed_seconds import StreamedSeconds
 from tightfit.layouts.stages import Stage, stages_of
-from tightfit.layouts.streamed_seconds import StreamedSeconds
 from tightfit.simulate.contention import CONTENTION
 
 _BLOCK_HALVES = 2
