@@ -3,7 +3,7 @@
 import datetime
 import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -64,24 +64,19 @@ class RankLinks:
 
     def sums(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The sum of each of the tensors over the ranks, which all of them get bit for bit; the tensors themselves stay as they are."""
-        # Copies: a gradient that is a view of a bucket would keep all of it, and could not be detached in place.
-        # With the strides of a plain gradient, which kernels of optimizers go by.
-        return [torch.empty_like(each).copy_(part) for each, part in self._summed(tensors)]
-
-    def add_up(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Puts the sum over the ranks in the place of each of the tensors: as `sums`, one bucket at a time beside them."""
-        for each, part in self._summed(tensors):
-            each.copy_(part)
-
-    def _summed(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        found: list[torch.Tensor] = []
         for bucket in _buckets(tensors):
             flat = torch.cat([each.detach().reshape(-1) for each in bucket])
             # Sums of half precision are rounded once.
             wide = flat.float() if flat.dtype in (torch.float16, torch.bfloat16) and not flat.is_cuda else flat
             self._wait(lambda wide=wide: self._of(wide).allreduce([wide]))
             summed = wide.to(flat.dtype).split([each.numel() for each in bucket])
-            for part, each in zip(summed, bucket, strict=True):
-                yield each, part.view(each.shape)
+            # Copies: a gradient that is a view of a bucket would keep all of it, and could not be detached in place.
+            # With the strides of a plain gradient, which kernels of optimizers go by.
+            found += [
+                torch.empty_like(each).copy_(part.view(each.shape)) for part, each in zip(summed, bucket, strict=True)
+            ]
+        return found
 
     def send_from(self, source: int, tensors: Sequence[torch.Tensor]) -> None:
         """Overwrites the tensors of all other ranks by those of `source`."""

@@ -55,10 +55,10 @@ class _Leaving:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SetAside:
-    """The gradient that a parameter had, and its memory at the host."""
+    """A gradient that is not its parameter's at the time, and its memory at the host; or none."""
 
-    gradient: torch.Tensor | None
-    away: torch.Tensor | None
+    gradient: torch.Tensor | None = None
+    away: torch.Tensor | None = None
 
 
 _STREAMED: "WeakTable[torch.Tensor, weakref.ref[StreamedGradient]]" = WeakTable()
@@ -136,21 +136,16 @@ class StreamedGradient:
         assert at_host is not None
         _switch(self._parameter, gradient, on_card)
         self._away = None
-        self._homes[gradient] = _Home(at_host=at_host, checksum=_checksum(at_host) if self._is_held(at_host) else None)
+        self._homes[gradient] = _Home(
+            at_host=at_host, checksum=_checksum(at_host) if _is_held(at_host, self._memory) else None
+        )
         return moved + gradient.nbytes
 
-    def set_aside(self) -> "SetAside":
-        """Leaves the parameter without a gradient, for a backward pass that makes one of its own. No copy may be under way."""
-        aside = SetAside(gradient=self._parameter.grad, away=self._away)
-        self._parameter.grad, self._away = None, None
-        return aside
-
-    def take_made(self, aside: "SetAside") -> torch.Tensor | None:
-        """What that pass has made; it is the parameter's gradient from now on, unless there was one before, which is it again."""
-        made = self._parameter.grad
-        if aside.gradient is not None:
-            self._parameter.grad, self._away = aside.gradient, aside.away
-        return made
+    def exchange(self, other: "SetAside") -> "SetAside":
+        """Puts another gradient in the place of the parameter's; the one that was there. No copy may be under way."""
+        before = SetAside(gradient=self._parameter.grad, away=self._away)
+        self._parameter.grad, self._away = other.gradient, other.away
+        return before
 
     def twin(self) -> torch.Tensor | None:
         """Its bytes at the host as a tensor there, where it is away."""
@@ -174,14 +169,6 @@ class StreamedGradient:
         away = self._away
         return away is not None and away.untyped_storage()._cdata == gradient.untyped_storage()._cdata
 
-    def _is_held(self, at_host: torch.Tensor) -> bool:
-        """Whether the program has something that lies in this memory, which its gradient has just left."""
-        if is_simulated():
-            return False
-        storage = at_host.untyped_storage()
-        ours = _USES_OF_OURS + (storage._cdata == self._memory.untyped_storage()._cdata)
-        return STORAGE_USES.call(storage._cdata) > ours
-
     def _memory_for(self, gradient: torch.Tensor) -> torch.Tensor:
         """Memory at the host that nobody refers to, as the gradient lies in its own."""
         self._away = None
@@ -199,6 +186,15 @@ class StreamedGradient:
             is_pinned = self._device.type == "cuda" and not is_simulated()
             memory = seen_from(self._device, host_bytes(num_bytes, is_pinned=is_pinned))
         return _shaped(memory[:num_bytes], gradient.dtype, gradient.shape, gradient.stride())
+
+
+def _is_held(at_host: torch.Tensor, memory: torch.Tensor) -> bool:
+    """Whether the program has something that lies at the host where a gradient has just left, which may be `memory`, its own."""
+    if is_simulated():
+        return False
+    storage = at_host.untyped_storage()
+    ours = _USES_OF_OURS + (storage._cdata == memory.untyped_storage()._cdata)
+    return STORAGE_USES.call(storage._cdata) > ours
 
 
 def _gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:

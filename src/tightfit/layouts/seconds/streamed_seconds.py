@@ -1,7 +1,7 @@
 """Seconds of a layout whose weights are at the host of each rank (`trained_weight_streaming`), beyond those of the same layout on the cards.
 
 blocks    weights come for each pass, and gradients leave, beside the block before: what takes longer decides
-sums      gradients go to the card in buckets, are summed over the ranks and go back, when the backward pass is over
+sums      gradients go to the card one by one, are summed over the ranks and go back, when the backward pass is over
 update    each rank's host updates its share, all of one machine beside each other in the same memory; the others get it as the gradients were summed
 """
 

@@ -10,7 +10,7 @@ import torch
 from torch.autograd import backward  # torch's own, whatever the program puts in its place later
 from torch.autograd.graph import get_gradient_edge
 
-from tightfit.engine.weights.streamed_gradient import streamed_gradient_of
+from tightfit.engine.weights.streamed_gradient import SetAside, streamed_gradient_of
 from tightfit.ranks.rank_links import RankLinks
 from tightfit.techniques.wrappers.first_order import Refuse
 from tightfit.torch_hooks.node_hooks import has_hooks
@@ -40,7 +40,7 @@ class StreamedSums:
         self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], *, keeps_graph: bool
     ) -> list[torch.Tensor | None]:
         """The gradients of this rank's part, in the order of the inputs."""
-        aside = {at: found.set_aside() for at, found in self._streamed.items()}
+        aside = {at: found.exchange(SetAside()) for at, found in self._streamed.items()}
         others = {at: each.grad for at, each in enumerate(self._inputs) if at not in aside}
         found: dict[int, torch.Tensor | None] = {}
         try:
@@ -49,7 +49,9 @@ class StreamedSums:
             backward(outputs, gradients, retain_graph=keeps_graph, inputs=self._inputs)
         finally:
             for at, streamed in self._streamed.items():
-                found[at] = streamed.take_made(aside[at])
+                found[at] = self._inputs[at].grad
+                if aside[at].gradient is not None:
+                    streamed.exchange(aside[at])
             for at, before in others.items():
                 found[at], self._inputs[at].grad = self._inputs[at].grad, before
         self._made = {at: found[at] for at in self._streamed}
@@ -57,7 +59,10 @@ class StreamedSums:
 
     def add_up(self) -> None:
         """Sums what the last pass has made of streamed weights, in place."""
-        self._links.add_up([made for made in self._made.values() if made is not None])
+        with torch.no_grad():
+            # One by one: what is summed is on the card beside it.
+            for made in (each for each in self._made.values() if each is not None):
+                made.copy_(self._links.sums([made])[0])
 
     def hand_over(self) -> None:
         """Adds it to the gradients that the parameters have."""
