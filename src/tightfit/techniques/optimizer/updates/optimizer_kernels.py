@@ -4,7 +4,7 @@ A fused kernel needs the step counters in float32 on the device of the parameter
 the flags and devices of a plain run, and loading a checkpoint does not reset the flags.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeGuard
 
 import torch
@@ -70,16 +70,33 @@ def check_kernel(
                 )
 
 
-def set_kernel(
-    session: Session, optimizer: torch.optim.Optimizer, kernel: Kernel, *, has_states_of_ours: bool = False
+def set_kernels(
+    session: Session, optimizers: Sequence[torch.optim.Optimizer], kernel: Kernel, *, has_states_of_ours: bool = False
 ) -> None:
-    """Switches `optimizer` to `kernel` until the session is undone; call `check_kernel` first. A step that `kernel` would not do as the optimizer's own
-    implementation is left to that. `has_states_of_ours`: its states are tensors of ours, which lie in memory row by row.
+    """Switches `optimizers` to `kernel` until the session is undone; call `check_kernel` first. A step that `kernel` would not do as the optimizer's own
+    implementation is left to that. `has_states_of_ours`: their states are tensors of ours, which lie in memory row by row.
     """
-    flags = _FLAGS[kernel]
+    # Of all before any is switched: an optimizer that steps by another one, as SAM is written, has the groups of that.
+    before = [_flags_of(optimizer, kernel) for optimizer in optimizers]
+    for optimizer, flags in zip(optimizers, before, strict=True):
+        _set_kernel(session, optimizer, kernel, flags, has_states_of_ours=has_states_of_ours)
+
+
+def _flags_of(optimizer: torch.optim.Optimizer, kernel: Kernel) -> list[dict[str, Any]]:
     # `defaults` too: a group that is added later takes its flags from there.
     holders: list[dict[str, Any]] = [optimizer.defaults, *optimizer.param_groups]
-    before = [{name: holder[name] for name in flags if name in holder} for holder in holders]
+    return [{name: holder[name] for name in _FLAGS[kernel] if name in holder} for holder in holders]
+
+
+def _set_kernel(
+    session: Session,
+    optimizer: torch.optim.Optimizer,
+    kernel: Kernel,
+    before: list[dict[str, Any]],
+    *,
+    has_states_of_ours: bool,
+) -> None:
+    flags = _FLAGS[kernel]
     was_fused = any(flags_before.get("fused") for flags_before in before)
     unscales = getattr(optimizer, _STEP_UNSCALES, False)
 
