@@ -71,6 +71,21 @@ def test_an_optimizer_that_steps_by_another_one_and_has_its_groups_saves_what_a_
     assert around.param_groups[0]["fused"] is plain[0][0]["fused"]
 
 
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]])
+def test_an_optimizer_of_two_models_saves_what_a_plain_run_does(order):
+    block = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.Adam(block.parameters())
+    plain = copy.deepcopy(optimizer.state_dict()["param_groups"])
+    sessions = [Session(model=model, optimizers=[optimizer]) for model in (block, torch.nn.Sequential(block))]
+    for session, kernel in zip(sessions, ("fused", "for-loop"), strict=True):
+        OptimizerKernel().apply(session, [choice("optimizer_kernel", kernel=kernel)])
+    assert optimizer.state_dict()["param_groups"] == plain
+    for number in order:
+        sessions[number].undo()
+        assert optimizer.state_dict()["param_groups"] == plain
+    assert optimizer.param_groups[0]["fused"] is plain[0]["fused"]
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
 def test_copies_have_the_flags_of_a_plain_run(copied):
     plain = train().optimizer

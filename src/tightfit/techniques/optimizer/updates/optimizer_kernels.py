@@ -4,6 +4,7 @@ A fused kernel needs the step counters in float32 on the device of the parameter
 the flags and devices of a plain run, and loading a checkpoint does not reset the flags.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeGuard
 
@@ -12,6 +13,7 @@ import torch
 from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.lazy_tensor import LazyTensor
 from tightfit.techniques.session import Session
+from tightfit.torch_hooks.weak_references import WeakTable
 
 UPDATED_ON_HOST = frozenset({"Adam", "AdamW", "SGD", "Adagrad"})
 """The classes of torch.optim that have a fused implementation for the host's processor (aten/src/ATen/native/cpu/FusedAdamKernel.cpp and beside it)."""
@@ -38,6 +40,19 @@ _FLAGS: dict[Kernel, dict[str, bool]] = {
     "foreach": {"fused": False, "foreach": True},
     "for-loop": {"fused": False, "foreach": False},
 }
+
+_NAMES = ("fused", "foreach")
+
+
+@dataclasses.dataclass(slots=True)
+class _Switched:
+    """The flags of a plain run, and a token for each session that has switched an optimizer: one model may be made of parts of another, and both are called."""
+
+    before: list[dict[str, Any]]
+    by: set[object] = dataclasses.field(default_factory=set)
+
+
+_SWITCHED: WeakTable[torch.optim.Optimizer, _Switched] = WeakTable()
 
 
 def check_kernel(
@@ -77,15 +92,18 @@ def set_kernels(
     implementation is left to that. `has_states_of_ours`: their states are tensors of ours, which lie in memory row by row.
     """
     # Of all before any is switched: an optimizer that steps by another one, as SAM is written, has the groups of that.
-    before = [_flags_of(optimizer, kernel) for optimizer in optimizers]
+    before = [_flags_of(optimizer) for optimizer in optimizers]
     for optimizer, flags in zip(optimizers, before, strict=True):
         _set_kernel(session, optimizer, kernel, flags, has_states_of_ours=has_states_of_ours)
 
 
-def _flags_of(optimizer: torch.optim.Optimizer, kernel: Kernel) -> list[dict[str, Any]]:
-    # `defaults` too: a group that is added later takes its flags from there.
+def _flags_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The flags of a plain run, of `defaults` and each group. `defaults` too: a group that is added later takes its flags from there."""
+    switched = _SWITCHED.get(optimizer)
+    if switched is not None and switched.by:
+        return switched.before
     holders: list[dict[str, Any]] = [optimizer.defaults, *optimizer.param_groups]
-    return [{name: holder[name] for name in _FLAGS[kernel] if name in holder} for holder in holders]
+    return [{name: holder[name] for name in _NAMES if name in holder} for holder in holders]
 
 
 def _set_kernel(
@@ -97,6 +115,11 @@ def _set_kernel(
     has_states_of_ours: bool,
 ) -> None:
     flags = _FLAGS[kernel]
+    switched = _SWITCHED.get(optimizer)
+    if switched is None or not switched.by:
+        switched = _SWITCHED[optimizer] = _Switched(before)
+    token = object()
+    switched.by.add(token)
     was_fused = any(flags_before.get("fused") for flags_before in before)
     unscales = getattr(optimizer, _STEP_UNSCALES, False)
 
@@ -135,6 +158,7 @@ def _set_kernel(
     def undo() -> None:
         for index, holder in enumerate((optimizer.defaults, *optimizer.param_groups)):
             as_before(holder, index)
+        switched.by.discard(token)
         _place_counts(optimizer, beside_parameters=was_fused)
         if unscales:
             setattr(optimizer, _STEP_UNSCALES, True)
