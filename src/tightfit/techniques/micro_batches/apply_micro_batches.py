@@ -53,6 +53,15 @@ def apply_micro_batches(session: Session, chosen: Sequence[ChosenOption]) -> Non
     if loop:
         split_step(session, loop, num_parts, allows_randomness=may_draw, counted=counted, refuse=refuse)
         return
+
+    verdict, notes = session.verdict, session.notes
+
+    def take_back(why: str) -> None:
+        verdict.take_back(_NAME)
+        note = f"micro_batches ran a later batch whole: {why.removesuffix('; leave micro_batches out')}"
+        if note not in notes:
+            notes.append(note)
+
     split = SplitForward(
         model,
         num_parts,
@@ -61,6 +70,7 @@ def apply_micro_batches(session: Session, chosen: Sequence[ChosenOption]) -> Non
         refuse=refuse,
         check_steps=session.check_steps,
         notes=session.notes,
+        take_back=take_back,
     )
     session.wrap_forward(model, split)
     watch_inputs_of_backward(session)

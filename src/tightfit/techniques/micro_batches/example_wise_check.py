@@ -147,6 +147,16 @@ class BatchProofs:
         found = [] if self._before is None else differences(self._before, self._state.snapshot(self._owner()))
         return str(found[0]) if found else ""
 
+    def put_back(self) -> str:
+        """Puts the model's state back to that of when `of` was called; the first change that stays, in words, or nothing."""
+        if self._before is None:
+            return ""
+        told = self.changed()
+        if not told or self._before.gone():
+            return told
+        restore(self._before)
+        return self.changed()
+
     def changes_from_now(self) -> Callable[[], str]:
         """A function that says in words what of the model's state has changed since now, but for the random states of all; nothing where nothing has."""
         before = self._state.snapshot(self._owner(), is_kept=True)

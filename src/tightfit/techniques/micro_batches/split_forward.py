@@ -21,6 +21,7 @@ from tightfit.effects.ambient import modes_of_program
 from tightfit.effects.call_trails import operators_at
 from tightfit.effects.graph_shapes import graph_shape
 from tightfit.effects.outside_calls import without_outside_calls
+from tightfit.effects.random_states import TorchRandom
 from tightfit.effects.reads import Reads
 from tightfit.effects.values.fingerprints import paused
 from tightfit.effects.values.shared_memory import OneMemory
@@ -67,7 +68,7 @@ class SplitForward:
     """The wrapper around a root's forward; at most `num_parts` parts, `allows_randomness` as in `LossWatch`. `counted` is called once per part.
 
     `batch_of` makes the batch from the arguments, `scaled` is the scaling of the `GradScaler` that scales the loss outside. Proofs and comparisons
-    run inside of `unseen()`. `forget` is called where parts that have run are run once more. `of_loop` are attributes of the model that the training loop sets for itself. `refuse` makes the error to raise; `check_steps` batches are compared by value. It refers to the model weakly, and a
+    run inside of `unseen()`. `take_back` is called with the reason where a later batch runs whole, and takes back that it was refused. `forget` is called where parts that have run are run once more. `of_loop` are attributes of the model that the training loop sets for itself. `refuse` makes the error to raise; `check_steps` batches are compared by value. It refers to the model weakly, and a
     copy of the model gets a copy of it.
     """
 
@@ -87,6 +88,7 @@ class SplitForward:
         of_loop: Collection[str] = (),
         notes: list[str] | None = None,
         elsewhere: PartsElsewhere | None = None,
+        take_back: Callable[[str], None] | None = None,
     ) -> None:
         self._model = weakref.ref(model)
         self._num_parts = num_parts
@@ -108,6 +110,10 @@ class SplitForward:
             repeats=RepeatedProofs("micro_batches", [] if notes is None else notes),
         )
         self._is_checked = False
+        self._take_back = take_back
+        self._has_joined = False
+        # The random states before the first part, until its backward pass begins.
+        self._at_first_part: TorchRandom | None = None
         self._checks_left = check_steps
         # On a card the graph is walked in the first steps alone.
         self._runs_again = False
@@ -147,14 +153,29 @@ class SplitForward:
         try:
             return self._in_parts(forward, args, kwargs)
         except ApplyError as error:
-            raise self._refuse(str(error)) from None
+            if not self._may_run_whole(error):
+                # The program may swallow it: no later batch takes back that one.
+                self._take_back = None
+                raise self._refuse(str(error)) from None
+        return forward(*args, **kwargs)
+
+    def _may_run_whole(self, error: ApplyError) -> bool:
+        """Whether a batch that cannot be split may run whole: if others have been trained on, and its first part has left nothing behind."""
+        is_own = error.technique in ("", "micro_batches")
+        if not (is_own and self._take_back is not None and self._has_joined and self._at_first_part is not None):
+            return False
+        if self._proofs.put_back():
+            return False
+        self._at_first_part.put()
+        self._take_back(str(error))
+        return True
 
     # torch.compile would take apart the proofs as well: in a model that was compiled as a whole the parts run as they are written.
     @torch._disable_dynamo
     def _in_parts(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._memory is not None and self._memory.is_any_written():
             raise self._refuse(f"{WRITTEN}, and micro_batches has copies; leave it out")
-        self._memory = None
+        self._memory = self._at_first_part = None
         batch = self._batch_of(args, kwargs)
         if not batch.num_examples:
             # There is nothing to hold, and a mean of nothing is what torch says.
@@ -172,6 +193,7 @@ class SplitForward:
             no_steps(self._refuse),
         ):
             checks_before = self._checks_left
+            self._at_first_part = TorchRandom.now() if self._take_back is not None and self._has_joined else None
             sums, outputs = self._run_led(forward, batch, aside)
             if not torch.is_grad_enabled():
                 raise self._refuse(
@@ -189,6 +211,7 @@ class SplitForward:
         self.end_forward()
         joined = outputs.joined(sums, aside.parameters)
         self._memory = sums.memory
+        self._has_joined = True
         return joined
 
     def end_forward(self) -> None:
@@ -295,6 +318,7 @@ class SplitForward:
         is_walked = batch.device.type == "cpu" or self._checks_left or not has_values(*aside.parameters)
         if is_walked:
             sums.saved.add(loss, self.model, [*aside.parameters, *batch.tensors()])
+        self._at_first_part = None
         # As a program runs `backward` outside of its autocast context. `inputs=` keeps the pass from
         # accumulating into anything but the trained parameters.
         with torch.autocast(batch.device.type, enabled=False), of_a_part():
