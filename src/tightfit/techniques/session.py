@@ -73,11 +73,6 @@ class Verdict(OnlyHere):
         if self.failure is not None:
             raise self.error() from self.failure
 
-    def take_back(self, technique: str) -> None:
-        """Clears a refusal by `technique`, which has found another way: what was refused runs as in a plain run."""
-        if self.failure is not None and self.failure.technique == technique:
-            self.failure = None
-
     def forget(self) -> None:
         """Clears the refusal."""
         self.failure = None

@@ -29,7 +29,7 @@ from tightfit.effects.values.value_checks import has_values, nothing_hidden
 from tightfit.errors import ApplyError, TightfitError
 from tightfit.techniques.lazy_tensors.code_in_graphs import CodeInGraph
 from tightfit.techniques.micro_batches.batches import AbstractBatch, Batch
-from tightfit.techniques.micro_batches.example_wise_check import BatchProofs
+from tightfit.techniques.micro_batches.example_wise_check import BatchProofs, Proved
 from tightfit.techniques.micro_batches.led_parts import DecidesOtherwise, values_read
 from tightfit.techniques.micro_batches.loss_means import Decision, LossWatch
 from tightfit.techniques.micro_batches.saved_by_parts import Unchanged
@@ -68,7 +68,7 @@ class SplitForward:
     """The wrapper around a root's forward; at most `num_parts` parts, `allows_randomness` as in `LossWatch`. `counted` is called once per part.
 
     `batch_of` makes the batch from the arguments, `scaled` is the scaling of the `GradScaler` that scales the loss outside. Proofs and comparisons
-    run inside of `unseen()`. `take_back` is called with the reason where a later batch runs whole, and takes back that it was refused. `forget` is called where parts that have run are run once more. `of_loop` are attributes of the model that the training loop sets for itself. `refuse` makes the error to raise; `check_steps` batches are compared by value. It refers to the model weakly, and a
+    run inside of `unseen()`. `takes_back` is called before each batch, and gives what takes back that it was refused, with the reason, where it runs whole after all. `forget` is called where parts that have run are run once more. `of_loop` are attributes of the model that the training loop sets for itself. `refuse` makes the error to raise; `check_steps` batches are compared by value. It refers to the model weakly, and a
     copy of the model gets a copy of it.
     """
 
@@ -88,7 +88,7 @@ class SplitForward:
         of_loop: Collection[str] = (),
         notes: list[str] | None = None,
         elsewhere: PartsElsewhere | None = None,
-        take_back: Callable[[str], None] | None = None,
+        takes_back: Callable[[], Callable[[str], None] | None] = lambda: None,
     ) -> None:
         self._model = weakref.ref(model)
         self._num_parts = num_parts
@@ -110,7 +110,7 @@ class SplitForward:
             repeats=RepeatedProofs("micro_batches", [] if notes is None else notes),
         )
         self._is_checked = False
-        self._take_back = take_back
+        self._takes_back = takes_back
         self._has_joined = False
         # The random states before the first part, until its backward pass begins.
         self._at_first_part: TorchRandom | None = None
@@ -150,24 +150,30 @@ class SplitForward:
             return forward(*args, **kwargs)
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
             return forward(*args, **kwargs)
+        take_back = self._takes_back()
         try:
             return self._in_parts(forward, args, kwargs)
         except ApplyError as error:
-            if not self._may_run_whole(error):
-                # The program may swallow it: no later batch takes back that one.
-                self._take_back = None
+            if not self._may_run_whole(error, take_back):
                 raise self._refuse(str(error)) from None
         return forward(*args, **kwargs)
 
-    def _may_run_whole(self, error: ApplyError) -> bool:
+    def _known_proof(
+        self, batch: AbstractBatch, parts: Sequence[tuple[int, int]], *, may_run_whole: bool
+    ) -> Proved | None:
+        """The proof for such a batch, if there is one; and notes the random states before a first part that may be taken back. In a trace it is refused: the
+        next plan is made without."""
+        may_be = may_run_whole and self._has_joined
+        self._at_first_part = TorchRandom.now() if may_be and has_values(*self.model.parameters()) else None
+        return self._proofs.of(batch, parts)
+
+    def _may_run_whole(self, error: ApplyError, take_back: Callable[[str], None] | None) -> bool:
         """Whether a batch that cannot be split may run whole: if others have been trained on, and its first part has left nothing behind."""
         is_own = error.technique in ("", "micro_batches")
-        if not (is_own and self._take_back is not None and self._has_joined and self._at_first_part is not None):
-            return False
-        if self._proofs.put_back():
+        if not is_own or take_back is None or self._at_first_part is None or self._proofs.put_back():
             return False
         self._at_first_part.put()
-        self._take_back(str(error))
+        take_back(str(error))
         return True
 
     # torch.compile would take apart the proofs as well: in a model that was compiled as a whole the parts run as they are written.
@@ -193,7 +199,6 @@ class SplitForward:
             no_steps(self._refuse),
         ):
             checks_before = self._checks_left
-            self._at_first_part = TorchRandom.now() if self._take_back is not None and self._has_joined else None
             sums, outputs = self._run_led(forward, batch, aside)
             if not torch.is_grad_enabled():
                 raise self._refuse(
@@ -254,7 +259,7 @@ class SplitForward:
         spends(HostWork.MICRO_BATCHED_MODULE, num_modules)
         sums, outputs = Sums(1.0 if self._scaled is None else self._scaled(one)), Outputs(refuse=self._refuse)
         parts = list(batch.parts(self._num_parts))
-        proved = self._proofs.of(batch, parts)
+        proved = self._known_proof(batch, parts, may_run_whole=not led)
         decisions: list[Any] | None = None
         for number, (begin, end) in enumerate(batch.own_parts(self._num_parts)):
             args, kwargs = batch.part(begin, end)
