@@ -104,8 +104,9 @@ def made() -> tuple[Tiny, torch.optim.AdamW]:
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-def applied(model: nn.Module, optimizer: torch.optim.Optimizer) -> Session:
-    return apply_choices([choice_of(each) for each in (*activations(model), OPTIMIZER)], model, [optimizer])
+def applied(model: nn.Module, optimizer: torch.optim.Optimizer, disk_bytes: int = MIB) -> Session:
+    states = on_disk("optimizer_offload", "optimizer", least_elements=1, disk_bytes=disk_bytes)
+    return apply_choices([choice_of(each) for each in (*activations(model), states)], model, [optimizer])
 
 
 def slab_of(optimizer: torch.optim.Optimizer) -> DiskSlab:
@@ -145,26 +146,30 @@ def test_hundreds_of_steps_grow_nothing() -> None:
     assert len(os.listdir("/proc/self/fd")) < before
 
 
-def test_states_that_cannot_be_written_are_kept_and_the_next_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "num_steps"), [("pwritev", 2), ("posix_fallocate", 0)])
+def test_states_that_cannot_be_written_are_kept_and_the_next_step_is_refused(
+    name: str, num_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     (plain, plain_optimizer), (model, optimizer) = made(), made()
-    session = applied(model, optimizer)
-    trained(model, optimizer, 2)
+    session = applied(model, optimizer, disk_bytes=MIB if num_steps else PAGE_BYTES)
+    trained(model, optimizer, num_steps)
     model(torch.randn(8, 16, generator=torch.Generator().manual_seed(2))).square().mean().backward()
     with monkeypatch.context() as patch:
-        patch.setattr(os, "pwritev", broken)
+        patch.setattr(os, name, broken)
         optimizer.step()
     optimizer.zero_grad()
-    trained(plain, plain_optimizer, 3)
+    trained(plain, plain_optimizer, num_steps)
+    trained(plain, plain_optimizer, 1, first=2)
     # The step is complete, and so is a checkpoint.
     assert same(plain, model)
     for state, expected in zip(
         optimizer.state_dict()["state"].values(), plain_optimizer.state_dict()["state"].values(), strict=True
     ):
         assert all(torch.equal(state[name], value) for name, value in expected.items())
-    with pytest.raises(ApplyError, match=r"optimizer states could not be written .*No space left.*nothing is lost"):
+    with pytest.raises(ApplyError, match=r"optimizer states could not be written .*No space left.*not lost"):
         trained(model, optimizer, 1, first=3)
     session.undo()
     optimizer.zero_grad()

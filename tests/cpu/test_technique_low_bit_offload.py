@@ -79,6 +79,21 @@ def test_it_trains_as_the_plain_run_does_and_comes_back(way: str, kind: Any) -> 
     assert step(model, optimizers[1], 121) == pytest.approx(step(plain, optimizers[0], 121), rel=0.1)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_small_parameters_train_by_less_than_their_last_bit_too(kind: Any) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64))
+    optimizer = kind(model.parameters(), lr=1e-4)
+    session = applied(model, optimizer, **WAYS["8-bit, master"])
+    for _ in range(20):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    assert bool(optimizer.state_dict()["state"]) == (kind is torch.optim.AdamW)
+    session.undo()
+    # In bfloat16 alone it would still be 1: its last bit there is 2 ** -8.
+    assert model[1].weight.mean().item() == pytest.approx(1 - 20e-4, abs=1e-4)
+
+
 @pytest.mark.parametrize(
     ("way", "bytes_each"), [("8-bit", 2 * (1 + 4 / 256)), ("bf16", 4.0), ("8-bit, master", 3 + 8 / 256)]
 )

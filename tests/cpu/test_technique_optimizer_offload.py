@@ -200,6 +200,24 @@ def test_the_next_states_are_on_their_way_while_a_parameter_is_updated(monkeypat
     assert seen == [0] * 6 + [4, 4, 2, 2, 0, 0]
 
 
+@pytest.mark.parametrize("more", [{}, {"in_backward": True, "clips": False}, {"executor": "host"}])
+def test_a_momentum_of_sparse_gradients_stays_where_it_is(more: dict[str, Any]) -> None:
+    weights = []
+    for is_offloaded in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(80, 64, sparse=True), nn.Linear(64, 64))
+        optimizer = OPTIMIZERS["momentum"](model.parameters())
+        if is_offloaded:
+            offloaded(model, optimizer, **more)
+        for number in range(3):
+            model(torch.arange(number, 40)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+    assert lazy(optimizer) == 1
+
+
 def test_what_was_brought_for_an_update_that_does_not_come_is_dropped() -> None:
     plain, model = model_of(), model_of()
     optimizers = [OPTIMIZERS["AdamW"](each.parameters()) for each in (plain, model)]

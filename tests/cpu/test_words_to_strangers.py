@@ -10,7 +10,7 @@ import pytest
 
 from tightfit import estimate
 from tightfit.cli.main import run
-from tightfit.errors import ProgramError, UsageError
+from tightfit.errors import CaptureError, ProgramError, UsageError
 from tightfit.fit.planning import allowed
 
 STEPS = """
@@ -96,3 +96,11 @@ def test_a_folder_for_post_mortems_is_made_and_one_that_cannot_be_is_refused(
     assert folder.is_dir()
     assert run(["run", "--guard", "--post-mortems", str(tmp_path / "a" / "b"), str(script)]) == 2
     assert "/a/b: No such file or directory" in capsys.readouterr().err
+
+
+def test_a_program_that_takes_no_step_without_standard_input_is_told_of_it(tmp_path: Path) -> None:
+    script = tmp_path / "lines.py"
+    lines = "".join(f"    {line}\n" for line in STEPS.strip().splitlines())
+    script.write_text(f"import sys\nfor line in sys.stdin:\n{lines}")
+    with pytest.raises(CaptureError, match=r"ended without a step: .*; a trace has no standard input: "):
+        estimate(str(script), "RTX 4090")

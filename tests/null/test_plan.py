@@ -214,3 +214,25 @@ def test_a_choice_has_its_fields_alone(changes: dict[str, object], says: str) ->
     choice = {"technique": "a", "where": "b", "settings": {}, "saves_bytes": 1, "adds_seconds": 0.0, "exact": True}
     with pytest.raises(PlanError, match=re.escape(says)):
         Plan.from_json({**a_plan().to_json(), "choices": [{**choice, **changes}]})
+
+
+@pytest.mark.parametrize(
+    ("gib", "seconds", "said"),
+    [
+        (
+            14.7,
+            0.3,
+            "A poor trade: a step takes 3.0 times as long, for 2.0% less memory (307.2 MiB): look at the other suggestions first.",
+        ),
+        (
+            15,
+            0.2,
+            "A poor trade: a step takes 2.0 times as long, for no less memory: look at the other suggestions first.",
+        ),
+        (9.5, 0.2, ""),  # a third of the memory for twice the time
+        (14.9, 0.11, ""),  # little of either
+    ],
+)
+def test_a_plan_that_takes_much_time_for_little_memory_says_so(gib: float, seconds: float, said: str) -> None:
+    found = [s for s in sentences(a_plan(run=run(gib, seconds))) if "poor trade" in s]
+    assert found == ([said] if said else [])

@@ -148,6 +148,7 @@ def test_a_replay_with_less_than_the_recording_begins_with_says_so(
             None,
             "--budget 7GiB is more than a process can have of NVIDIA GeForce RTX 4060 beside the 3.00",
         ),
+        ("80", None, None, "--budget 80 has no unit; read as 80 GiB, it is more than a process can have of NVIDIA"),
         ("4GiB", "3GiB", "4GiB", ""),
         ("100%", None, "100%", ""),
     ],
@@ -156,4 +157,23 @@ def test_a_budget_larger_than_the_card_is_the_card_and_said(
     budget: str, used: str | int | None, taken: str | None, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert budget_on(budget, CARD, used) == taken
-    assert capsys.readouterr().err.startswith(f"tightfit: {said}" if said else "")
+    err = capsys.readouterr().err
+    assert err.startswith(f"tightfit: {said}" if said else "") and err.count("\n") == bool(said)
+
+
+@pytest.mark.parametrize("option", ["--budget", "--used", "--host"])
+def test_a_size_of_two_words_is_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "train.py", option, "400", "MiB", "--device", "4060"]) == 2
+    assert capsys.readouterr().err == f"tightfit: {option} 400 MiB: a size is one word, {option} 400MiB\n"
+
+
+def test_a_second_program_is_said_to_be_an_argument_of_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.py", "b.py"):
+        Path(name).touch()
+    run(["estimate", "a.py", "b.py", "--device", "no such card"])
+    assert "b.py is an argument of a.py: estimate takes one program" in capsys.readouterr().err
+    run(["estimate", "a.py", "--device", "no such card", "--", "b.py"])
+    assert "is an argument" not in capsys.readouterr().err

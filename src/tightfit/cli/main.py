@@ -15,6 +15,7 @@ from pathlib import Path
 from cyclopts import App, CycloptsError, Group, Parameter, UnknownOptionError, UnusedCliTokensError
 
 from tightfit import __version__
+from tightfit.cli.arguments.typed_words import check_words
 from tightfit.errors import ProgramError, TightfitError, UsageError
 from tightfit.errors.faults import internal_error
 
@@ -89,6 +90,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     # Only before --: what follows belongs to the user's script.
     is_debug = _DEBUG in words[:end]
     try:
+        check_words(words[:end])
         result = app([*_own_words(words[:end]), *words[end:]], exit_on_error=False, print_error=False)
         # Here, where a closed pipe can be caught, and not when the interpreter shuts down.
         sys.stdout.flush()

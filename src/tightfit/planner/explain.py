@@ -15,6 +15,9 @@ from tightfit.units import GIB, MINUS, format_bytes, format_seconds
 
 # Beyond that share "optimal" is said with what the prediction is off by.
 _MAX_OFF = 0.05
+# A step that is that much longer, and longer by that many times the share of memory that is saved: checkpointing of every block takes a third
+# more time for half of the memory.
+_SLOW, _POOR = 0.5, 5.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +97,7 @@ def sentences(plan: Plan) -> Iterator[str]:
         f"The plain run needs {format_bytes(plain.peak.device_bytes)}, the planned run {format_bytes(run.peak.device_bytes)}; "
         f"time per step: {format_seconds(run.seconds_per_step)} instead of {format_seconds(plain.seconds_per_step)} ({_percent(slower)})."
     )
+    yield from _poor_trade(plan)
     yield f"Peak: predicted {format_bytes(plan.promised_bytes)}, simulated {format_bytes(run.peak.device_bytes)}."
     yield from _margin(plan)
     if plan.fits:
@@ -101,6 +105,26 @@ def sentences(plan: Plan) -> Iterator[str]:
     if plan.exact:
         yield _proof(plan)
     yield from _more_memory(plan)
+
+
+def poor_trade(plan: Plan) -> str:
+    """What a plan costs that takes much time for little memory: `a poor trade: ...`; empty for others."""
+    plain, run = plan.baseline, plan.run
+    if not (plan.has_planned_run and plain.seconds_per_step and plain.peak.device_bytes):
+        return ""
+    times = run.seconds_per_step / plain.seconds_per_step
+    saved = plain.peak.device_bytes - run.peak.device_bytes
+    share = saved / plain.peak.device_bytes
+    if times - 1 < max(_SLOW, _POOR * share):
+        return ""
+    less = f"{share:.1%} less memory ({format_bytes(saved)})" if saved > 0 else "no less memory"
+    return f"a poor trade: a step takes {times:.1f} times as long, for {less}"
+
+
+def _poor_trade(plan: Plan) -> Iterator[str]:
+    if poor := poor_trade(plan):
+        others = ": look at the other suggestions first" if plan.advice else ""
+        yield f"{poor[0].upper()}{poor[1:]}{others or ', and a smaller batch may cost less'}."
 
 
 def _optimality(plan: Plan) -> str:

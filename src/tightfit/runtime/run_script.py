@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tightfit.capture.targets.target_kinds import Script, run_script
 from tightfit.errors import ApplyError, TightfitError, apply_error, forget_apply_errors
 from tightfit.errors.faults import noted
-from tightfit.planner.explain import groups, verdict
+from tightfit.planner.explain import groups, poor_trade, verdict
 from tightfit.planner.plan import Plan
 from tightfit.torch_hooks import manifest
 from tightfit.units import format_bytes, format_seconds
@@ -148,7 +148,7 @@ def put_on(plan: Plan, models: list[str]) -> list[str]:
 
 
 def figures(plan: Plan) -> list[str]:
-    """Two lines: the predicted memory and the predicted time per step of the planned run; one where it is not known."""
+    """The predicted memory and the predicted time per step of the planned run, and whether that is a poor trade; one line where it is not known."""
     if plan.is_changed:
         return [verdict(plan)]
     peak, plain = plan.run.peak, plan.baseline
@@ -156,4 +156,5 @@ def figures(plan: Plan) -> list[str]:
     return [
         f"peak {format_bytes(peak.device_bytes)} (upper bound {format_bytes(peak.device_high_bytes)}) instead of {format_bytes(plain.peak.device_bytes)} on {plan.device}",
         f"estimated time per step {format_seconds(plan.run.seconds_per_step)} instead of {format_seconds(plain.seconds_per_step)} ({slower:+.1%})",
+        *([poor] if (poor := poor_trade(plan)) else []),
     ]

@@ -1,7 +1,8 @@
 """Copies between a card and the disk, beside the computation: threads move pieces through buffers of host memory, with a checksum of each.
 
-A storage stays on the card until all of it is on the disk. So nothing is lost where a write fails: it is copied to host memory instead, the step goes
-on, and `on_failure` is told. What does not come back as it was written is an error before anybody has seen a value of it.
+A storage stays on the card until all of it is on the disk. So it is not lost where a write fails: it is copied to host memory instead, the step goes
+on, and `on_failure` is told. A disk that fails may lose what it has reported as written before: of a direct write of which a part fails, ext4 writes the rest
+through the page cache, and reports it as written whatever becomes of it (`ext4_dio_write_iter`, fs/ext4/file.c of Linux). What does not come back as it was written is an error before anybody has seen a value of it.
 
 On the virtual GPU there is neither file nor thread: a stream of the disk's own has what is moved, and the computation waits for its events.
 """
@@ -17,6 +18,7 @@ from tightfit.engine.disk.disk_file import DiskFile
 from tightfit.engine.disk.disk_places import DiskPlace, OnDisk
 from tightfit.engine.disk.disk_slab import DiskSlab
 from tightfit.engine.disk.disk_threads import DiskThreads, Moving
+from tightfit.engine.disk.error_text import error_text
 from tightfit.engine.host_slab import host_bytes
 from tightfit.errors import ApplyError
 from tightfit.tape import CopyDirection
@@ -70,6 +72,9 @@ class DiskCopies(CopyEngine):
             self._finish(there)
             if there.rescued is not None:
                 return self._link.begin(there.rescued, target, to_host=False, held=held)
+        if to_host and isinstance(there, OnDisk) and there.rescued is not None:
+            self._tell(there.why_at_host)
+            return self._link.begin(source, there.rescued, to_host=True, held=held)
         tensor = source if to_host else target
         moving = self._threads.move(tensor, there, to_disk=to_host, held=held)
         if isinstance(there, OnDisk) and to_host:
@@ -91,7 +96,7 @@ class DiskCopies(CopyEngine):
             error = self._threads.error_of(moving) and self._threads.read_here(moving)
             if error is not None:
                 raise self._on_failure(
-                    f"could not be read back from the disk of {self._folder} as they were written ({error}){self._lost}"
+                    f"could not be read back from the disk of {self._folder} as they were written ({error_text(error)}){self._lost}"
                 ) from error
 
     def finish(self, ticket: Ticket) -> None:
@@ -114,11 +119,14 @@ class DiskCopies(CopyEngine):
         if error is not None:
             there.rescued = host_bytes(there.num_bytes)
             self._link.move(moving.tensor, there.rescued, to_host=True, after=self._link.mark())
-            self._on_failure(
-                f"could not be written to the disk of {self._folder} ({error}). They are in host memory instead, and nothing is lost: "
-                "save a checkpoint, and choose another folder with --disk-folder, or plan without --disk"
-            )
+            self._tell(error_text(error))
         there.writing = None
+
+    def _tell(self, why: str) -> None:
+        self._on_failure(
+            f"could not be written to the disk of {self._folder} ({why}). They are in host memory instead, and not lost: "
+            "save a checkpoint, and choose another folder with --disk-folder, or plan without --disk"
+        )
 
 
 @final

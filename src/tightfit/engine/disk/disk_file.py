@@ -13,6 +13,7 @@ import tempfile
 from tightfit.capture.processes.process_role import is_proof
 from tightfit.engine.descriptors import Descriptor, close_gone
 from tightfit.engine.disk.disk_sizes import PAGE_BYTES, in_pages
+from tightfit.engine.disk.error_text import error_text
 from tightfit.errors import ApplyError
 from tightfit.units import format_bytes
 
@@ -38,7 +39,7 @@ class DiskFile:
             descriptor, self.is_direct = _opened(self.folder)
         except OSError as error:
             raise _refusal(
-                f"no file can be written in {self.folder} ({error.strerror}); choose another folder with --disk-folder"
+                f"no file can be written in {self.folder} ({error_text(error)}); choose another folder with --disk-folder"
             ) from error
         self._open = Descriptor(descriptor)
         self.extend(in_pages(num_bytes))
@@ -48,7 +49,7 @@ class DiskFile:
                 self.is_direct = False
         except OSError as error:
             raise _refusal(
-                f"the disk of {self.folder} fails ({error.strerror}); choose another folder with --disk-folder, or plan without --disk"
+                f"the disk of {self.folder} fails ({error_text(error)}); choose another folder with --disk-folder, or plan without --disk"
             ) from error
 
     @property
@@ -73,12 +74,12 @@ class DiskFile:
         except OSError as error:
             if error.errno not in _FULL:
                 raise _refusal(
-                    f"no file of {format_bytes(num_bytes)} can be made in {self.folder} ({error.strerror})"
+                    f"no file of {format_bytes(num_bytes)} can be made in {self.folder} ({error_text(error)})"
                 ) from error
             # What was allocated of it before the disk was full.
             os.ftruncate(self.descriptor, self.num_bytes)
             raise _refusal(
-                f"the disk of {self.folder} has no {format_bytes(num_bytes)} left ({error.strerror}); "
+                f"the disk of {self.folder} has no {format_bytes(num_bytes)} left ({error_text(error)}); "
                 "choose a folder on another disk with --disk-folder, or plan with a smaller --disk"
             ) from error
         self.num_bytes += num_bytes
@@ -139,7 +140,9 @@ class DiskFile:
                 prot=mmap.PROT_READ | mmap.PROT_WRITE,
             )
         except OSError as error:
-            raise _refusal(f"a file of {format_bytes(self.num_bytes)} cannot be mapped ({error.strerror})") from error
+            raise _refusal(
+                f"a file of {format_bytes(self.num_bytes)} cannot be mapped ({error_text(error)})"
+            ) from error
 
     def _moved(self, num_bytes: int, what: str) -> int:
         # Past the page cache the next call begins at a page again, and moves the rest of this one once more.

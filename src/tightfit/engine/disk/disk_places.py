@@ -50,7 +50,7 @@ class OnDisk(DiskPlace):
     """`num_bytes` from `begin` on in `file`.
 
     `checksums` has one for each piece that was written, `writing` is what is under way to it. `rescued` has the bytes in host memory, uint8, of shape
-    (num_bytes,), where they could not be written.
+    (num_bytes,), where they could not be written, or are not to be, for the reason `why_at_host`.
     """
 
     file: "DiskFile | VirtualFile"
@@ -59,6 +59,7 @@ class OnDisk(DiskPlace):
     checksums: list[int] = dataclasses.field(default_factory=list)
     writing: "Moving | None" = None
     rescued: torch.Tensor | None = None
+    why_at_host: str = ""
 
     def __len__(self) -> int:
         return self.num_bytes

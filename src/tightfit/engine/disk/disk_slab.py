@@ -16,8 +16,10 @@ from tightfit.capture.processes.process_role import is_simulated
 from tightfit.engine.disk.disk_file import DiskFile
 from tightfit.engine.disk.disk_places import HostBuffer, OnDisk
 from tightfit.engine.disk.disk_sizes import PAGE_BYTES, in_pages, num_buffers_of, piece_bytes_of
+from tightfit.engine.disk.error_text import error_text
 from tightfit.engine.free_ranges import FreeRanges
-from tightfit.engine.host_slab import HostSlab
+from tightfit.engine.host_slab import HostSlab, host_bytes
+from tightfit.errors import ApplyError
 
 if TYPE_CHECKING:
     from tightfit.capture.observe.disk_traffic import VirtualFile
@@ -75,6 +77,15 @@ class DiskSlab:
         note_death = self._returned.append
         self._handed_out[weakref.ref(part, note_death)] = place
         return part
+
+    def take_or_keep(self, num_bytes: int) -> DiskPart:
+        """A part as `take` hands it out, or one that is in host memory where the disk is full, for what must not be lost."""
+        try:
+            return self.take(num_bytes)
+        except ApplyError as error:
+            why = error_text(error.__cause__ or error)
+            place = OnDisk(file=self.file, begin=0, num_bytes=num_bytes, rescued=host_bytes(num_bytes), why_at_host=why)
+            return DiskPart(bytes=place, slab=self)
 
     def mapped(self, part: DiskPart) -> torch.Tensor:
         """A part that has been written, and will not be again, as memory; uint8, of shape (num_bytes,). What is written there does not go to the file."""

@@ -15,6 +15,7 @@ from tightfit.engine.disk.disk_file import DiskFile
 from tightfit.engine.disk.disk_places import InMemoryOfFile
 from tightfit.engine.disk.disk_sizes import in_pages
 from tightfit.engine.disk.disk_slab import DiskPart, DiskSlab
+from tightfit.engine.disk.error_text import error_text
 from tightfit.engine.disk.file_mappings import FileMappings, FileRange, MappedFile
 from tightfit.errors import ApplyError
 
@@ -55,7 +56,7 @@ class WeightFiles:
                 self.slab.file.flush()
         except OSError as error:
             raise ApplyError(
-                f"weights could not be written to the disk of {self._folder} ({error}); choose another folder with --disk-folder, or plan without --disk"
+                f"weights could not be written to the disk of {self._folder} ({error_text(error)}); choose another folder with --disk-folder, or plan without --disk"
             ) from error
         memory = self.slab.mapped(part)
         return PartOfFile(bytes=memory, source=InMemoryOfFile(memory=memory, written=part.bytes), held=part)

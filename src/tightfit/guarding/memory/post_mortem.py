@@ -91,8 +91,11 @@ def write_post_mortem(
         "tried": list(tried),
         "devices": {device: {"tensor_bytes": dict(kinds)} for device, kinds in held.items()},
         "largest_tensors": _largest_tensors(),
-        # The ladder, as it was predicted: a plan whose peak is above what was free could not help.
-        "plans": [{"predicted_device_bytes": plan.run.peak.device_bytes, "device": plan.device} for plan in plans],
+        # The ladder, as it was predicted: a plan whose peak is above what was free could not help. That of changed choices is not known.
+        "plans": [
+            {"predicted_device_bytes": None if plan.is_changed else plan.run.peak.device_bytes, "device": plan.device}
+            for plan in plans
+        ],
         "what_would_have_fitted": _command(),
     }
     if requested := _REQUESTED.search(str(error)):

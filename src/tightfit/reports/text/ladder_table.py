@@ -25,6 +25,8 @@ def ladder_text(plans: Sequence[Plan], paths: Sequence[Path], *, target: str) ->
         counts = Counter(choice.technique for choice in plan.choices)
         chosen = ", ".join(name if count == 1 else f"{count} x {name}" for name, count in counts.items())
         peak, seconds = format_bytes(plan.run.peak.device_bytes), format_seconds(plan.run.seconds_per_step)
+        if plan.is_changed:
+            peak = seconds = "not known"
         lines.append(f"  {path!s:{width}}  {peak:>10}  {seconds:>8} per step  {chosen or 'no changes'}")
     if target.endswith(".py"):
         first, *others = (str(path) for path in paths)

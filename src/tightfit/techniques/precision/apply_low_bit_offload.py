@@ -75,5 +75,7 @@ def _without_residuals(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> 
     states = {
         index: {name: value for name, value in state.items() if name != RESIDUAL}
         for index, state in state_dict["state"].items()
+        # Of an optimizer without states (SGD's) there is nothing else.
+        if set(state) != {RESIDUAL}
     }
     return {**state_dict, "state": states}

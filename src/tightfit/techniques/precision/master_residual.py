@@ -90,23 +90,24 @@ class MasterUpdate:
         self._step(beside(optimizer, [{**optimizer.param_groups[group], "params": [value]}], states))
         value.grad = None
         parameter.copy_(value)
-        if value.numel() >= MIN_NUMBERS:
-            residual = residual_of(value, parameter.detach(), self._rounded.generator(value.device))
-            states[value][RESIDUAL] = residual
-            self._bits[parameter] = sum_of_bits(parameter)
-        if value in states:
-            optimizer.state[parameter] = states[value]
+        # Of small ones too: the scales of a normalisation, which are near 1, would never change by less than half of their last bit, 0.2 or 0.4 %.
+        residual = residual_of(value, parameter.detach(), self._rounded.generator(value.device))
+        states[value][RESIDUAL] = residual
+        self._bits[parameter] = sum_of_bits(parameter)
+        optimizer.state[parameter] = states[value]
 
 
 @final
 class MasterCodec(AbstractCodec):
-    """Residuals as they are, and all else by `inner`."""
+    """Residuals of large parameters as they are, and all else by `inner`."""
 
     def __init__(self, inner: AbstractCodec) -> None:
         self._inner = inner
 
     def takes(self, name: str, shape: torch.Size) -> bool:
-        return name == RESIDUAL or self._inner.takes(name, shape)
+        if name == RESIDUAL:
+            return shape.numel() >= MIN_NUMBERS
+        return self._inner.takes(name, shape)
 
     def encode(self, name: str, value: torch.Tensor) -> Encoded:
         if name != RESIDUAL:

@@ -76,7 +76,8 @@ class HostCodec(AbstractCodec):
         if not is_dense(value):
             value = value.contiguous()
         flat = flat_bytes(value)
-        part = self.slab.take(len(flat))
+        # The step that this is a part of goes on.
+        part = self.slab.take_or_keep(len(flat)) if isinstance(self.slab, DiskSlab) else self.slab.take(len(flat))
         self._leaving.append(self.copies.begin(flat, part.bytes, to_host=True, held=(part,)))
         self._num_begun += 1
         # What is on disk is no tensor.

@@ -259,6 +259,8 @@ class EncodedStates:
             isinstance(value, torch.Tensor)
             and not isinstance(value, LazyTensor)
             and not is_traceable_wrapper_subclass(value)
+            # SGD's momentum of sparse gradients is sparse.
+            and value.layout == torch.strided
             # Step counters are states too, of one element.
             and value.shape == parameter.shape
             and (self._only is None or parameter in self._only)
