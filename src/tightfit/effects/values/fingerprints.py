@@ -100,8 +100,9 @@ def _fill(tensor: Any) -> None:
     plain = _unwrapped(tensor)
     if type(plain) in _WITH_STORAGE and plain.layout is torch.strided and not plain.is_meta:
         # Through the storage: the tensor's version stays what it is.
+        storage: Any = plain.untyped_storage()
         with _disable_current_modes():
-            plain.untyped_storage().fill_(0)
+            storage.fill_(0)
 
 
 def _targets(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[int]:

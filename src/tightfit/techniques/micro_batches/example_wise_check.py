@@ -147,16 +147,6 @@ class BatchProofs:
         found = [] if self._before is None else differences(self._before, self._state.snapshot(self._owner()))
         return str(found[0]) if found else ""
 
-    def put_back(self) -> str:
-        """Puts the model's state back to that of when `of` was called; the first change that stays, in words, or nothing."""
-        if self._before is None:
-            return ""
-        told = self.changed()
-        if not told or self._before.gone():
-            return told
-        restore(self._before)
-        return self.changed()
-
     def changes_from_now(self) -> Callable[[], str]:
         """A function that says in words what of the model's state has changed since now, but for the random states of all; nothing where nothing has."""
         before = self._state.snapshot(self._owner(), is_kept=True)
@@ -339,6 +329,15 @@ def _judged(proof: FollowedRun, model: torch.nn.Module) -> Proved:
         if key != loss_key and isinstance(value, torch.Tensor) and _has_rows(proof.flow, value):
             joined.add(key)
     return Proved(joined=frozenset(joined), means=state.means)
+
+
+def put_back(proofs: BatchProofs) -> str:
+    """Puts the model's state back to that of when `proofs.of` was called; the first change that stays, in words, or nothing."""
+    before, told = proofs._before, proofs.changed()
+    if before is None or not told or before.gone():
+        return told
+    restore(before)
+    return proofs.changed()
 
 
 def _is_changed(model: torch.nn.Module, before: Snapshot, now: Snapshot) -> bool:

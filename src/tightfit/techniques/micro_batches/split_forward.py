@@ -21,7 +21,6 @@ from tightfit.effects.ambient import modes_of_program
 from tightfit.effects.call_trails import operators_at
 from tightfit.effects.graph_shapes import graph_shape
 from tightfit.effects.outside_calls import without_outside_calls
-from tightfit.effects.random_states import TorchRandom
 from tightfit.effects.reads import Reads
 from tightfit.effects.values.fingerprints import paused
 from tightfit.effects.values.shared_memory import OneMemory
@@ -29,11 +28,12 @@ from tightfit.effects.values.value_checks import has_values, nothing_hidden
 from tightfit.errors import ApplyError, TightfitError
 from tightfit.techniques.lazy_tensors.code_in_graphs import CodeInGraph
 from tightfit.techniques.micro_batches.batches import AbstractBatch, Batch
-from tightfit.techniques.micro_batches.example_wise_check import BatchProofs, Proved
+from tightfit.techniques.micro_batches.example_wise_check import BatchProofs, put_back
 from tightfit.techniques.micro_batches.led_parts import DecidesOtherwise, values_read
 from tightfit.techniques.micro_batches.loss_means import Decision, LossWatch
 from tightfit.techniques.micro_batches.saved_by_parts import Unchanged
 from tightfit.techniques.micro_batches.split_outputs import WRITTEN, Outputs, Sums, find_loss
+from tightfit.techniques.micro_batches.whole_batches import TakeBack, WholeBatches
 from tightfit.techniques.wrappers.first_order import Refuse, are_transforms_active
 from tightfit.techniques.wrappers.repeated_proofs import RepeatedProofs
 from tightfit.techniques.wrappers.traced_calls import is_looked_at
@@ -68,7 +68,7 @@ class SplitForward:
     """The wrapper around a root's forward; at most `num_parts` parts, `allows_randomness` as in `LossWatch`. `counted` is called once per part.
 
     `batch_of` makes the batch from the arguments, `scaled` is the scaling of the `GradScaler` that scales the loss outside. Proofs and comparisons
-    run inside of `unseen()`. `takes_back` is called before each batch, and gives what takes back that it was refused, with the reason, where it runs whole after all. `forget` is called where parts that have run are run once more. `of_loop` are attributes of the model that the training loop sets for itself. `refuse` makes the error to raise; `check_steps` batches are compared by value. It refers to the model weakly, and a
+    run inside of `unseen()`. `takes_back` is as in `WholeBatches`. `forget` is called where parts that have run are run once more. `of_loop` are attributes of the model that the training loop sets for itself. `refuse` makes the error to raise; `check_steps` batches are compared by value. It refers to the model weakly, and a
     copy of the model gets a copy of it.
     """
 
@@ -88,7 +88,7 @@ class SplitForward:
         of_loop: Collection[str] = (),
         notes: list[str] | None = None,
         elsewhere: PartsElsewhere | None = None,
-        takes_back: Callable[[], Callable[[str], None] | None] = lambda: None,
+        takes_back: Callable[[], TakeBack] | None = None,
     ) -> None:
         self._model = weakref.ref(model)
         self._num_parts = num_parts
@@ -109,11 +109,7 @@ class SplitForward:
             of_loop=of_loop,
             repeats=RepeatedProofs("micro_batches", [] if notes is None else notes),
         )
-        self._is_checked = False
-        self._takes_back = takes_back
-        self._has_joined = False
-        # The random states before the first part, until its backward pass begins.
-        self._at_first_part: TorchRandom | None = None
+        self._whole = WholeBatches(takes_back)
         self._checks_left = check_steps
         # On a card the graph is walked in the first steps alone.
         self._runs_again = False
@@ -150,44 +146,26 @@ class SplitForward:
             return forward(*args, **kwargs)
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
             return forward(*args, **kwargs)
-        take_back = self._takes_back()
         try:
             return self._in_parts(forward, args, kwargs)
         except ApplyError as error:
-            if not self._may_run_whole(error, take_back):
+            if not self._whole.may_run(error, lambda: put_back(self._proofs)):
                 raise self._refuse(str(error)) from None
         return forward(*args, **kwargs)
-
-    def _known_proof(
-        self, batch: AbstractBatch, parts: Sequence[tuple[int, int]], *, may_run_whole: bool
-    ) -> Proved | None:
-        """The proof for such a batch, if there is one; and notes the random states before a first part that may be taken back. In a trace it is refused: the
-        next plan is made without."""
-        may_be = may_run_whole and self._has_joined
-        self._at_first_part = TorchRandom.now() if may_be and has_values(*self.model.parameters()) else None
-        return self._proofs.of(batch, parts)
-
-    def _may_run_whole(self, error: ApplyError, take_back: Callable[[str], None] | None) -> bool:
-        """Whether a batch that cannot be split may run whole: if others have been trained on, and its first part has left nothing behind."""
-        is_own = error.technique in ("", "micro_batches")
-        if not is_own or take_back is None or self._at_first_part is None or self._proofs.put_back():
-            return False
-        self._at_first_part.put()
-        take_back(str(error))
-        return True
 
     # torch.compile would take apart the proofs as well: in a model that was compiled as a whole the parts run as they are written.
     @torch._disable_dynamo
     def _in_parts(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._memory is not None and self._memory.is_any_written():
             raise self._refuse(f"{WRITTEN}, and micro_batches has copies; leave it out")
-        self._memory = self._at_first_part = None
+        self._memory = None
+        self._whole.begin()
         batch = self._batch_of(args, kwargs)
         if not batch.num_examples:
             # There is nothing to hold, and a mean of nothing is what torch says.
             return forward(*args, **kwargs)
         # The last batch of an epoch may be one example; only a run that begins with one has nothing to split.
-        if batch.num_examples < 2 and not self._is_checked:
+        if batch.num_examples < 2 and not self._whole.has_split:
             raise self._refuse("the batch has one example, which cannot be split; leave micro_batches out")
         if self._scaled is None:
             _refuse_float16(batch.device)
@@ -216,7 +194,7 @@ class SplitForward:
         self.end_forward()
         joined = outputs.joined(sums, aside.parameters)
         self._memory = sums.memory
-        self._has_joined = True
+        self._whole.has_split = True
         return joined
 
     def end_forward(self) -> None:
@@ -259,7 +237,8 @@ class SplitForward:
         spends(HostWork.MICRO_BATCHED_MODULE, num_modules)
         sums, outputs = Sums(1.0 if self._scaled is None else self._scaled(one)), Outputs(refuse=self._refuse)
         parts = list(batch.parts(self._num_parts))
-        proved = self._known_proof(batch, parts, may_run_whole=not led)
+        proved = self._proofs.of(batch, parts)
+        self._whole.begin_parts(self.model.parameters(), are_led=bool(led))
         decisions: list[Any] | None = None
         for number, (begin, end) in enumerate(batch.own_parts(self._num_parts)):
             args, kwargs = batch.part(begin, end)
@@ -311,7 +290,6 @@ class SplitForward:
                 self._checks_left -= 1
                 with looking(self._refuse), self._unseen(), paused(), nothing_hidden(self.model):
                     self._check(forward, batch, proved.means, led)
-            self._is_checked = True
         _refuse_other_shares(sums, self._refuse)
         return sums, outputs, decisions or ()
 
@@ -323,7 +301,7 @@ class SplitForward:
         is_walked = batch.device.type == "cpu" or self._checks_left or not has_values(*aside.parameters)
         if is_walked:
             sums.saved.add(loss, self.model, [*aside.parameters, *batch.tensors()])
-        self._at_first_part = None
+        self._whole.begin_backward()
         # As a program runs `backward` outside of its autocast context. `inputs=` keeps the pass from
         # accumulating into anything but the trained parameters.
         with torch.autocast(batch.device.type, enabled=False), of_a_part():
