@@ -6,6 +6,7 @@ A gradient that something else refers to (a flat buffer, a hook that keeps it), 
 """
 
 import dataclasses
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -52,6 +53,23 @@ class _Leaving:
     ticket: Ticket
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SetAside:
+    """A gradient that is not its parameter's at the time, and its memory at the host; or none."""
+
+    gradient: torch.Tensor | None = None
+    away: torch.Tensor | None = None
+
+
+_STREAMED: "WeakTable[torch.Tensor, weakref.ref[StreamedGradient]]" = WeakTable()
+
+
+def streamed_gradient_of(parameter: torch.Tensor) -> "StreamedGradient | None":
+    """What has the gradient of a parameter at the host; None where it is on the card."""
+    found = _STREAMED.get(parameter)
+    return None if found is None else found()
+
+
 class StreamedGradient:
     """The gradient of `parameter`, of at most `num_bytes`, which are taken from `slab`."""
 
@@ -66,6 +84,7 @@ class StreamedGradient:
         self._leaving: _Leaving | None = None
         # A gradient that backward passes add to returns to where it lay: what the program has of it (a view, an array) is of that memory.
         self._homes = WeakTable[torch.Tensor, _Home]()
+        _STREAMED[parameter] = weakref.ref(self)
 
     @property
     def is_leaving(self) -> bool:
@@ -117,8 +136,16 @@ class StreamedGradient:
         assert at_host is not None
         _switch(self._parameter, gradient, on_card)
         self._away = None
-        self._homes[gradient] = _Home(at_host=at_host, checksum=_checksum(at_host) if self._is_held(at_host) else None)
+        self._homes[gradient] = _Home(
+            at_host=at_host, checksum=_checksum(at_host) if _is_held(at_host, self._memory) else None
+        )
         return moved + gradient.nbytes
+
+    def exchange(self, other: "SetAside") -> "SetAside":
+        """Puts another gradient in the place of the parameter's; the one that was there. No copy may be under way."""
+        before = SetAside(gradient=self._parameter.grad, away=self._away)
+        self._parameter.grad, self._away = other.gradient, other.away
+        return before
 
     def twin(self) -> torch.Tensor | None:
         """Its bytes at the host as a tensor there, where it is away."""
@@ -142,14 +169,6 @@ class StreamedGradient:
         away = self._away
         return away is not None and away.untyped_storage()._cdata == gradient.untyped_storage()._cdata
 
-    def _is_held(self, at_host: torch.Tensor) -> bool:
-        """Whether the program has something that lies in this memory, which its gradient has just left."""
-        if is_simulated():
-            return False
-        storage = at_host.untyped_storage()
-        ours = _USES_OF_OURS + (storage._cdata == self._memory.untyped_storage()._cdata)
-        return STORAGE_USES.call(storage._cdata) > ours
-
     def _memory_for(self, gradient: torch.Tensor) -> torch.Tensor:
         """Memory at the host that nobody refers to, as the gradient lies in its own."""
         self._away = None
@@ -167,6 +186,15 @@ class StreamedGradient:
             is_pinned = self._device.type == "cuda" and not is_simulated()
             memory = seen_from(self._device, host_bytes(num_bytes, is_pinned=is_pinned))
         return _shaped(memory[:num_bytes], gradient.dtype, gradient.shape, gradient.stride())
+
+
+def _is_held(at_host: torch.Tensor, memory: torch.Tensor) -> bool:
+    """Whether the program has something that lies at the host where a gradient has just left, which may be `memory`, its own."""
+    if is_simulated():
+        return False
+    storage = at_host.untyped_storage()
+    ours = _USES_OF_OURS + (storage._cdata == memory.untyped_storage()._cdata)
+    return STORAGE_USES.call(storage._cdata) > ours
 
 
 def _gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
