@@ -77,6 +77,7 @@ class ShardedStates:
     def _of_others(self) -> list[torch.Tensor]:
         """The parameters that the step of this rank leaves alone."""
         optimizer = self._optimizer()
+        assert optimizer is not None
         owners = self.owners()
         self._group.agree("an optimizer's step", {
             "the optimizer that steps": number_of(type(optimizer).__name__),
