@@ -116,9 +116,13 @@ def batch(
 
 
 def workload(
-    num_chunks: int = 0, gradients_in: str = "forward", dtype: str = "float32", loss: str = "flat"
+    num_chunks: int = 0,
+    gradients_in: str = "forward",
+    dtype: str = "float32",
+    loss: str = "flat",
+    evaluates: bool = False,
 ) -> Iterator[torch.Tensor]:
-    """`Plain` with many classes on the virtual GPU, in chunks if `num_chunks` is given."""
+    """`Plain` with many classes on the virtual GPU, in chunks if `num_chunks` is given; `evaluates`: it is called without gradients behind each step."""
     model = Plain(loss, vocabulary=30011, width=256).to(getattr(torch, dtype)).cuda()
     optimizer = torch.optim.AdamW(model.parameters())
     if num_chunks:
@@ -130,6 +134,9 @@ def workload(
         value.backward()
         optimizer.step()
         optimizer.zero_grad()
+        if evaluates:
+            with torch.no_grad():
+                model(tokens[:1].cuda(), targets[:1].cuda())
         yield value
 
 

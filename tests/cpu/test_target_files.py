@@ -116,6 +116,7 @@ def test_a_checkpoint_is_known_by_its_content(folder: Path) -> None:
     ("name", "said"),
     [
         ("python", "leave out python"),
+        ("train.py --epochs 1", "as in train.py -- --epochs 1"),
         (".", "has no config.json"),
         ("", "the name of the target is empty"),
         ("package/train.py/", "leave out the last character"),

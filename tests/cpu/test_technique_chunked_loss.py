@@ -273,6 +273,15 @@ def test_more_chunks_save_more_and_the_backward_pass_costs_a_product_more():
     assert options[4, "backward"].seconds > options[4, "forward"].seconds
 
 
+def test_an_evaluation_behind_the_step_is_no_part_of_the_loss():
+    alone, with_evaluation = (
+        {tuple(o.settings.values()): o for o in ChunkedLoss().options(Profile(tape, find(DEVICE)))}
+        for tape in (_traced(), _traced(evaluates=True))
+    )
+    for key, option in alone.items():
+        assert with_evaluation[key].seconds == pytest.approx(option.seconds, rel=0.02)
+
+
 def test_a_small_head_is_not_offered():
     assert list(ChunkedLoss().options(Profile(_traced("classifier"), find(DEVICE)))) == []
 

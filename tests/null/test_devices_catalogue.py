@@ -70,7 +70,22 @@ def test_names_as_people_write_them(query: str, name: str) -> None:
     assert find(query).name == name
 
 
-@pytest.mark.parametrize("query", ["", "rtx", "nvidia", "4091", "A100 24GB", "quantum 9000"])
+@pytest.mark.parametrize(
+    "query",
+    [
+        "",
+        "rtx",
+        "nvidia",
+        "4091",
+        "A100 24GB",
+        "quantum 9000",
+        "3080 12GB",
+        "3060 8GB",
+        "4060 16GB",
+        "1080",
+        "4090,3090",
+    ],
+)
 def test_an_unknown_name_is_refused_in_one_line(query: str) -> None:
     with pytest.raises(UnknownDevice) as caught:
         find(query)

@@ -148,6 +148,7 @@ def test_a_replay_with_less_than_the_recording_begins_with_says_so(
             None,
             "--budget 7GiB is more than a process can have of NVIDIA GeForce RTX 4060 beside the 3.00",
         ),
+        ("80", None, None, "--budget 80 has no unit; read as 80 GiB, it is more than a process can have of NVIDIA"),
         ("4GiB", "3GiB", "4GiB", ""),
         ("100%", None, "100%", ""),
     ],
@@ -156,7 +157,8 @@ def test_a_budget_larger_than_the_card_is_the_card_and_said(
     budget: str, used: str | int | None, taken: str | None, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert budget_on(budget, CARD, used) == taken
-    assert capsys.readouterr().err.startswith(f"tightfit: {said}" if said else "")
+    err = capsys.readouterr().err
+    assert err.startswith(f"tightfit: {said}" if said else "") and err.count("\n") == bool(said)
 
 
 @pytest.mark.parametrize("option", ["--budget", "--used", "--host"])

@@ -158,7 +158,9 @@ def _backward(tape: Tape, names: list[str], product: int, loss: int) -> tuple[in
         return None
     again = np.flatnonzero(operators.phase[begin:] == Phase.FORWARD)
     end = begin + int(again[0]) if len(again) else len(names)
-    own = [i for i in range(begin, end) if operators.module[i] == operators.module[product]]
+    # An evaluation behind the step calls the module too.
+    is_own = (operators.module[begin:end] == operators.module[product]) & (operators.phase[begin:end] == Phase.BACKWARD)
+    own = (np.flatnonzero(is_own) + begin).tolist()
     return (begin, own[-1] + 1) if own else None
 
 

@@ -27,6 +27,8 @@ _MAKERS |= {"gpu", "gpus", "graphics", "card", "generation", "edition", "series"
 # "80 GB", "80G" and "80GiB" become one word; the look-arounds leave "h100g" and other model names alone.
 _SIZE = re.compile(r"(?<![a-z0-9])(\d+)\s*g(?:i?b)?(?![a-z0-9])")
 _WORD = re.compile(r"\d+gb|\d+|[a-z]+")
+# Another card than the one without the word: a "3080 12GB" is no 3080 Ti.
+_VARIANTS = frozenset({"ti", "super", "laptop"})
 # Of the names that an unknown one is answered with: how many, and how alike at least (two names with nothing in common have up to 0.5).
 _NUM_NEAREST = 4
 # Letters that are typed for digits, within or beside a number: "4O60", "A10O".
@@ -70,9 +72,11 @@ def find(text: str | os.PathLike[str]) -> Device:
         # Without a number a query such as "rtx" or "ti" would match half of the catalogue.
         if any(word[0].isdigit() for word in query):
             for device in all_devices():
-                if query <= _all_words(device):
+                if query <= _all_words(device) and not words(device.name) & _VARIANTS - query:
                     return device
     nearest = _HOW_TO_NAME if _TORCH_NAME.fullmatch(str(text)) else _nearest(str(text))
+    if "," in str(text):
+        nearest = "give --device once for each GPU"
     raise UnknownDevice(f"no GPU is called '{text}'; {nearest} (all of them: tightfit devices)")
 
 

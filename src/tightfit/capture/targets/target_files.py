@@ -53,11 +53,16 @@ def _named_instead(function: FunctionType) -> str:
 
 
 def refuse_launcher(text: str) -> None:
-    """Refuses what starts a script.
+    """Refuses what starts a script, and a script with its arguments in one word.
 
     Raises:
         UsageError: `text` is one; the line says what to give instead.
     """
+    script, _, arguments = text.partition(" ")
+    if arguments and script.endswith(".py") and not Path(text).exists():
+        raise UsageError(
+            f"'{text}' is one word: give the script, and its own arguments after --, as in {script} -- {arguments}"
+        )
     if text not in _LAUNCHERS or Path(text).exists():
         return
     processes = "" if text.startswith("python") else "; --gpus 2 traces one of two processes"

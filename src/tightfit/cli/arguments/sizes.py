@@ -19,6 +19,14 @@ def with_unit(option: str, text: str) -> str:
     Raises:
         UsageError: it is no size; the message names the option.
     """
+    _check(option, text)
+    if not lacks_unit(text):
+        return text
+    sys.stderr.write(f"tightfit: {option} {text} has no unit; read as {text.strip()} GiB\n")
+    return f"{text.strip()}GiB"
+
+
+def _check(option: str, text: str) -> None:
     if text.startswith("--"):
         raise UsageError(f"{option} needs a size, such as {option} 22GiB")
     try:
@@ -26,10 +34,6 @@ def with_unit(option: str, text: str) -> str:
         parse(text, whole_bytes=GIB)
     except UsageError as error:
         raise UsageError(f"{option}: {error}") from None
-    if not lacks_unit(text):
-        return text
-    sys.stderr.write(f"tightfit: {option} {text} has no unit; read as {text.strip()} GiB\n")
-    return f"{text.strip()}GiB"
 
 
 def budget_on(budget: str, device: str, used: str | int | None = None) -> str | None:
@@ -38,14 +42,16 @@ def budget_on(budget: str, device: str, used: str | int | None = None) -> str | 
     Raises:
         UsageError: it is no size, or there is no such GPU.
     """
-    text, card = with_unit("--budget", budget), find(device)
+    _check("--budget", budget)
+    card = find(device)
     held = used if isinstance(used, int) else 0 if used is None else parse(used, whole_bytes=card.capacity_bytes)
     room = card.capacity_bytes - held
     # A card that others fill is refused later, with its figures.
-    if text.endswith("%") or room <= 0 or parse(text) <= room:
-        return text
+    if budget.strip().endswith("%") or room <= 0 or parse(budget) <= room:
+        return with_unit("--budget", budget)
     beside = f" beside the {format_bytes(held)} of others" if held else ""
+    read = f" has no unit; read as {budget.strip()} GiB, it" if lacks_unit(budget) else ""
     sys.stderr.write(
-        f"tightfit: --budget {budget} is more than a process can have of {card.name}{beside}: {format_bytes(room)} are planned for\n"
+        f"tightfit: --budget {budget}{read} is more than a process can have of {card.name}{beside}: {format_bytes(room)} are planned for\n"
     )
     return None

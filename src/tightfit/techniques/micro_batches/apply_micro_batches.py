@@ -1,7 +1,7 @@
 """Puts `micro_batches` on live objects: see `tightfit.techniques.micro_batches.micro_batches` for what it is and where it comes from."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -53,6 +53,20 @@ def apply_micro_batches(session: Session, chosen: Sequence[ChosenOption]) -> Non
     if loop:
         split_step(session, loop, num_parts, allows_randomness=may_draw, counted=counted, refuse=refuse)
         return
+
+    verdict, notes = session.verdict, session.notes
+
+    def takes_back() -> Callable[[str], None]:
+        failure = verdict.failure
+
+        def take_back(why: str) -> None:
+            verdict.failure = failure
+            note = f"micro_batches ran a later batch whole: {why.removesuffix('; leave micro_batches out')}"
+            if note not in notes:
+                notes.append(note)
+
+        return take_back
+
     split = SplitForward(
         model,
         num_parts,
@@ -61,6 +75,7 @@ def apply_micro_batches(session: Session, chosen: Sequence[ChosenOption]) -> Non
         refuse=refuse,
         check_steps=session.check_steps,
         notes=session.notes,
+        takes_back=takes_back,
     )
     session.wrap_forward(model, split)
     watch_inputs_of_backward(session)

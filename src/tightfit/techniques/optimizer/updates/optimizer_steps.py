@@ -146,7 +146,8 @@ class Innermost:
         """The arguments of the step, with a closure that runs `update` when all hooks before the step are through."""
         # Gradients that a step has left hidden were those of a step that was interrupted.
         self._hidden.clear()
-        self._num_states = len(optimizer.state)
+        # Of a table that is refused to the program (`ranks/sharded`) too.
+        self._num_states = dict.__len__(optimizer.state)
         _check_types(optimizer, "plan without what updates each parameter apart")
         if not _has_torchs_step(optimizer):
             # A step of the program's may take no closure, or do something else with one.
