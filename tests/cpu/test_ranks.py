@@ -54,6 +54,7 @@ REFUSED = {
     "data_by_the_process": "the batch must be the same on all ranks, and rank 1",
     "weights_by_the_process": "the weights must be the same on all ranks",
     "rate_by_the_process": "the weights must be the same on all ranks",
+    "rate_by_the_process_that_has_the_states": "the optimizer's settings (a learning rate) must be the same on all ranks, and rank 1",
     "targets_by_the_process": "what the loss makes of the model's outputs",
     "fewer_steps_on_one": "rank 0 is at a forward pass, rank 1 at the end of the script",
     "skips_a_step_on_one": "rank 0 is at a backward pass, rank 1 at a forward pass",

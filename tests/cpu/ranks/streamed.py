@@ -84,6 +84,26 @@ def streamed_with_scaled_losses() -> Any:
     return result_of(model)
 
 
+@program(streamed=STREAMED, shards_states=True)
+def streamed_with_weights_in_the_loss() -> Any:
+    """Weights have a gradient from outside of the model too, and the model is called twice for one backward pass; a momentum that is read, weights that are averaged in place."""
+    model = Blocks()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    before = [p.detach().clone() for p in model.parameters()]
+    losses = []
+    for x, y in data(4, 7):
+        optimizer.zero_grad()
+        penalty = sum((p - own).pow(2).sum() for p, own in zip(model.parameters(), before, strict=True))
+        loss = _loss(model, x, y) + _loss(model, x.flip(0), y) + 0.1 * penalty
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            for p, own in zip(model.parameters(), before, strict=True):
+                p.lerp_(own, 0.25)
+        losses.append(loss)
+    return result_of(model, losses=losses)
+
+
 @program(streamed=STREAMED)
 def streamed_and_copied() -> Any:
     """A copy of the model, which is trained by hand, and a block that is replaced."""

@@ -76,10 +76,12 @@ class StreamedGradient:
     def __init__(self, parameter: torch.Tensor, num_bytes: int, slab: HostSlab, device: torch.device) -> None:
         self._parameter = parameter
         self._device = device
-        self._num_bytes = num_bytes
         self._part = slab.take(num_bytes)
         # Whether the program still holds the last gradient is asked of its storage.
         self._memory = seen_from(device, self._part.with_storage())
+        # For the gradient of a pass that is made beside the parameter's own: pinning memory anew for each pass takes longer than the pass.
+        self._beside: torch.Tensor | None = None
+        self._is_aside = False
         self._away: torch.Tensor | None = None
         self._leaving: _Leaving | None = None
         # A gradient that backward passes add to returns to where it lay: what the program has of it (a view, an array) is of that memory.
@@ -144,6 +146,7 @@ class StreamedGradient:
     def exchange(self, other: "SetAside") -> "SetAside":
         """Puts another gradient in the place of the parameter's; the one that was there. No copy may be under way."""
         before = SetAside(gradient=self._parameter.grad, away=self._away)
+        self._is_aside = before.gradient is not None and other.gradient is None
         self._parameter.grad, self._away = other.gradient, other.away
         return before
 
@@ -179,13 +182,21 @@ class StreamedGradient:
                     "a gradient was written to through a view of it while a backward pass added to it on the card; leave trained_weight_streaming out"
                 )
             return home.at_host
-        memory = self._memory
         num_bytes = gradient.untyped_storage().nbytes()
-        is_free = is_simulated() or STORAGE_USES.call(memory.untyped_storage()._cdata) == _USES_OF_OURS
-        if not is_free or num_bytes > self._num_bytes:
+        memory = next((each for each in (self._memory, self._beside) if _is_free(each, num_bytes)), None)
+        if memory is None:
             is_pinned = self._device.type == "cuda" and not is_simulated()
             memory = seen_from(self._device, host_bytes(num_bytes, is_pinned=is_pinned))
+            if self._is_aside:
+                self._beside = memory
         return _shaped(memory[:num_bytes], gradient.dtype, gradient.shape, gradient.stride())
+
+
+def _is_free(memory: torch.Tensor | None, num_bytes: int) -> bool:
+    """Whether nobody refers to memory of ours that is large enough."""
+    if memory is None or num_bytes > len(memory):
+        return False
+    return is_simulated() or STORAGE_USES.call(memory.untyped_storage()._cdata) == _USES_OF_OURS
 
 
 def _is_held(at_host: torch.Tensor, memory: torch.Tensor) -> bool:
