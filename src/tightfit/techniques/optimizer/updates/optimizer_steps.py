@@ -38,7 +38,7 @@ def check_separable(optimizer: torch.optim.Optimizer, technique: str) -> None:
             f"{kind.__name__}(differentiable=True) cannot be stepped apart; leave {technique} out of the plan"
         )
     _check_types(optimizer, f"leave {technique} out of the plan")
-    if _overlap(p for group in optimizer.param_groups for p in group["params"]):
+    if overlap(p for group in optimizer.param_groups for p in group["params"]):
         raise ApplyError(
             f"two parameters of the {kind.__name__} share memory, and cannot be updated apart; leave {technique} out of the plan"
         )
@@ -80,7 +80,7 @@ def _innermost(step: Any) -> Any:
     return step
 
 
-def _overlap(parameters: Iterable[torch.Tensor]) -> bool:
+def overlap(parameters: Iterable[torch.Tensor]) -> bool:
     """Whether two of them share a byte, as views of one buffer may; adjacent views do not."""
     ranges: dict[int, list[tuple[int, int]]] = {}
     for parameter in parameters:
