@@ -196,8 +196,7 @@ def _equal(one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> bo
 
 def _says_what(error: TightfitError) -> bool:
     return any(
-        word in str(error)
-        for word in ("nothing is lost", "is lost", "load the last checkpoint", "incomplete", "damaged")
+        word in str(error) for word in ("not lost", "is lost", "load the last checkpoint", "incomplete", "damaged")
     )
 
 

@@ -1,6 +1,7 @@
 """Layouts over many cards, from one trace of a program for one card."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from tightfit.devices.nodes import node_of
 from tightfit.errors import UsageError
 from tightfit.fit import capture
 from tightfit.fit.layout_planning import plan_layouts
+from tightfit.layouts.answers.layout_plan import LayoutPlan
 from tightfit.layouts.layout import Layout
 from tightfit.layouts.layout_search import LayoutSearch
 from tightfit.layouts.model.model_parts import ModelParts, model_parts
@@ -296,3 +298,23 @@ def test_a_batch_of_a_hundred_million_examples_is_searched_at_once(model: ModelP
     # A prime: each of its two divisors was looked for among all numbers, for every combination of degrees.
     assert {layout.dp for _, layout in search(model).candidates.of(8, 100_000_007)} == {1}
     assert {layout.dp for _, layout in search(model).candidates.of(8, 720_720)} == set(range(1, 9))
+
+
+def test_weights_are_streamed_where_nothing_faster_fits(tape: Tape) -> None:
+    def plan(budget: str) -> LayoutPlan:
+        return plan_layouts(tape, "H100", gpus=[2], budget=budget, export="tightfit").points[0]
+
+    fastest, nothing = plan("10GiB"), plan("1MiB")
+    assert fastest.best is not None
+    assert not fastest.best.layout.streams_weights
+    # Each with full recomputation.
+    sizes = [(each.layout.streams_weights, each.worst.total_bytes) for each in nothing.refused]
+    least = {streams: min(size for own, size in sizes if own is streams) for streams in (True, False)}
+    assert least[True] < least[False]
+    smaller = plan(f"{(least[True] + least[False]) // 2}B")
+    assert smaller.best is not None
+    assert smaller.best.layout.streams_weights
+    assert smaller.best.seconds.total > fastest.best.seconds.total
+    told = json.loads(smaller.exports[0].text)
+    assert told["streamed"]["blocks"] == [f"blocks.{n}" for n in range(LAYERS)]
+    assert "in host memory" in " ".join(smaller.exports[0].notes)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from tightfit.errors import ApplyError
+from tightfit.errors import ApplyError, apply_error, forget_apply_errors
 from tightfit.planner.plan import Choice
 from tightfit.runtime.apply import apply_choices
 
@@ -257,3 +257,56 @@ def test_moments_exported_without_a_copy_stay_the_moments() -> None:
 
     offloaded = {"host_bytes": 1 << 20, "window_bytes": 4096, "least_elements": 1}
     assert all(map(torch.equal, run(loop, ("optimizer_offload", "optimizer", offloaded)), run(loop)))
+
+
+def with_a_hook(model: Net, seen: list[Any]) -> Callable[[], Any]:
+    return model.f[0].weight.register_hook(lambda gradient: seen.append(len(gradient))).remove
+
+
+def with_dropout(model: Net, seen: list[Any]) -> Callable[[], Any]:
+    model.f[1] = nn.Dropout(0.5)
+    return lambda: setattr(model.f, "1", nn.GELU())
+
+
+def with_a_mean_over_tokens(model: Net, seen: list[Any]) -> Callable[[], Any]:
+    """Which counts its calls, too."""
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        model.f.num_calls = getattr(model.f, "num_calls", 0) + 1
+        return x - x.mean(1, keepdim=True)
+
+    model.f[1].forward = forward
+    return lambda: (seen.append(model.f.num_calls), vars(model.f[1]).pop("forward"))
+
+
+@pytest.mark.parametrize("change", [with_a_hook, with_dropout, with_a_mean_over_tokens])
+def test_tiles_run_whole_where_they_cannot_be_any_more(change: Callable[[Net, list[Any]], Callable[[], Any]]) -> None:
+    def trained(*choices: Any) -> tuple[list[torch.Tensor], list[Any]]:
+        seen: list[Any] = []
+
+        def loop(model: Net, optimizer: Optimizer) -> None:
+            for number in range(5):
+                back = change(model, seen) if number in (2, 3) else None
+                step(model, optimizer, 6)
+                back() if back is not None else None
+                seen.append(torch.rand(()).item())
+
+        return run(loop, *choices), seen
+
+    forget_apply_errors()
+    (weights, seen), (plain_weights, plain_seen) = trained(TILES), trained()
+    assert apply_error() is None
+    assert_near(weights, plain_weights)
+    assert seen == plain_seen
+
+
+def test_weights_from_elsewhere_are_not_run_in_tiles() -> None:
+    def loop(model: Net, optimizer: Optimizer) -> None:
+        step(model, optimizer, 6)
+        for _ in range(2):
+            fast = {name: p * 0.9 for name, p in model.named_parameters()}
+            optimizer.zero_grad()
+            torch.func.functional_call(model, fast, (torch.randn(4, 6, 8),)).square().mean().backward()
+            optimizer.step()
+
+    assert_near(run(loop, TILES), run(loop))

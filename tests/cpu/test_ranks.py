@@ -21,6 +21,7 @@ from tests.cpu.ranks import (  # noqa: F401 - enter their programs
     recomputed,
     refused,
     returned,
+    streamed,
 )
 from tests.cpu.ranks.programs import PROGRAMS
 from tests.forked_python import forked_python
@@ -53,11 +54,16 @@ REFUSED = {
     "data_by_the_process": "the batch must be the same on all ranks, and rank 1",
     "weights_by_the_process": "the weights must be the same on all ranks",
     "rate_by_the_process": "the weights must be the same on all ranks",
+    "rate_by_the_process_that_has_the_states": "the optimizer's settings (a learning rate) must be the same on all ranks, and rank 1",
     "targets_by_the_process": "what the loss makes of the model's outputs",
     "fewer_steps_on_one": "rank 0 is at a forward pass, rank 1 at the end of the script",
     "skips_a_step_on_one": "rank 0 is at a backward pass, rank 1 at a forward pass",
     "recomputed_with_a_buffer_that_changes": "Buffered.blocks.0 cannot be run a second time: since its forward Scaled.scale was written to",
     "recomputed_elsewhere": "the layout recomputes Blocks.blocks.7, which this Blocks does not have",
+    "streamed_with_a_hook_on_a_weight": "those of streamed weights are summed at the host after the backward pass",
+    "streamed_with_a_hook_after_a_gradient": "those of streamed weights are summed at the host after the backward pass",
+    "streamed_with_gradients_by_name": "the program asks for the gradients of some tensors by name",
+    "streamed_elsewhere": "the layout streams Blocks.blocks.7, which this Blocks does not have",
     "accumulated_with_its_loss_outside": "for which the model has to return its loss: the model returns no numbers (Tensor)",
     "accumulated_means_of_other_numbers": "of which one part of the batch has another share",
     "accumulated_with_weights_that_change": "a weight was changed between the forward and the backward pass",
@@ -167,6 +173,8 @@ def test_ranks_end_with_one_that_is_killed(tmp_path: Path) -> None:
         ({"num_recomputed": 3, "recompute": "selective"}, "it recomputes parts of blocks"),
         ({"num_recomputed": 3, "recompute": "full"}, "does not say which 3 blocks"),
         ({"dp": "two"}, "has no layout"),
+        ({"zero_stage": 1, "streams_weights": True}, "does not say which weights are streamed"),
+        ({"zero_stage": 1, "streams_weights": True, "accumulation": 2}, "streams weights and accumulates"),
     ],
 )
 def test_layouts_that_are_not_run_name_the_export(

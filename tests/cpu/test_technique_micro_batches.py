@@ -1,5 +1,6 @@
 """Micro-batches: the gradient of the whole batch from its parts, or a reason why not."""
 
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ from tests.cpu.module_training import DEVICE, Trained, assert_same, choice, time
 from tightfit.analysis.profile import Profile
 from tightfit.devices.catalogue import find
 from tightfit.effects.independence import row_proof
-from tightfit.errors import ApplyError
+from tightfit.errors import ApplyError, apply_error, forget_apply_errors
 from tightfit.runtime.apply import apply_choices
 from tightfit.techniques.micro_batches import example_wise_check
 from tightfit.techniques.micro_batches.micro_batches import MicroBatches
@@ -301,3 +302,63 @@ def test_another_model_under_the_same_autocast_has_the_gradients_of_its_plain_ru
             assert other.weight.grad is not None
             found.append(other.weight.grad.clone())
     assert all(map(torch.equal, found[:3], found[3:]))
+
+
+class ThenBare(models.Tokens):
+    """Returns bare logits where no targets are given."""
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> Any:
+        logits, loss = super().forward(tokens, targets)
+        return logits if loss is None else loss
+
+
+class ThenCounted(ThenBare):
+    """From the fourth call on it counts, and draws with Python's random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_counted = 0
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> Any:
+        scale = 1.0
+        if targets is None:
+            self.num_counted += 1
+            scale = random.random() + self.num_counted
+        return super().forward(tokens, targets) * scale
+
+
+@pytest.mark.parametrize("kind", [ThenBare, ThenCounted])
+def test_a_later_batch_that_cannot_be_split_runs_whole(kind: type[torch.nn.Module]) -> None:
+    counts: list[Any] = []
+
+    def loss_of(model: Any, step: int) -> torch.Tensor:
+        tokens, targets = tokens_of(step, BATCH)
+        if step < 1:
+            return model(tokens, targets)
+        loss = model(tokens).logsumexp(-1).square().mean() + (model(tokens, targets) if step == 2 else 0.0)
+        counts.append((getattr(model, "num_counted", 0), random.random()))
+        return loss
+
+    def trained(num_parts: int) -> Trained:
+        random.seed(0)
+        return train(kind, loss_of, parts(num_parts) if num_parts > 1 else ())
+
+    forget_apply_errors()
+    assert_same(trained(1), trained(2), **CLOSE)
+    assert counts[:2] == counts[2:]
+    assert apply_error() is None
+
+
+def test_a_later_batch_that_has_left_something_behind_is_refused() -> None:
+    class ThenWrites(ThenBare):
+        def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> Any:
+            if targets is None:
+                self.frozen.weight.data.add_(0.1)
+            return super().forward(tokens, targets)
+
+    def loss_of(model: Any, step: int) -> torch.Tensor:
+        tokens, targets = tokens_of(step, BATCH)
+        return model(tokens, targets) if step < 1 else model(tokens).square().mean()
+
+    with pytest.raises(ApplyError, match="micro_batches"):
+        train(ThenWrites, loss_of, parts(2))

@@ -45,6 +45,47 @@ def test_the_flags_and_a_checkpoint_are_those_of_a_plain_run():
     assert not run.optimizer._optimizer_load_state_dict_post_hooks
 
 
+def test_an_optimizer_that_steps_by_another_one_and_has_its_groups_saves_what_a_plain_run_does():
+    class Around(torch.optim.Optimizer):
+        """As SAM is written."""
+
+        def __init__(self, parameters):
+            super().__init__(parameters, {})
+            self.base = torch.optim.Adam(self.param_groups)
+            self.param_groups = self.base.param_groups
+            self.defaults |= self.base.defaults
+
+        def step(self):
+            self.base.step()
+
+    model = torch.nn.Linear(3, 3)
+    around = Around(model.parameters())
+    plain = [copy.deepcopy(each.state_dict()["param_groups"]) for each in (around, around.base)]
+    session = Session(model=model, optimizers=[around.base, around])
+    OptimizerKernel().apply(session, [choice("optimizer_kernel", kernel="fused")])
+    model(torch.ones(3)).sum().backward()
+    around.step()
+    assert around.base.param_groups[0]["fused"] is True
+    assert [each.state_dict()["param_groups"] for each in (around, around.base)] == plain
+    session.undo()
+    assert around.param_groups[0]["fused"] is plain[0][0]["fused"]
+
+
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]])
+def test_an_optimizer_of_two_models_saves_what_a_plain_run_does(order):
+    block = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.Adam(block.parameters())
+    plain = copy.deepcopy(optimizer.state_dict()["param_groups"])
+    sessions = [Session(model=model, optimizers=[optimizer]) for model in (block, torch.nn.Sequential(block))]
+    for session, kernel in zip(sessions, ("fused", "for-loop"), strict=True):
+        OptimizerKernel().apply(session, [choice("optimizer_kernel", kernel=kernel)])
+    assert optimizer.state_dict()["param_groups"] == plain
+    for number in order:
+        sessions[number].undo()
+        assert optimizer.state_dict()["param_groups"] == plain
+    assert optimizer.param_groups[0]["fused"] is plain[0]["fused"]
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
 def test_copies_have_the_flags_of_a_plain_run(copied):
     plain = train().optimizer

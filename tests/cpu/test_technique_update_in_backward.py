@@ -316,6 +316,27 @@ def test_a_parameter_that_is_frozen_before_the_step_is_stepped_all_the_same():
     torch.testing.assert_close(weights(technique=True), weights(technique=False), rtol=0, atol=0)
 
 
+def test_states_that_share_memory_are_updated_in_the_order_of_the_step():
+    def weights(technique: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        session = hooked(model, optimizer) if technique else None
+        for step in range(5):
+            if step == 2:
+                flat = torch.zeros(12)
+                for at, layer in zip((0, 3), model, strict=True):
+                    optimizer.state[layer.weight]["exp_avg"] = flat[at : at + 9].view(3, 3)
+                del flat
+            model(torch.ones(2, 3)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert session is None or any("share memory" in note for note in session.notes)
+        return [p.detach() for p in model.parameters()]
+
+    torch.testing.assert_close(weights(technique=True), weights(technique=False), rtol=0, atol=0)
+
+
 def test_undone_nothing_of_it_is_left():
     before = torch.autograd._engine_run_backward, torch.Tensor.register_hook, torch.Tensor.retain_grad
     run = train(UpdateInBackward(), PLAIN | {"clips": True}, max_norm=1.0, watches_gradients=False)

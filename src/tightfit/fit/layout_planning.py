@@ -21,11 +21,13 @@ from tightfit.layouts.exports.export_tools import tool_named
 from tightfit.layouts.exports.layout_run import LayoutRun, num_nodes_of
 from tightfit.layouts.exports.tool import AbstractTool
 from tightfit.layouts.layout_search import LayoutSearch
+from tightfit.layouts.model.blocks_at_host import BlocksAtHost
 from tightfit.layouts.model.model_parts import ModelParts, model_parts
 from tightfit.layouts.stages import stage_sizes
 from tightfit.layouts.traced_step import with_traced_step
 from tightfit.simulate.throughput import counts_of_step
 from tightfit.tape import Phase, Tape
+from tightfit.techniques.offload.trained_weight_streaming import TrainedWeightStreaming
 
 
 @answering("the planner of layouts")
@@ -109,7 +111,8 @@ def _traced_model(tape: Tape, on: CardSettings, global_batch: int | None) -> tup
     """The model, the examples of a step, and what was assumed of those of the traced one, empty where the trace shows them."""
     if not (tape.operators.phase == Phase.BACKWARD).any():
         raise UsageError("the traced steps have no backward pass: layouts are planned for training")
-    model = model_parts(Profile(tape.of_steps(), on.card))
+    profile = Profile(tape.of_steps(), on.card)
+    model = _with_blocks_at_host(model_parts(profile), profile)
     is_seen, is_given = model.batch.num_examples > 0, global_batch is not None
     if not (is_seen or is_given):
         # The samples of its throughput, of which a second is as good as any other: images, rows of a table.
@@ -122,6 +125,22 @@ def _traced_model(tape: Tape, on: CardSettings, global_batch: int | None) -> tup
     )
     assumed = "" if is_seen else f"one traced forward pass has {model.batch.num_examples} examples, {why}"
     return with_traced_step(model, tape, on.card, on.settings, on.calibration), examples, assumed
+
+
+def _with_blocks_at_host(model: ModelParts, profile: Profile) -> ModelParts:
+    """The model with the blocks that a layout may stream: all that the technique of one card would."""
+    option = next(iter(TrainedWeightStreaming().options(profile)), None)
+    if option is None or not model.order:
+        return model
+    blocks = [model.blocks[i].parameter_bytes for i in model.order]
+    found = BlocksAtHost(
+        where=option.where,
+        settings=option.settings,
+        weight_bytes=option.settings["host_bytes"] // 2,
+        block_bytes=sum(blocks),
+        largest_bytes=max(blocks),
+    )
+    return dataclasses.replace(model, at_host=found)
 
 
 def _command(target: str | Tape, arguments: Sequence[str]) -> tuple[str, ...]:
@@ -147,6 +166,8 @@ def _run_of(plan: LayoutPlan, best: PricedLayout, model: ModelParts, command: tu
         command=command,
         device=plan.device,
         recomputed=plan.recomputed,
+        at_host=model.at_host,
+        states_per_parameter=model.states_per_parameter,
     )
 
 

@@ -15,7 +15,8 @@ class Layout:
     forward to the backward pass) or 3 (they are gathered twice). States are sharded over `sharded_over` ranks of dp x cp and replicated over the others. Each rank runs
     `accumulation` micro-batches of `micro_batch` examples in a step. Of the blocks of a rank, `num_recomputed` are run again in the backward pass: as a whole
     (`full`), without their matrix products and attention (`selective`), or without attention and every second matrix product, the first among them (`alternate`, which
-    is torchtitan's `selective_ac_option = "op"`). `stages_per_rank` is above 1 with the interleaved schedule alone.
+    is torchtitan's `selective_ac_option = "op"`). `stages_per_rank` is above 1 with the interleaved schedule alone. With `streams_weights` those of blocks, their gradients and their states are at the host of each rank,
+    and come to its card one block ahead.
     """
 
     dp: int = 1
@@ -31,6 +32,7 @@ class Layout:
     num_recomputed: int = 0
     schedule: Schedule = "none"
     stages_per_rank: int = 1
+    streams_weights: bool = False
 
     @property
     def num_gpus(self) -> int:
@@ -61,7 +63,11 @@ class Layout:
 
     @property
     def sharding(self) -> str:
-        """The sharding in the words of FSDP2: what is sharded, and over how many ranks."""
+        """The sharding in the words of FSDP2: what is sharded, and over how many ranks, and whether weights are streamed."""
+        return f"{self._sharding}, weights streamed from the host" if self.streams_weights else self._sharding
+
+    @property
+    def _sharding(self) -> str:
         if self.sharded_over == 1 or self.zero_stage == 0:
             return "DDP" if self.dp * self.cp > 1 else "unsharded"
         name = {1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}[self.zero_stage]

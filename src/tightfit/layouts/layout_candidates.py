@@ -9,7 +9,7 @@ from tightfit.devices.node import Node
 from tightfit.layouts.exports.tool import AbstractTool
 from tightfit.layouts.layout import Layout
 from tightfit.layouts.model.model_parts import ModelParts
-from tightfit.layouts.part_seconds import PricedParts
+from tightfit.layouts.seconds.part_seconds import PricedParts
 
 _MOST_TENSOR = 8
 # Context parallelism divides sequences that are this long at least, and not into shorter pieces.
@@ -61,8 +61,17 @@ class LayoutCandidates:
                         dp=dp, tp=tp, pp=pp, cp=cp, zero_stage=stage, sharded_over=over, micro_batch=micro_batch,
                         accumulation=accumulation, schedule=schedule, stages_per_rank=stages,
                     )  # fmt: skip
+                    if self._streams(layout):
+                        yield work, dataclasses.replace(layout, streams_weights=True)
                     if self._tool is None or not self._tool.refusal(layout, self._model):
                         yield work, layout
+
+    def _streams(self, layout: Layout) -> bool:
+        """Whether the tool runs the layout with weights at the host too: with the states of each rank's share, which its host updates."""
+        if self._tool is None or not self._tool.streams_weights or self._model.at_host is None:
+            return False
+        streamed = dataclasses.replace(layout, streams_weights=True)
+        return layout.zero_stage == 1 and not self._tool.refusal(streamed, self._model)
 
     def _schedules(self, pp: int, accumulation: int) -> Iterator[tuple]:
         if pp == 1:

@@ -16,9 +16,9 @@ from tightfit.layouts.exports.tool import AbstractTool
 from tightfit.layouts.layout import Layout, Recomputation
 from tightfit.layouts.layout_candidates import LayoutCandidates
 from tightfit.layouts.model.model_parts import ModelParts
-from tightfit.layouts.part_seconds import PricedParts
 from tightfit.layouts.rank_bytes import rank_bytes
-from tightfit.layouts.rank_seconds import StepClock
+from tightfit.layouts.seconds.part_seconds import PricedParts
+from tightfit.layouts.seconds.rank_seconds import StepClock
 from tightfit.layouts.stages import Stage, recomputed_paths, stages_of
 
 NUM_ALTERNATIVES = 3

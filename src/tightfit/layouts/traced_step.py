@@ -15,9 +15,9 @@ from tightfit.devices.device import Device
 from tightfit.devices.nodes import node_of
 from tightfit.layouts.layout import Layout
 from tightfit.layouts.model.model_parts import ModelParts
-from tightfit.layouts.part_seconds import PricedParts
 from tightfit.layouts.rank_bytes import is_of_tokens, rank_bytes
-from tightfit.layouts.rank_seconds import StepClock
+from tightfit.layouts.seconds.part_seconds import PricedParts
+from tightfit.layouts.seconds.rank_seconds import StepClock
 from tightfit.layouts.stages import stages_of
 from tightfit.simulate.step_work import priced
 from tightfit.simulate.timeline import seconds_of_steps

@@ -15,8 +15,10 @@ from torch.autograd import grad  # torch's own, whatever the program puts in its
 from tightfit.effects.values.shared_memory import OneMemory
 from tightfit.effects.values.value_checks import bound_for, difference
 from tightfit.effects.values.written_past import WrittenPast
+from tightfit.engine.weights.streamed_gradient import streamed_gradient_of
 from tightfit.errors import ApplyError, TightfitError
 from tightfit.ranks.rank_group import RankGroup, number_of
+from tightfit.ranks.sharded.streamed_sums import BY_NAME, StreamedSums
 from tightfit.ranks.values.content_hash import content_hash
 from tightfit.ranks.values.divided_outputs import Kind
 from tightfit.techniques.wrappers.first_order import Refuse, first_order
@@ -132,15 +134,14 @@ class DividedCall:
             for at, (output, gradient) in enumerate(zip(self.outputs, grad_outputs, strict=True))
             if gradient is not None and output.requires_grad
         ]
+        streamed = StreamedSums(self.inputs, self.group.links, self.refuse)
+        outputs, of_outputs = [output for output, _ in given], [gradient for _, gradient in given]
         try:
             with of_a_part(), self.group.inside(), _without_hooks(self.inputs):
-                parts = grad(
-                    [output for output, _ in given],
-                    self.inputs,
-                    [gradient for _, gradient in given],
-                    allow_unused=True,
-                    retain_graph=keeps_graph(),
-                )
+                if streamed:
+                    parts = streamed.parts(outputs, of_outputs, keeps_graph=keeps_graph())
+                else:
+                    parts = grad(outputs, self.inputs, of_outputs, allow_unused=True, retain_graph=keeps_graph())
         except ApplyError as error:
             # Of a block that is run again: the program may swallow it.
             raise self.refuse(str(error)) from None
@@ -156,10 +157,12 @@ class DividedCall:
             "a backward pass",
             {"the set of parameters that have a gradient": number_of([part is None for part in parts])},
         )
-        summed = self._summed(list(parts))
+        streamed.add_up()
+        summed = self._summed(parts, streamed)
         if self.whole is not None:
             self._compare(grad_outputs, summed)
-        return summed
+        streamed.hand_over()
+        return [None if at in streamed else each for at, each in enumerate(summed)]
 
     def _of_part(self, at: int, gradient: torch.Tensor) -> torch.Tensor:
         kind = self.kinds[at]
@@ -173,11 +176,12 @@ class DividedCall:
         weight = 1.0 if not weights else weights[self.group.rank]
         return gradient * weight if weight != 0 else torch.zeros_like(gradient)
 
-    def _summed(self, parts: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    def _summed(self, parts: Sequence[torch.Tensor | None], streamed: StreamedSums) -> list[torch.Tensor | None]:
+        """Those of parameters summed over the ranks, but for `streamed`, which are; those of arguments of all rows."""
         num_parameters = len(parts) - self.num_leaves
-        there = [part for part in parts[:num_parameters] if part is not None]
-        sums = iter(self.group.links.sums(there))
-        of_parameters = [None if part is None else next(sums) for part in parts[:num_parameters]]
+        there = {at: part for at, part in enumerate(parts[:num_parameters]) if part is not None and at not in streamed}
+        sums = dict(zip(there, self.group.links.sums(list(there.values())), strict=True))
+        of_parameters = [sums.get(at, part) for at, part in enumerate(parts[:num_parameters])]
         of_arguments = [
             None if part is None else self.group.links.rows_of_all(part, self.lengths, 0)
             for part in parts[num_parameters:]
@@ -262,6 +266,11 @@ class AskedGradients:
         Raises:
             ApplyError: one is of an output beside a loss.
         """
+        if backward.inputs and not backward.is_of_part:
+            for node in backward.nodes():
+                call = getattr(node, "call", None)
+                if isinstance(call, DividedCall) and any(map(streamed_gradient_of, call.inputs)):
+                    raise call.refuse(BY_NAME)
         for each in backward.inputs:
             node, number = (
                 (each.grad_fn, each.output_nr) if isinstance(each, torch.Tensor) else (each.node, each.output_nr)

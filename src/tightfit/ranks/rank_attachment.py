@@ -177,11 +177,9 @@ class RankAttachment:
                 f"{type(module).__name__} is scripted (torch.jit), and nothing can be put around its forward"
             )
         name, paths = type(module).__name__, {path for path, _ in module.named_modules()}
-        for choice in self._choices:
-            if root_of(choice.where) == name and choice.where.partition(".")[2] not in paths:
-                raise self.refuse(
-                    f"the layout recomputes {choice.where}, which this {name} does not have; plan it anew"
-                )
+        for verb, where in self._asked.places():
+            if root_of(where) == name and where.partition(".")[2] not in paths:
+                raise self.refuse(f"the layout {verb} {where}, which this {name} does not have; plan it anew")
         divided = DividedForward(
             module,
             self._group,

@@ -223,7 +223,7 @@ def frozen_before_backward(t: Trial) -> None:
         t.end_step()
 
 
-class _Rounding:
+class _RoundingSaved:
     """Rounds what is saved, as quantisers of activations do, but for weights, which it knows by where they lie."""
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -242,7 +242,7 @@ class _Rounding:
 def hooks_know_weights_by_address(t: Trial) -> None:
     model = Net()
     optimizer = sgd(model)
-    rounding = _Rounding(model)
+    rounding = _RoundingSaved(model)
     t.apply(model, optimizer)
     for step in range(4):
         optimizer.zero_grad()

@@ -21,6 +21,7 @@ from tests.cpu.ranks import (  # noqa: F401 - enter their programs
     recomputed,
     refused,
     returned,
+    streamed,
 )
 from tests.cpu.ranks.programs import PROGRAMS
 
@@ -124,6 +125,7 @@ def _run_rank(program: Callable[[], Any], rank: int, num_ranks: int, folder: str
             shards_states=options.get("shards_states", False),
             recomputed=options.get("recomputes", ()),
             micro_batch=options.get("micro_batch"),
+            streamed=options.get("streamed"),
         ),
         tell=lambda _: None,
     )

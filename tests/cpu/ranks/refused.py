@@ -173,6 +173,12 @@ def rate_by_the_process() -> Any:
     return trained(model, data(4), torch.optim.SGD(model.parameters(), lr=0.2 if is_second() else 0.1))
 
 
+@program(shards_states=True)
+def rate_by_the_process_that_has_the_states() -> Any:
+    """Weights are the same on all ranks, and those of neither rate."""
+    return rate_by_the_process()
+
+
 @program()
 def fewer_steps_on_one() -> Any:
     return trained(mlp(), data(5)[: 3 if is_second() else 5])

@@ -118,15 +118,27 @@ def _layout_of(plan: Path, ranks: Ranks, *, is_said: bool) -> RankPlan:
         raise UsageError(
             f"--plan {plan} is for {found.get('device')}, and this machine has {', '.join(sorted(map(str, cards)))}"
         )
+    streamed = found.get("streamed")
+    if layout.streams_weights != _are_settings(streamed):
+        raise UsageError(
+            f"--plan {plan} does not say which weights are streamed: make it anew with tightfit plan --gpus {ranks.gpus} --export tightfit"
+        )
     shards = layout.zero_stage == 1 and layout.sharded_over > 1
     if is_said:
         blocks = f", {len(recomputed)} blocks recomputed" if recomputed else ""
+        blocks += ", weights streamed from the host" if streamed else ""
         blocks += f", micro-batches of {layout.micro_batch}" if layout.accumulation > 1 else ""
         say(
             f"{'data parallel, optimizer states sharded (ZeRO-1)' if shards else 'data parallel'}{blocks} on {ranks.gpus}, as {plan} says"
         )
     micro_batch = layout.micro_batch if layout.accumulation > 1 else None
-    return RankPlan(shards_states=shards, recomputed=tuple(recomputed), micro_batch=micro_batch)
+    return RankPlan(shards_states=shards, recomputed=tuple(recomputed), micro_batch=micro_batch, streamed=streamed)
+
+
+def _are_settings(streamed: Any) -> bool:
+    """Whether this is what a layout says of streamed weights."""
+    types = {"where": str, "blocks": list, "smallest_bytes": int, "host_bytes": int}
+    return isinstance(streamed, dict) and all(type(streamed.get(name)) is kind for name, kind in types.items())
 
 
 def _layout_in(found: Any) -> Layout | None:

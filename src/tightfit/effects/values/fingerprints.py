@@ -82,6 +82,8 @@ class Fingerprints(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if func._schema.is_mutable and not self._is_paused:
             self.written += _targets(func, args, kwargs or {})
+        if name in _UNFILLED and not self._is_paused and not func._schema.is_mutable:
+            _fill(result)
         if not self._is_paused and name not in _NOT_COMPARED and not func.is_view:
             leaves = [_unwrapped(leaf) for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
             if any(word in name for word in _FIRST_RESULT_ONLY):
@@ -91,6 +93,16 @@ class Fingerprints(TorchDispatchMode):
                 with torch.no_grad(), _disable_current_modes():
                     self.taken.append(_fingerprint(func, name, leaves))
         return result
+
+
+def _fill(tensor: Any) -> None:
+    """Fills new memory with zeros: what writes to it part by part gives the same results in both runs, and no code may ask what it held before."""
+    plain = _unwrapped(tensor)
+    if type(plain) in _WITH_STORAGE and plain.layout is torch.strided and not plain.is_meta:
+        # Through the storage: the tensor's version stays what it is.
+        storage: Any = plain.untyped_storage()
+        with _disable_current_modes():
+            storage.fill_(0)
 
 
 def _targets(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[int]:

@@ -6,6 +6,7 @@ A gradient that something else refers to (a flat buffer, a hook that keeps it), 
 """
 
 import dataclasses
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -52,20 +53,40 @@ class _Leaving:
     ticket: Ticket
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SetAside:
+    """A gradient that is not its parameter's at the time, and its memory at the host; or none."""
+
+    gradient: torch.Tensor | None = None
+    away: torch.Tensor | None = None
+
+
+_STREAMED: "WeakTable[torch.Tensor, weakref.ref[StreamedGradient]]" = WeakTable()
+
+
+def streamed_gradient_of(parameter: torch.Tensor) -> "StreamedGradient | None":
+    """What has the gradient of a parameter at the host; None where it is on the card."""
+    found = _STREAMED.get(parameter)
+    return None if found is None else found()
+
+
 class StreamedGradient:
     """The gradient of `parameter`, of at most `num_bytes`, which are taken from `slab`."""
 
     def __init__(self, parameter: torch.Tensor, num_bytes: int, slab: HostSlab, device: torch.device) -> None:
         self._parameter = parameter
         self._device = device
-        self._num_bytes = num_bytes
         self._part = slab.take(num_bytes)
         # Whether the program still holds the last gradient is asked of its storage.
         self._memory = seen_from(device, self._part.with_storage())
+        # For the gradient of a pass that is made beside the parameter's own: pinning memory anew for each pass takes longer than the pass.
+        self._beside: torch.Tensor | None = None
+        self._is_aside = False
         self._away: torch.Tensor | None = None
         self._leaving: _Leaving | None = None
         # A gradient that backward passes add to returns to where it lay: what the program has of it (a view, an array) is of that memory.
         self._homes = WeakTable[torch.Tensor, _Home]()
+        _STREAMED[parameter] = weakref.ref(self)
 
     @property
     def is_leaving(self) -> bool:
@@ -117,8 +138,17 @@ class StreamedGradient:
         assert at_host is not None
         _switch(self._parameter, gradient, on_card)
         self._away = None
-        self._homes[gradient] = _Home(at_host=at_host, checksum=_checksum(at_host) if self._is_held(at_host) else None)
+        self._homes[gradient] = _Home(
+            at_host=at_host, checksum=_checksum(at_host) if _is_held(at_host, self._memory) else None
+        )
         return moved + gradient.nbytes
+
+    def exchange(self, other: "SetAside") -> "SetAside":
+        """Puts another gradient in the place of the parameter's; the one that was there. No copy may be under way."""
+        before = SetAside(gradient=self._parameter.grad, away=self._away)
+        self._is_aside = before.gradient is not None and other.gradient is None
+        self._parameter.grad, self._away = other.gradient, other.away
+        return before
 
     def twin(self) -> torch.Tensor | None:
         """Its bytes at the host as a tensor there, where it is away."""
@@ -142,14 +172,6 @@ class StreamedGradient:
         away = self._away
         return away is not None and away.untyped_storage()._cdata == gradient.untyped_storage()._cdata
 
-    def _is_held(self, at_host: torch.Tensor) -> bool:
-        """Whether the program has something that lies in this memory, which its gradient has just left."""
-        if is_simulated():
-            return False
-        storage = at_host.untyped_storage()
-        ours = _USES_OF_OURS + (storage._cdata == self._memory.untyped_storage()._cdata)
-        return STORAGE_USES.call(storage._cdata) > ours
-
     def _memory_for(self, gradient: torch.Tensor) -> torch.Tensor:
         """Memory at the host that nobody refers to, as the gradient lies in its own."""
         self._away = None
@@ -160,13 +182,30 @@ class StreamedGradient:
                     "a gradient was written to through a view of it while a backward pass added to it on the card; leave trained_weight_streaming out"
                 )
             return home.at_host
-        memory = self._memory
         num_bytes = gradient.untyped_storage().nbytes()
-        is_free = is_simulated() or STORAGE_USES.call(memory.untyped_storage()._cdata) == _USES_OF_OURS
-        if not is_free or num_bytes > self._num_bytes:
+        memory = next((each for each in (self._memory, self._beside) if _is_free(each, num_bytes)), None)
+        if memory is None:
             is_pinned = self._device.type == "cuda" and not is_simulated()
             memory = seen_from(self._device, host_bytes(num_bytes, is_pinned=is_pinned))
+            if self._is_aside:
+                self._beside = memory
         return _shaped(memory[:num_bytes], gradient.dtype, gradient.shape, gradient.stride())
+
+
+def _is_free(memory: torch.Tensor | None, num_bytes: int) -> bool:
+    """Whether nobody refers to memory of ours that is large enough."""
+    if memory is None or num_bytes > len(memory):
+        return False
+    return is_simulated() or STORAGE_USES.call(memory.untyped_storage()._cdata) == _USES_OF_OURS
+
+
+def _is_held(at_host: torch.Tensor, memory: torch.Tensor) -> bool:
+    """Whether the program has something that lies at the host where a gradient has just left, which may be `memory`, its own."""
+    if is_simulated():
+        return False
+    storage = at_host.untyped_storage()
+    ours = _USES_OF_OURS + (storage._cdata == memory.untyped_storage()._cdata)
+    return STORAGE_USES.call(storage._cdata) > ours
 
 
 def _gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:

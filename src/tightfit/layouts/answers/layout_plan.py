@@ -7,7 +7,7 @@ from tightfit.layouts.answers.layout_costs import LayoutCost
 from tightfit.layouts.exports.layout_run import Export
 from tightfit.layouts.layout import Layout
 from tightfit.layouts.rank_bytes import RankBytes
-from tightfit.layouts.rank_seconds import StepSeconds
+from tightfit.layouts.seconds.rank_seconds import StepSeconds
 
 SCHEMA = 1
 

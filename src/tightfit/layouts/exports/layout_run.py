@@ -5,6 +5,7 @@ from typing import Any
 
 from tightfit.errors import UsageError
 from tightfit.layouts.layout import Layout
+from tightfit.layouts.model.blocks_at_host import BlocksAtHost
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -12,7 +13,8 @@ class LayoutRun:
     """One layout on the nodes that it uses.
 
     `stage_blocks` are the blocks of each stage of a pipeline in the order of the model, `block_classes` the names of their classes. `stored_dtype` and `computed_dtype` are those of
-    the program's weights and products ("float32", "bfloat16", "float16"). `recomputed` are the modules of the blocks that each rank recomputes. `command` is the script with its arguments, empty where the traced program is none.
+    the program's weights and products ("float32", "bfloat16", "float16"). `recomputed` are the modules of the blocks that each rank recomputes. `at_host` are the blocks that are streamed where the layout says so, `states_per_parameter` bytes of optimizer states per byte of a
+    trained weight. `command` is the script with its arguments, empty where the traced program is none.
     """
 
     layout: Layout
@@ -27,6 +29,8 @@ class LayoutRun:
     command: tuple[str, ...] = ()
     device: str = ""
     recomputed: tuple[str, ...] = ()
+    at_host: BlocksAtHost | None = None
+    states_per_parameter: float = 0.0
 
     @property
     def num_blocks(self) -> int:

@@ -1,16 +1,19 @@
 """What `tightfit run --gpus --plan` runs of an unmodified script of one card: data parallelism and ZeRO-1 over all GPUs, with blocks recomputed as a whole and
-micro-batches one after another."""
+micro-batches one after another, or with weights streamed from the host."""
 
 import dataclasses
 import json
 import shlex
 from collections.abc import Sequence
+from typing import Any
 
 from tightfit import __version__
 from tightfit.layouts.exports.layout_run import Export, LayoutRun
 from tightfit.layouts.exports.tool import AbstractTool, first_reason
 from tightfit.layouts.layout import Layout, Recomputation
+from tightfit.layouts.model.blocks_at_host import BlocksAtHost
 from tightfit.layouts.model.model_parts import ModelParts
+from tightfit.units import format_bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +22,7 @@ class OwnRanks(AbstractTool):
 
     name: str = "tightfit"
     version: str = __version__
+    streams_weights: bool = True
 
     def refusal(self, layout: Layout, model: ModelParts) -> str:
         """Why an unmodified script cannot be run so."""
@@ -34,10 +38,12 @@ class OwnRanks(AbstractTool):
 
     def export(self, run: LayoutRun) -> Export:
         """The JSON file that `--plan` reads."""
-        told = {
+        streamed = run.at_host if run.layout.streams_weights else None
+        told: dict[str, Any] = {
             "device": run.device,
             "layout": run.layout.to_json(),
             "recomputed": list(run.recomputed),
+            **({} if streamed is None else {"streamed": streamed.to_json()}),
             "global_batch": run.examples,
         }
         command = ["tightfit", "run", "--gpus", str(run.layout.num_gpus), "--plan", "layout.json", run.script[0]]
@@ -47,8 +53,19 @@ class OwnRanks(AbstractTool):
             version=self.version,
             file_name="layout.json",
             text=json.dumps(told, indent=2) + "\n",
-            notes=(f"run it with {shlex.join([*command, *rest])}",),
+            notes=(f"run it with {shlex.join([*command, *rest])}", *_host_notes(run, streamed)),
         )
+
+
+def _host_notes(run: LayoutRun, streamed: BlocksAtHost | None) -> tuple[str, ...]:
+    if streamed is None:
+        return ()
+    # Each process has the weights and the gradients, and its share of the states.
+    of_states = streamed.weight_bytes * run.states_per_parameter * run.gpus_per_node / run.layout.num_gpus
+    num_bytes = round(run.gpus_per_node * 2 * streamed.weight_bytes + of_states)
+    return (
+        f"weights, gradients and optimizer states of {len(streamed.settings['blocks'])} blocks are in host memory: {format_bytes(num_bytes)} on each machine, for {run.gpus_per_node} processes",
+    )
 
 
 def ranks_refusal(layout: Layout) -> str:
@@ -71,4 +88,5 @@ def ranks_refusal(layout: Layout) -> str:
             layout.num_recomputed > 0 and layout.recompute != "full",
             "it recomputes parts of blocks, and on several GPUs whole ones are",
         ),
+        (layout.streams_weights and layout.accumulation > 1, "it streams weights and accumulates over micro-batches"),
     )

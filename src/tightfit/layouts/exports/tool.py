@@ -14,10 +14,11 @@ from tightfit.layouts.model.model_parts import ModelParts
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AbstractTool(abc.ABC):
-    """A tool that runs layouts, of a release. Subclasses are final; nothing concrete is overridden."""
+    """A tool that runs layouts, of a release; with `streams_weights` those whose weights are at the host too. Subclasses are final; nothing concrete is overridden."""
 
     name: str
     version: str
+    streams_weights: bool = False
 
     @abc.abstractmethod
     def refusal(self, layout: Layout, model: ModelParts) -> str:

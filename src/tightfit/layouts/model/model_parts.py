@@ -15,6 +15,7 @@ from tightfit.analysis.modules import ModuleCall
 from tightfit.analysis.profile import Profile
 from tightfit.cost.classes import operator_class
 from tightfit.layouts.model.batches_of_tape import BatchOfTape, batch_of
+from tightfit.layouts.model.blocks_at_host import BlocksAtHost
 from tightfit.layouts.model.peaks_of_tape import PeaksOfTape
 from tightfit.layouts.model.product_sizes import ProductSizes, product_sizes
 from tightfit.layouts.model.weights_of_tape import WeightBytes, WeightsOfTape
@@ -81,7 +82,7 @@ class ModelParts:
     weights in a wider type than the program. `stored_dtype` and `computed_dtype` are the types of weights and of most products. `optimizer_seconds` are those of the update of all parameters on one card, which takes `optimizer_kernels` kernels and `optimizer_bytes` of temporaries. `num_rounds` micro-batches of `batch` make one step of the program.
     `has_buckets`: data parallelism without FSDP is torch's DistributedDataParallel, which has the gradients in buckets besides. `early_gradients` is the share of the gradients that is there when the backward pass begins: none where they are set to None before. `outside_seconds` and `unused_bytes` are what the traced step takes
     beside what its parts explain (`traced_step.py`): waits of the host, and what the caching allocator holds without using it. Where it takes less, `compute_scale` is below 1. `unused_by_tokens`: the peak is where activations are,
-    so that half the batch leaves half of it unused; else it goes with the weights. `workspace_bytes` are those of libraries.
+    so that half the batch leaves half of it unused; else it goes with the weights. `workspace_bytes` are those of libraries. `at_host` are the blocks that a layout may stream.
     """
 
     tape: Tape
@@ -111,6 +112,7 @@ class ModelParts:
     unused_bytes: float = 0.0
     unused_by_tokens: bool = True
     workspace_bytes: int = 0
+    at_host: BlocksAtHost | None = None
 
     @property
     def parts(self) -> tuple[ModelPart, ...]:

@@ -77,10 +77,13 @@ class ShardedStates:
     def _of_others(self) -> list[torch.Tensor]:
         """The parameters that the step of this rank leaves alone."""
         optimizer = self._optimizer()
+        assert optimizer is not None
         owners = self.owners()
         self._group.agree("an optimizer's step", {
             "the optimizer that steps": number_of(type(optimizer).__name__),
             "the set of parameters that have a gradient": number_of([p.grad is None for p, _ in owners]),
+            # Each rank updates with its own.
+            "the optimizer's settings (a learning rate)": number_of([_settings(group) for group in optimizer.param_groups]),
         })  # fmt: skip
         self._open(is_open=True)
         return [parameter for parameter, rank in owners if rank != self._group.rank]
@@ -151,6 +154,19 @@ class ShardedStates:
         if are_kept:
             self._kept.note(states)
         self._open(is_open=False)
+
+
+def _settings(group: dict[str, Any]) -> list[tuple[str, Any]]:
+    """What a group says besides its parameters, as far as it is of numbers and texts; tensors of a card would be waited for."""
+
+    def said(value: Any) -> Any:
+        if isinstance(value, tuple | list):
+            return [said(each) for each in value]
+        if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+            return value.tolist()
+        return value if isinstance(value, int | float | complex | str | None) else type(value).__name__
+
+    return sorted((name, said(value)) for name, value in group.items() if name != "params")
 
 
 def _moved(state: dict[str, Any], device: str) -> dict[str, Any]:

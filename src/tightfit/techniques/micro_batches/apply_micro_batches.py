@@ -1,11 +1,11 @@
 """Puts `micro_batches` on live objects: see `tightfit.techniques.micro_batches.micro_batches` for what it is and where it comes from."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from tightfit.errors import ApplyError
+from tightfit.errors import ApplyError, apply_errors_said, forget_apply_errors_since
 from tightfit.techniques.lazy_tensors.asked_gradients import watch_inputs_of_backward
 from tightfit.techniques.micro_batches.split_forward import WRAPPERS, SplitForward
 from tightfit.techniques.micro_batches.split_step import split_step
@@ -53,6 +53,21 @@ def apply_micro_batches(session: Session, chosen: Sequence[ChosenOption]) -> Non
     if loop:
         split_step(session, loop, num_parts, allows_randomness=may_draw, counted=counted, refuse=refuse)
         return
+
+    verdict, notes = session.verdict, session.notes
+
+    def takes_back() -> Callable[[str], None]:
+        failure, said = verdict.failure, apply_errors_said()
+
+        def take_back(why: str) -> None:
+            verdict.failure = failure
+            forget_apply_errors_since(said)
+            note = f"micro_batches ran a later batch whole: {why.removesuffix('; leave micro_batches out')}"
+            if note not in notes:
+                notes.append(note)
+
+        return take_back
+
     split = SplitForward(
         model,
         num_parts,
@@ -61,6 +76,7 @@ def apply_micro_batches(session: Session, chosen: Sequence[ChosenOption]) -> Non
         refuse=refuse,
         check_steps=session.check_steps,
         notes=session.notes,
+        takes_back=takes_back,
     )
     session.wrap_forward(model, split)
     watch_inputs_of_backward(session)

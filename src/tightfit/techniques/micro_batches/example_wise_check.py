@@ -331,6 +331,15 @@ def _judged(proof: FollowedRun, model: torch.nn.Module) -> Proved:
     return Proved(joined=frozenset(joined), means=state.means)
 
 
+def put_back(proofs: BatchProofs) -> str:
+    """Puts the model's state back to that of when `proofs.of` was called; the first change that stays, in words, or nothing."""
+    before, told = proofs._before, proofs.changed()
+    if before is None or not told or before.gone():
+        return told
+    restore(before)
+    return proofs.changed()
+
+
 def _is_changed(model: torch.nn.Module, before: Snapshot, now: Snapshot) -> bool:
     found = structural_differences(before, now)
     if not found:

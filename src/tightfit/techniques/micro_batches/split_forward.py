@@ -28,11 +28,12 @@ from tightfit.effects.values.value_checks import has_values, nothing_hidden
 from tightfit.errors import ApplyError, TightfitError
 from tightfit.techniques.lazy_tensors.code_in_graphs import CodeInGraph
 from tightfit.techniques.micro_batches.batches import AbstractBatch, Batch
-from tightfit.techniques.micro_batches.example_wise_check import BatchProofs
+from tightfit.techniques.micro_batches.example_wise_check import BatchProofs, put_back
 from tightfit.techniques.micro_batches.led_parts import DecidesOtherwise, values_read
 from tightfit.techniques.micro_batches.loss_means import Decision, LossWatch
 from tightfit.techniques.micro_batches.saved_by_parts import Unchanged
 from tightfit.techniques.micro_batches.split_outputs import WRITTEN, Outputs, Sums, find_loss
+from tightfit.techniques.micro_batches.whole_batches import TakeBack, WholeBatches
 from tightfit.techniques.wrappers.first_order import Refuse, are_transforms_active
 from tightfit.techniques.wrappers.repeated_proofs import RepeatedProofs
 from tightfit.techniques.wrappers.traced_calls import is_looked_at
@@ -67,7 +68,7 @@ class SplitForward:
     """The wrapper around a root's forward; at most `num_parts` parts, `allows_randomness` as in `LossWatch`. `counted` is called once per part.
 
     `batch_of` makes the batch from the arguments, `scaled` is the scaling of the `GradScaler` that scales the loss outside. Proofs and comparisons
-    run inside of `unseen()`. `forget` is called where parts that have run are run once more. `of_loop` are attributes of the model that the training loop sets for itself. `refuse` makes the error to raise; `check_steps` batches are compared by value. It refers to the model weakly, and a
+    run inside of `unseen()`. `takes_back` is as in `WholeBatches`. `forget` is called where parts that have run are run once more. `of_loop` are attributes of the model that the training loop sets for itself. `refuse` makes the error to raise; `check_steps` batches are compared by value. It refers to the model weakly, and a
     copy of the model gets a copy of it.
     """
 
@@ -87,6 +88,7 @@ class SplitForward:
         of_loop: Collection[str] = (),
         notes: list[str] | None = None,
         elsewhere: PartsElsewhere | None = None,
+        takes_back: Callable[[], TakeBack] | None = None,
     ) -> None:
         self._model = weakref.ref(model)
         self._num_parts = num_parts
@@ -107,7 +109,7 @@ class SplitForward:
             of_loop=of_loop,
             repeats=RepeatedProofs("micro_batches", [] if notes is None else notes),
         )
-        self._is_checked = False
+        self._whole = WholeBatches(takes_back)
         self._checks_left = check_steps
         # On a card the graph is walked in the first steps alone.
         self._runs_again = False
@@ -147,7 +149,9 @@ class SplitForward:
         try:
             return self._in_parts(forward, args, kwargs)
         except ApplyError as error:
-            raise self._refuse(str(error)) from None
+            if not self._whole.may_run(error, lambda: put_back(self._proofs)):
+                raise self._refuse(str(error)) from None
+        return forward(*args, **kwargs)
 
     # torch.compile would take apart the proofs as well: in a model that was compiled as a whole the parts run as they are written.
     @torch._disable_dynamo
@@ -155,12 +159,13 @@ class SplitForward:
         if self._memory is not None and self._memory.is_any_written():
             raise self._refuse(f"{WRITTEN}, and micro_batches has copies; leave it out")
         self._memory = None
+        self._whole.begin()
         batch = self._batch_of(args, kwargs)
         if not batch.num_examples:
             # There is nothing to hold, and a mean of nothing is what torch says.
             return forward(*args, **kwargs)
         # The last batch of an epoch may be one example; only a run that begins with one has nothing to split.
-        if batch.num_examples < 2 and not self._is_checked:
+        if batch.num_examples < 2 and not self._whole.has_split:
             raise self._refuse("the batch has one example, which cannot be split; leave micro_batches out")
         if self._scaled is None:
             _refuse_float16(batch.device)
@@ -189,6 +194,7 @@ class SplitForward:
         self.end_forward()
         joined = outputs.joined(sums, aside.parameters)
         self._memory = sums.memory
+        self._whole.has_split = True
         return joined
 
     def end_forward(self) -> None:
@@ -232,6 +238,7 @@ class SplitForward:
         sums, outputs = Sums(1.0 if self._scaled is None else self._scaled(one)), Outputs(refuse=self._refuse)
         parts = list(batch.parts(self._num_parts))
         proved = self._proofs.of(batch, parts)
+        self._whole.begin_parts(self.model.parameters(), are_led=bool(led))
         decisions: list[Any] | None = None
         for number, (begin, end) in enumerate(batch.own_parts(self._num_parts)):
             args, kwargs = batch.part(begin, end)
@@ -283,7 +290,6 @@ class SplitForward:
                 self._checks_left -= 1
                 with looking(self._refuse), self._unseen(), paused(), nothing_hidden(self.model):
                     self._check(forward, batch, proved.means, led)
-            self._is_checked = True
         _refuse_other_shares(sums, self._refuse)
         return sums, outputs, decisions or ()
 
@@ -295,6 +301,7 @@ class SplitForward:
         is_walked = batch.device.type == "cpu" or self._checks_left or not has_values(*aside.parameters)
         if is_walked:
             sums.saved.add(loss, self.model, [*aside.parameters, *batch.tensors()])
+        self._whole.begin_backward()
         # As a program runs `backward` outside of its autocast context. `inputs=` keeps the pass from
         # accumulating into anything but the trained parameters.
         with torch.autocast(batch.device.type, enabled=False), of_a_part():

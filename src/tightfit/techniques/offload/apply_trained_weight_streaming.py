@@ -138,7 +138,8 @@ def _states_to(
     """Moves the states of parameters to `device`, or to where the parameter is; at the host they may be `shown` as tensors of the card."""
     # Step counters of a fused optimizer are beside the parameters, those of others always at the host.
     moves_counters = any(group.get("fused") for group in optimizer.param_groups)
-    for parameter, states in list(optimizer.state.items()):
+    # Of a table that is refused to the program (`ranks/sharded`) too.
+    for parameter, states in list(dict.items(optimizer.state)):
         if isinstance(parameter, torch.Tensor) and parameter in moved and isinstance(states, dict):
             for name, value in list(dict.items(states)):
                 if isinstance(value, torch.Tensor) and (value.shape == parameter.shape or moves_counters):

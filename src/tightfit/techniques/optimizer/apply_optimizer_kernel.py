@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from tightfit.techniques.optimizer.updates.optimizer_kernels import Kernel, check_kernel, set_kernel
+from tightfit.techniques.optimizer.updates.optimizer_kernels import Kernel, check_kernel, set_kernels
 from tightfit.techniques.session import Session
 from tightfit.techniques.technique import ChosenOption, the_only
 
@@ -13,5 +13,4 @@ def apply_optimizer_kernel(session: Session, chosen: Sequence[ChosenOption]) -> 
     kernel: Kernel = choice.settings["kernel"]
     for optimizer in session.optimizers:
         check_kernel(optimizer, session.model, kernel)
-    for optimizer in session.optimizers:
-        set_kernel(session, optimizer, kernel)
+    set_kernels(session, session.optimizers, kernel)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from tightfit.techniques.optimizer.updates.backward_updates import Updates
-from tightfit.techniques.optimizer.updates.optimizer_kernels import check_kernel, set_kernel
+from tightfit.techniques.optimizer.updates.optimizer_kernels import check_kernel, set_kernels
 from tightfit.techniques.optimizer.updates.optimizer_steps import check_separable, update_alone
 from tightfit.techniques.optimizer.updates.update_settings import UpdateSettings
 from tightfit.techniques.session import Session
@@ -20,8 +20,7 @@ def apply_update_in_backward(session: Session, chosen: Sequence[ChosenOption]) -
         check_separable(optimizer, _NAME)
         if settings.kernel == "fused":
             check_kernel(optimizer, session.model, "fused", "update_in_backward")
-    for optimizer in session.optimizers:
-        if settings.kernel == "fused":
-            set_kernel(session, optimizer, "fused")
+    if settings.kernel == "fused":
+        set_kernels(session, session.optimizers, "fused")
     updates = {optimizer: update_alone(optimizer) for optimizer in session.optimizers}
     Updates(session, updates).install()

@@ -14,7 +14,7 @@ from tightfit.effects.holders import PLAIN
 from tightfit.effects.outside_calls import without_outside_calls
 from tightfit.effects.values.fingerprints import paused
 from tightfit.effects.values.value_checks import has_values
-from tightfit.errors import ApplyError, TightfitError
+from tightfit.errors import ApplyError, TightfitError, apply_errors_said, forget_apply_errors_since
 from tightfit.errors.faults import is_ours
 from tightfit.techniques.session import Session, Verdict
 from tightfit.techniques.technique import ChosenOption, check_each
@@ -77,6 +77,8 @@ class _Tiles:
         self._check_steps = check_steps
         self._proofs: WeakTable[torch.nn.Module, TileProofs] = WeakTable()
         self._repeats = RepeatedProofs(_NAME, notes)
+        self._notes = notes
+        self._has_run = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Tiles":
         return _Tiles(self._where, self._num_tiles, verdict=Verdict(), check_steps=self._check_steps, notes=[])
@@ -92,12 +94,27 @@ class _Tiles:
             # Code that is compiled or traced runs whole; so does a call that is differentiated by itself, or with others at once: it keeps nothing for the backward pass of the step.
             # And hooks of the program's own are to be given all that is saved.
             return forward(*args, **kwargs)
+        failure, said = self._verdict.failure, apply_errors_said()
         try:
             return self._proved(forward, value, args, kwargs)
         except ApplyError as error:
-            if not self._may_go_on(error, value):
+            if self._may_run_whole(error, module_of(forward), value):
+                self._verdict.failure = failure
+                forget_apply_errors_since(said)
+            elif not self._may_go_on(error, value):
                 raise
             return forward(*args, **kwargs)
+
+    def _may_run_whole(self, error: ApplyError, module: torch.nn.Module, value: torch.Tensor) -> bool:
+        """Whether a call that cannot be in tiles may run whole: if others were, and its tiles and proofs have left nothing behind. In a trace it is refused: the next plan is made without."""
+        proofs = self._proofs.get(module)
+        is_own = error.technique == _NAME and self._where in error.places
+        if not (is_own and self._has_run and has_values(value)) or (proofs is not None and proofs.put_back()):
+            return False
+        note = f"tiled_tokens ran a later call whole: {str(error).partition('; leave it out')[0]}"
+        if note not in self._notes:
+            self._notes.append(note)
+        return True
 
     def _may_go_on(self, error: ApplyError, value: torch.Tensor) -> bool:
         """Whether a trace goes on after a refusal, which ends it before its step: by then it knows of all tiles that are refused, and the next plan is made without them."""
@@ -107,6 +124,9 @@ class _Tiles:
     def _proved(
         self, forward: Callable[..., Any], value: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        proofs = self._proofs.get(module_of(forward))
+        if proofs is not None:
+            proofs.forget()
         rest = [leaf for leaf in tree_leaves((args[1:], kwargs)) if not isinstance(leaf, PLAIN)]
         if any(isinstance(other, torch.Tensor) for other in rest):
             raise self._refusal("is called with more than one tensor, and tiled_tokens handles one")
@@ -157,7 +177,10 @@ class _Tiles:
                 if has_values(value)
                 else None,
             )
-            return run_tiled(tiling, value)
+            found = run_tiled(tiling, value)
+            proofs.forget()
+            self._has_run = True
+            return found
 
     def _refuse_tiles_that_raise(
         self, error: Exception, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -8,7 +8,8 @@ import torch
 
 from tightfit.effects.code import Code
 from tightfit.effects.independence.rows import Mixes
-from tightfit.effects.state import RegionState, Snapshot, structural_differences
+from tightfit.effects.random_states import TorchRandom
+from tightfit.effects.state import RegionState, Snapshot, differences, restore, structural_differences
 from tightfit.effects.values.fingerprints import paused
 from tightfit.effects.values.value_checks import halves_differ, has_values
 from tightfit.techniques.tiling.first_state import FirstState
@@ -42,6 +43,8 @@ class TileProofs:
         # Whether the last call is one of those that are compared by value.
         self.is_checked = False
         self._before: Snapshot | None = None
+        self._at_call: Snapshot | None = None
+        self._random: TorchRandom | None = None
         self._code: Code | None = None
         # What tiles have been like that went as the last call did.
         self.runs = TileRuns()
@@ -60,7 +63,8 @@ class TileProofs:
             ApplyError: it may not be run in tiles.
         """
         module = self._owner()
-        now = self._state.snapshot(module, is_kept=True)
+        self._random = TorchRandom.now()
+        now = self._at_call = self._state.snapshot(module, is_kept=True)
         # Everything that Python code may branch on: shapes, dtype, device, the other arguments, and autocast,
         # which adds casts.
         key = _key(value, dim, tiles, others)
@@ -88,6 +92,23 @@ class TileProofs:
             self._compare_halves(run, dim, tiles, value)
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         return FirstState(self._owner, self._state, now, code=self._code, trained=trained)
+
+    def forget(self) -> None:
+        """Drops the state that `put_back` puts back."""
+        self._at_call = None
+
+    def put_back(self) -> str:
+        """Puts the state back to that of when `prove` was called, since `forget`; the first change that stays, in words, or nothing."""
+        before, self._at_call = self._at_call, None
+        if before is None or self._random is None:
+            return ""
+        module = self._owner()
+        found = differences(before, self._state.snapshot(module))
+        if found and not before.gone():
+            restore(before)
+            found = differences(before, self._state.snapshot(module))
+        self._random.put()
+        return str(found[0]) if found else ""
 
     def prove_again(
         self, run: Callable[[torch.Tensor], Any], dim: int, tiles: Sequence[Tile], value: torch.Tensor

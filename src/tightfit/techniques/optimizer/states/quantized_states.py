@@ -22,7 +22,7 @@ from tightfit.techniques.optimizer.states.decoding_states import DecodingStates,
 from tightfit.techniques.optimizer.states.state_codecs import AbstractCodec, Encoded
 from tightfit.techniques.optimizer.states.states_ahead import StatesAhead
 from tightfit.techniques.optimizer.updates.backward_updates import Updates
-from tightfit.techniques.optimizer.updates.optimizer_kernels import check_kernel, is_dense, set_kernel
+from tightfit.techniques.optimizer.updates.optimizer_kernels import check_kernel, is_dense, set_kernels
 from tightfit.techniques.optimizer.updates.optimizer_steps import (
     UpdateOne,
     check_separable,
@@ -361,9 +361,9 @@ def encode_states(
     states = {optimizer: EncodedStates(optimizer, codec, window_bytes, refuse) for optimizer in session.optimizers}
     for optimizer, encoded in states.items():
         encoded.on_host = elsewhere(optimizer) if elsewhere is not None else None
-        if given.kernel == "fused":
-            set_kernel(session, optimizer, "fused", has_states_of_ours=True)
-
+    if given.kernel == "fused":
+        set_kernels(session, session.optimizers, "fused", has_states_of_ours=True)
+    for optimizer, encoded in states.items():
         encode_now(session, optimizer, encoded)
         if not given.in_backward:
             update_within_step(session, optimizer, encoded)

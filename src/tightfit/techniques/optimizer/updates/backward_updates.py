@@ -35,6 +35,7 @@ from tightfit.techniques.lazy_tensors.retained_graphs import (
     KeptPass,
     told_of_gradients,
 )
+from tightfit.techniques.optimizer.updates.common_states import CommonStates
 from tightfit.techniques.optimizer.updates.optimizer_steps import UpdateOne, groups_by_parameter, update_within_step
 from tightfit.techniques.session import Session
 from tightfit.techniques.wrappers.first_order import are_transforms_active
@@ -166,6 +167,7 @@ class _Steps:
         self._passes = passes
         self._num_checked = 0
         self._reads_later = False
+        self._common_states = CommonStates()
 
     def step(self, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, None]:
         """Runs within a step; returns the parameters that are updated already."""
@@ -205,6 +207,10 @@ class _Steps:
         # The program has set the gradient of one parameter on another as well.
         if any(id(d) in own and known.get(p) is not d for p in groups if (d := deferred_gradient(p)) is not None):
             self._passes.make_all()
+            return {}
+        if self._common_states.has_any(optimizer):
+            self._passes.make_all()
+            _tell(self.session, "states of the optimizer share memory")
             return {}
         # Several losses with a pass each (a GAN's, a multi-task model's): updates in the second pass of one
         # would change the weights that another graph has saved.

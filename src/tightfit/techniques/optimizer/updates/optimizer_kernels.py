@@ -4,7 +4,8 @@ A fused kernel needs the step counters in float32 on the device of the parameter
 the flags and devices of a plain run, and loading a checkpoint does not reset the flags.
 """
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeGuard
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.lazy_tensor import LazyTensor
 from tightfit.techniques.session import Session
+from tightfit.torch_hooks.weak_references import WeakTable
 
 UPDATED_ON_HOST = frozenset({"Adam", "AdamW", "SGD", "Adagrad"})
 """The classes of torch.optim that have a fused implementation for the host's processor (aten/src/ATen/native/cpu/FusedAdamKernel.cpp and beside it)."""
@@ -38,6 +40,19 @@ _FLAGS: dict[Kernel, dict[str, bool]] = {
     "foreach": {"fused": False, "foreach": True},
     "for-loop": {"fused": False, "foreach": False},
 }
+
+_NAMES = ("fused", "foreach")
+
+
+@dataclasses.dataclass(slots=True)
+class _Switched:
+    """The flags of a plain run, and a token for each session that has switched an optimizer: one model may be made of parts of another, and both are called."""
+
+    before: list[dict[str, Any]]
+    by: set[object] = dataclasses.field(default_factory=set)
+
+
+_SWITCHED: WeakTable[torch.optim.Optimizer, _Switched] = WeakTable()
 
 
 def check_kernel(
@@ -70,16 +85,41 @@ def check_kernel(
                 )
 
 
-def set_kernel(
-    session: Session, optimizer: torch.optim.Optimizer, kernel: Kernel, *, has_states_of_ours: bool = False
+def set_kernels(
+    session: Session, optimizers: Sequence[torch.optim.Optimizer], kernel: Kernel, *, has_states_of_ours: bool = False
 ) -> None:
-    """Switches `optimizer` to `kernel` until the session is undone; call `check_kernel` first. A step that `kernel` would not do as the optimizer's own
-    implementation is left to that. `has_states_of_ours`: its states are tensors of ours, which lie in memory row by row.
+    """Switches `optimizers` to `kernel` until the session is undone; call `check_kernel` first. A step that `kernel` would not do as the optimizer's own
+    implementation is left to that. `has_states_of_ours`: their states are tensors of ours, which lie in memory row by row.
     """
-    flags = _FLAGS[kernel]
-    # `defaults` too: a group that is added later takes its flags from there.
+    # Of all before any is switched: an optimizer that steps by another one, as SAM is written, has the groups of that.
+    before = [_flags_of(optimizer) for optimizer in optimizers]
+    for optimizer, flags in zip(optimizers, before, strict=True):
+        _set_kernel(session, optimizer, kernel, flags, has_states_of_ours=has_states_of_ours)
+
+
+def _flags_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The flags of a plain run, of `defaults` and each group. `defaults` too: a group that is added later takes its flags from there."""
+    switched = _SWITCHED.get(optimizer)
+    if switched is not None and switched.by:
+        return switched.before
     holders: list[dict[str, Any]] = [optimizer.defaults, *optimizer.param_groups]
-    before = [{name: holder[name] for name in flags if name in holder} for holder in holders]
+    return [{name: holder[name] for name in _NAMES if name in holder} for holder in holders]
+
+
+def _set_kernel(
+    session: Session,
+    optimizer: torch.optim.Optimizer,
+    kernel: Kernel,
+    before: list[dict[str, Any]],
+    *,
+    has_states_of_ours: bool,
+) -> None:
+    flags = _FLAGS[kernel]
+    switched = _SWITCHED.get(optimizer)
+    if switched is None or not switched.by:
+        switched = _SWITCHED[optimizer] = _Switched(before)
+    token = object()
+    switched.by.add(token)
     was_fused = any(flags_before.get("fused") for flags_before in before)
     unscales = getattr(optimizer, _STEP_UNSCALES, False)
 
@@ -118,6 +158,7 @@ def set_kernel(
     def undo() -> None:
         for index, holder in enumerate((optimizer.defaults, *optimizer.param_groups)):
             as_before(holder, index)
+        switched.by.discard(token)
         _place_counts(optimizer, beside_parameters=was_fused)
         if unscales:
             setattr(optimizer, _STEP_UNSCALES, True)

@@ -38,7 +38,7 @@ def check_separable(optimizer: torch.optim.Optimizer, technique: str) -> None:
             f"{kind.__name__}(differentiable=True) cannot be stepped apart; leave {technique} out of the plan"
         )
     _check_types(optimizer, f"leave {technique} out of the plan")
-    if _overlap(p for group in optimizer.param_groups for p in group["params"]):
+    if overlap(p for group in optimizer.param_groups for p in group["params"]):
         raise ApplyError(
             f"two parameters of the {kind.__name__} share memory, and cannot be updated apart; leave {technique} out of the plan"
         )
@@ -80,7 +80,7 @@ def _innermost(step: Any) -> Any:
     return step
 
 
-def _overlap(parameters: Iterable[torch.Tensor]) -> bool:
+def overlap(parameters: Iterable[torch.Tensor]) -> bool:
     """Whether two of them share a byte, as views of one buffer may; adjacent views do not."""
     ranges: dict[int, list[tuple[int, int]]] = {}
     for parameter in parameters:
@@ -146,7 +146,8 @@ class Innermost:
         """The arguments of the step, with a closure that runs `update` when all hooks before the step are through."""
         # Gradients that a step has left hidden were those of a step that was interrupted.
         self._hidden.clear()
-        self._num_states = len(optimizer.state)
+        # Of a table that is refused to the program (`ranks/sharded`) too.
+        self._num_states = dict.__len__(optimizer.state)
         _check_types(optimizer, "plan without what updates each parameter apart")
         if not _has_torchs_step(optimizer):
             # A step of the program's may take no closure, or do something else with one.

@@ -4,6 +4,7 @@ FSDP          weights of the next block are gathered while one computes, and gra
               first gather and the last reduction of a pass are waited for; copies out of and into the buffers of both are kernels like any other. While NCCL runs, its channels occupy multiprocessors and memory bandwidth.
 tensor        an all-gather and a reduce-scatter of the activations around each half of a block, forward and backward: waited for
 context       keys and values are gathered before attention, their gradients reduced after it: waited for
+streamed      weights come from the host and gradients leave beside the blocks (`streamed_seconds.py`)
 experts       two all-to-alls of the tokens, forward and backward: waited for
 pipeline      micro-batches times the slowest stage, the other stages once, over the stages of a rank, and the sends between stages (Narayanan et al. 2021)
 """
@@ -14,7 +15,8 @@ from tightfit.cost.collectives import Collective, Group, collective_seconds
 from tightfit.devices.node import Node
 from tightfit.layouts.layout import Layout
 from tightfit.layouts.model.model_parts import ModelPart, ModelParts
-from tightfit.layouts.part_seconds import PartSeconds, PricedParts
+from tightfit.layouts.seconds.part_seconds import PartSeconds, PricedParts
+from tightfit.layouts.seconds.streamed_seconds import StreamedSeconds
 from tightfit.layouts.stages import Stage, stages_of
 from tightfit.simulate.contention import CONTENTION
 
@@ -68,6 +70,7 @@ class StepClock:
         self.model = model
         self.priced = priced
         self.node = node
+        self._streamed = StreamedSeconds(model, priced.device, node)
         self._model_bytes = max(1, model.parameter_bytes)
         # A search asks for the same few collectives tens of thousands of times.
         self._known: dict[tuple[Collective, float, int, int], float] = {}
@@ -125,10 +128,11 @@ class StepClock:
             # Weights that stay gathered are gathered for the first micro-batch alone.
             copied = unpacked * (2 if gathers_again else 1 / layout.accumulation) + packed
             inside, inside_again = self._inside(layout, part, share) if is_block else (self._at_end(layout, share), 0.0)
-            forward = _beside(of.forward, gather)
+            by_link, by_link_back = self._streamed.of_passes(layout, part, is_block=is_block)
+            forward = max(_beside(of.forward, gather), by_link)
             network = reduce + (gather if gathers_again else 0.0)
-            backward = _beside(of.backward, network)
-            backward_again = _beside(of.backward + redone, network)
+            backward = max(_beside(of.backward, network), by_link_back)
+            backward_again = max(_beside(of.backward + redone, network), by_link_back)
             if layout.zero_stage == 2:
                 forward = (forward + (layout.accumulation - 1) * of.forward) / layout.accumulation
             compute += count * (of.forward + of.backward + copied) + again * redone
@@ -230,7 +234,10 @@ class StepClock:
         trained = sum(n * part.trained_bytes for _, part, n in parts) / layout.tp * model.stored_per_parameter
         reduce = self._collective("all_reduce", trained * model.gradients_per_parameter, ranks, layout.tp)
         backward = sum(n * seconds[i].backward for i, _, n in parts)
-        found = _beside(backward, reduce) - backward
+        if layout.streams_weights:
+            # When the backward pass is over.
+            backward = 0.0
+        found = _beside(backward, reduce) - backward + self._streamed.of_ends(layout)
         if layout.zero_stage == 1:
             found += self._collective("all_gather", trained, ranks, layout.tp)
         return found
@@ -240,7 +247,8 @@ class StepClock:
         own = sum(n * part.parameter_bytes for _, part, n in stage.parts(model)) - stage.tied_bytes(model)
         mine = own / self._model_bytes
         over = layout.sharded_over if layout.zero_stage >= 1 else 1
-        return model.optimizer_seconds * mine / layout.tp / over
+        on_cards = model.optimizer_seconds * mine / layout.tp / over * self._streamed.share_on_cards(layout)
+        return on_cards + self._streamed.of_updates(layout)
 
 
 def _beside(compute: float, network: float) -> float:

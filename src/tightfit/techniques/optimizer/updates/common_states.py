@@ -1,0 +1,37 @@
+"""Whether states of an optimizer lie in the same memory: an update of one parameter is then seen by that of another, so their order is a part of the result."""
+
+from collections.abc import Iterator
+
+import torch
+
+from tightfit.techniques.lazy_tensors.lazy_tensor import LazyTensor
+from tightfit.techniques.optimizer.updates.optimizer_steps import overlap
+
+
+class CommonStates:
+    """Asked at each step; what was looked at once is not looked at again while the states are the same tensors."""
+
+    def __init__(self) -> None:
+        self._without: dict[torch.optim.Optimizer, list[int]] = {}
+
+    def has_any(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether two states of this optimizer share a byte."""
+        states = list(_states(optimizer))
+        known = list(map(id, states))
+        if known == self._without.get(optimizer):
+            return False
+        if overlap(states):
+            return True
+        self._without[optimizer] = known
+        return False
+
+
+def _states(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for state in optimizer.state.values():
+        if isinstance(state, dict):
+            # Those that are elsewhere between the steps are no one else's.
+            yield from (
+                value
+                for value in dict.values(state)
+                if isinstance(value, torch.Tensor) and not isinstance(value, LazyTensor)
+            )
