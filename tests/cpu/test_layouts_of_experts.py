@@ -6,6 +6,7 @@ from benchmarks.shard.decoders import traced
 from tightfit.analysis.profile import Profile
 from tightfit.devices.catalogue import find
 from tightfit.devices.nodes import node_of
+from tightfit.layouts.answers.layout_plan import PricedLayout
 from tightfit.layouts.layout import Layout
 from tightfit.layouts.layout_search import LayoutSearch
 from tightfit.layouts.model.model_parts import ModelParts, model_parts
@@ -38,7 +39,7 @@ def test_experts_are_the_weights_that_are_multiplied_group_by_group(model: Model
 
 
 def test_ranks_that_divide_the_experts_hold_less_and_send_tokens(search: LayoutSearch, model: ModelParts) -> None:
-    def priced(ep: int, tp: int = 1):  # noqa: ANN202 - as the search has it
+    def priced(ep: int, tp: int = 1) -> PricedLayout:
         return search.priced_layout(Layout(dp=8 // tp, tp=tp, ep=ep, zero_stage=0, micro_batch=1))
 
     whole, divided = priced(1), priced(8)
