@@ -12,7 +12,7 @@ from torch import nn
 
 from tightfit.analysis.profile import Profile
 from tightfit.devices.catalogue import find
-from tightfit.errors import ApplyError
+from tightfit.errors import ApplyError, apply_error, forget_apply_errors
 from tightfit.runtime.apply import apply_choices
 from tightfit.tape import Tape
 from tightfit.techniques.tiling.halos import layers_along, paths, run_step
@@ -187,3 +187,27 @@ def test_the_traced_saving_is_the_promised_one(plain):
     before, after = timeline(plain).max(), timeline(traced(__file__, "workload", options)).max()
     assert before - after > 0.5 * before
     assert before - promised_peak(plain, options) == pytest.approx(before - after, rel=TiledConvolutions.tolerance)
+
+
+def test_a_chain_runs_whole_where_it_cannot_be_in_slabs_any_more():
+    def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+        images = torch.randn(2, 3, 12, 16, generator=torch.Generator().manual_seed(step))
+        if step == 1:
+            fast = {name: parameter * 0.9 for name, parameter in model.named_parameters()}
+            return torch.func.functional_call(model, fast, (images,)).square().mean()
+        seen: list[int] = []
+        hook = model.chain[0].register_forward_hook(lambda *given: seen.append(given[2].shape[2])) if step else None
+        loss = model(images).square().mean()
+        if hook is not None:
+            hook.remove()
+            assert seen == [12]
+        return loss
+
+    def make() -> nn.Module:
+        return Net([nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1)])
+
+    forget_apply_errors()
+    assert_same(
+        train(make, loss_of), train(make, loss_of, [choice(NAME, "Net.chain", begin=0, end=3, num_tiles=2)]), **ORDER
+    )
+    assert apply_error() is None

@@ -149,6 +149,12 @@ def apply_errors_said() -> set[str]:
     return set(_apply_errors)
 
 
+def forget_apply_errors_since(said: set[str]) -> None:
+    """Clears the errors that were made since `apply_errors_said` gave `said`: they were an answer, and ended nothing."""
+    for message in apply_errors_said() - said:
+        del _apply_errors[message]
+
+
 def apply_error() -> ApplyError | None:
     """The first `ApplyError` created in this process, as it was last re-raised, or None. A new instance: tracebacks keep tensors alive."""
     messages = list(_apply_errors)

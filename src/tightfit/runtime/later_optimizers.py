@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tightfit.errors import ApplyError, apply_errors_said, forget_apply_errors
+from tightfit.errors import ApplyError, apply_errors_said, forget_apply_errors_since
 from tightfit.planner.plan import Choice
 from tightfit.runtime.apply import OF_OPTIMIZERS, apply_choices
 from tightfit.runtime.input_shapes import Tell
@@ -60,7 +60,6 @@ class LaterOptimizers:
                 if not refused or not may_leave_out or not (is_anew or all(c.where in OF_OPTIMIZERS for c in refused)):
                     raise
                 # These are no refusals that the program has swallowed; there is one for each place.
-                for message in apply_errors_said() - said:
-                    forget_apply_errors(message)
+                forget_apply_errors_since(said)
                 self._tell(f"{error}; the {type(model).__name__} goes on without it, as its optimizer was made later")
                 left = [choice for choice in left if choice not in refused]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from tightfit.errors import ApplyError
+from tightfit.errors import ApplyError, apply_errors_said, forget_apply_errors_since
 from tightfit.techniques.lazy_tensors.asked_gradients import watch_inputs_of_backward
 from tightfit.techniques.micro_batches.split_forward import WRAPPERS, SplitForward
 from tightfit.techniques.micro_batches.split_step import split_step
@@ -57,10 +57,11 @@ def apply_micro_batches(session: Session, chosen: Sequence[ChosenOption]) -> Non
     verdict, notes = session.verdict, session.notes
 
     def takes_back() -> Callable[[str], None]:
-        failure = verdict.failure
+        failure, said = verdict.failure, apply_errors_said()
 
         def take_back(why: str) -> None:
             verdict.failure = failure
+            forget_apply_errors_since(said)
             note = f"micro_batches ran a later batch whole: {why.removesuffix('; leave micro_batches out')}"
             if note not in notes:
                 notes.append(note)

@@ -12,7 +12,7 @@ from tightfit.effects.state import RegionState
 from tightfit.effects.users_code import is_users_function
 from tightfit.effects.values.fingerprints import paused
 from tightfit.effects.values.value_checks import bound_for, difference, has_values
-from tightfit.errors import ApplyError
+from tightfit.errors import ApplyError, apply_errors_said, forget_apply_errors_since
 from tightfit.techniques.session import Session, Verdict
 from tightfit.techniques.technique import ChosenOption, check_each
 from tightfit.techniques.tiling.first_state import FirstState
@@ -49,6 +49,7 @@ def apply_tiled_convolutions(session: Session, chosen: Sequence[ChosenOption]) -
             num_tiles=choice.settings["num_tiles"],
             verdict=session.verdict,
             check_steps=session.check_steps,
+            notes=session.notes,
         )
         put_range(session, choice.where, choice.settings["begin"], choice.settings["end"], slabs)
 
@@ -77,7 +78,14 @@ class _Slabs:
     """Runs a chain of layers slab by slab."""
 
     def __init__(
-        self, children: Sequence[torch.nn.Module], *, where: str, num_tiles: int, verdict: Verdict, check_steps: int
+        self,
+        children: Sequence[torch.nn.Module],
+        *,
+        where: str,
+        num_tiles: int,
+        verdict: Verdict,
+        check_steps: int,
+        notes: list[str],
     ) -> None:
         # A ModuleList, so that snapshots can be taken of all children together.
         self._chain = torch.nn.ModuleList()
@@ -86,6 +94,8 @@ class _Slabs:
         self._where = where
         self._num_tiles = num_tiles
         self._verdict = verdict
+        self._notes = notes
+        self._has_run = False
         self._check_steps = self._checks_left = check_steps
         self._state = RegionState()
         self._code: Code | None = None
@@ -101,17 +111,28 @@ class _Slabs:
             or is_looked_at(value)
         ):
             return self._plain(value)
-        children = list(self._chain)
+        children, said = list(self._chain), apply_errors_said()
         try:
             modules = list(flat(children))
             _check(
                 "the chain", modules, [part for child in children for part in child.modules() if part not in modules]
             )
+            if not all(parameter.is_leaf for parameter in self._chain.parameters()):
+                raise ApplyError(
+                    "the chain has weights that are computed from others (functional_call); leave tiled_convolutions out"
+                )
             # Along the longest side halos are the smallest share.
             dim = max(range(2, value.dim()), key=lambda d: value.shape[d])
             layers: list[AxisLayer] = layers_along(children, dim - 2)
         except ApplyError as error:
-            raise self._refusal(str(error)) from None
+            # In a trace it is refused: the next plan is made without.
+            if not (self._has_run and has_values(value)):
+                raise self._refusal(str(error)) from None
+            forget_apply_errors_since(said)
+            note = f"{_NAME} ran a later call whole: {self._where}: {str(error).partition('; leave')[0]}"
+            if note not in self._notes:
+                self._notes.append(note)
+            return self._plain(value)
         steps = {path.tile: path.steps for path in paths(layers, value.shape[dim], self._num_tiles)}
 
         def run_tile(tile: Tile, part: torch.Tensor) -> torch.Tensor:
@@ -139,7 +160,9 @@ class _Slabs:
             self._checks_left -= 1
             with paused():
                 self._compare(tiling, layers, value)
-        return run_tiled(tiling, value)
+        found = run_tiled(tiling, value)
+        self._has_run = True
+        return found
 
     def _plain(self, value: Any) -> Any:
         for child in self._chain:

@@ -14,7 +14,7 @@ from tightfit.effects.holders import PLAIN
 from tightfit.effects.outside_calls import without_outside_calls
 from tightfit.effects.values.fingerprints import paused
 from tightfit.effects.values.value_checks import has_values
-from tightfit.errors import ApplyError, TightfitError
+from tightfit.errors import ApplyError, TightfitError, apply_errors_said, forget_apply_errors_since
 from tightfit.errors.faults import is_ours
 from tightfit.techniques.session import Session, Verdict
 from tightfit.techniques.technique import ChosenOption, check_each
@@ -94,12 +94,13 @@ class _Tiles:
             # Code that is compiled or traced runs whole; so does a call that is differentiated by itself, or with others at once: it keeps nothing for the backward pass of the step.
             # And hooks of the program's own are to be given all that is saved.
             return forward(*args, **kwargs)
-        failure = self._verdict.failure
+        failure, said = self._verdict.failure, apply_errors_said()
         try:
             return self._proved(forward, value, args, kwargs)
         except ApplyError as error:
             if self._may_run_whole(error, module_of(forward), value):
                 self._verdict.failure = failure
+                forget_apply_errors_since(said)
             elif not self._may_go_on(error, value):
                 raise
             return forward(*args, **kwargs)
