@@ -417,7 +417,7 @@ for i in range(100):
     batch = data[at : at + 8]
     at += 8
     rate *= 2
-    rows = 4
+    rows = 2
     for level in range(2):
         rows *= 2
     step(rows)
