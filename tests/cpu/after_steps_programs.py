@@ -410,6 +410,21 @@ for i in range(100):
     rows = 8 if optimizer is not None else 1 << 20
     step(rows)
 """,
+    "weights are frozen later, and numbers are returned": """
+def patience(i):
+    if i < 50:
+        return 1
+    return 2
+
+for i in range(100):
+    step()
+    limit = patience(i)
+    match i:
+        case 50:
+            model.bias.requires_grad_(False)
+        case 60:
+            model.bias.requires_grad = False
+""",
     "nothing follows": """
 for i in range(100):
     step()

@@ -1,4 +1,4 @@
-"""Programs whose loops are held by generators, and that do something when their process exits; as in `after_steps_programs`."""
+"""Programs whose loops are held by generators, that do something when their process exits, or that change what they train; as in `after_steps_programs`."""
 
 COUNTED = {
     "of an endless generator that holds the loop": """
@@ -127,6 +127,68 @@ raise SystemExit
 }
 
 NAMED = {
+    "in a case": (
+        """
+for i in range(10_000):
+    match i % 500:
+        case 499:
+            evaluate()
+        case _:
+            step()
+""",
+        ("evaluate() at", "case 499 of i % 500"),
+    ),
+    "beside a generator that trains": (
+        """
+def training():
+    for i in range(10_000):
+        step()
+        yield i
+
+for i in training():
+    if i % 500 == 499:
+        evaluate()
+""",
+        ("evaluate() at", "if i % 500 == 499"),
+    ),
+    "weights that are unfrozen": (
+        """
+model = nn.Sequential(model, nn.Linear(64, 64).cuda())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for p in model[0].parameters():
+    p.requires_grad = False
+for i in range(10_000):
+    if i == 5000:
+        for p in model[0].parameters():
+            p.requires_grad = True
+    step()
+""",
+        ("p.requires_grad = True at", "if i == 5000"),
+    ),
+    "weights that a method unfreezes": (
+        """
+model = nn.Sequential(model, nn.Linear(64, 64).cuda())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model[0].requires_grad_(False)
+for i in range(10_000):
+    if i == 5000:
+        model[0].requires_grad_(True)
+    step()
+""",
+        ("model[0].requires_grad_() at", "if i == 5000"),
+    ),
+    "sizes that a function returns": (
+        """
+def size(i):
+    if i < 1000:
+        return 8
+    return 1 << 20
+
+for i in range(10_000):
+    step(size(i))
+""",
+        ("return 1 << 20 at", "unless i < 1000"),
+    ),
     "a thread that goes on for ever": (
         """
 import threading, time

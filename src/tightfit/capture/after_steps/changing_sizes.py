@@ -64,6 +64,10 @@ class Sizes:
                     targets = node.targets
                 elif isinstance(node, ast.AugAssign) and isinstance(node.op, _GROWS) and is_whole_number(node.value):
                     targets = [node.target]
+                elif isinstance(node, ast.Return) and node.value is not None and is_whole_number(node.value):
+                    if self._gives_a_size(node):
+                        yield node, " ".join(ast.unparse(node).split())
+                    continue
                 else:
                     continue
                 if any(_name(target) in self._read for target in targets):
@@ -80,8 +84,19 @@ class Sizes:
             if any(each is node for each in self._sizes_in(parent)):
                 return f"a size of {text}"
             node = parent
+        if isinstance(node, ast.Return) and node.value is not None and not isinstance(node.value, ast.Call):
+            return f"a size of {text}" if self._gives_a_size(node) else ""
         targets = node.targets if isinstance(node, ast.Assign) else []
         return next((f"{ast.unparse(target)} = {text}" for target in targets if _name(target) in self._read), "")
+
+    def _gives_a_size(self, node: ast.AST) -> bool:
+        """Whether a result of its function is read as a size somewhere."""
+        while not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            parent = self._parents.get(id(node))
+            if parent is None:
+                return False
+            node = parent
+        return node.name in self._read
 
 
 def _name(node: ast.AST) -> str:

@@ -124,7 +124,9 @@ class Rewriter:
                     statement.orelse = self._block(statement.orelse, around)
             case ast.Match():
                 for case in statement.cases:
-                    case.body = self._block(case.body, around)
+                    condition = f"case {_text(case.pattern)} of {_text(statement.subject)}"
+                    number = self._branch("branch", case.body, condition, statement.subject, around)
+                    case.body = [_mark(number, case.body), *self._block(case.body, around)]
             case ast.Assign() | ast.AnnAssign() | ast.AugAssign() | ast.Expr() | ast.Return():
                 self._mark_parts(statement, around)
             case _:
@@ -299,6 +301,6 @@ def called(call: ast.Call) -> str:
     )
 
 
-def _text(expression: ast.expr) -> str:
+def _text(expression: ast.expr | ast.pattern) -> str:
     text = " ".join(ast.unparse(expression).split())
     return text if len(text) <= _MAX_CONDITION else f"{text[: _MAX_CONDITION - 3]}..."

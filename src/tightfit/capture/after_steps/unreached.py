@@ -196,7 +196,7 @@ class _Source:
                     self.changing |= {last_name(inside)} if is_bound else set()
 
     def works(self, statements: Iterable[ast.stmt]) -> Iterator[ast.expr]:
-        """The calls in `statements`, in order, that can use the GPU; a call inside of another one is part of it."""
+        """The calls in `statements`, in order, that can use the GPU, and where weights are unfrozen; a call inside of another one is part of it."""
         for statement in statements:
             yield from self._works_in(statement)
 
@@ -206,8 +206,12 @@ class _Source:
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
             yield node
             return
-        if isinstance(node, ast.Call) and self._is_work(node):
+        if isinstance(node, ast.Call) and (_unfreezes(node) or self._is_work(node)):
             yield node
+            return
+        if isinstance(node, ast.Assign) and _is_unfreezing(node):
+            # In words of its own: it is no expression.
+            yield ast.copy_location(ast.Name(ast.unparse(node)), node)
             return
         for child in ast.iter_child_nodes(node):
             yield from self._works_in(child)
@@ -285,6 +289,22 @@ class _Source:
         return any(_is_of_numbers(node) for node in ast.walk(test))
 
 
+def _unfreezes(call: ast.Call) -> bool:
+    """Whether a method has gradients computed from then on: `requires_grad_()`, `backbone.unfreeze()`."""
+    if not isinstance(call.func, ast.Attribute):
+        return False
+    if call.func.attr == "requires_grad_":
+        given = [*call.args, *(each.value for each in call.keywords)]
+        return not any(isinstance(each, ast.Constant) and not each.value for each in given)
+    return re.fullmatch("unfreeze(_.*)?", call.func.attr) is not None
+
+
+def _is_unfreezing(node: ast.Assign) -> bool:
+    """Of the forms `p.requires_grad = True` and `p.requires_grad = name in chosen`."""
+    is_off = isinstance(node.value, ast.Constant) and not node.value.value
+    return not is_off and any(isinstance(each, ast.Attribute) and each.attr == "requires_grad" for each in node.targets)
+
+
 def _is_of_numbers(node: ast.AST) -> bool:
     if isinstance(node, ast.BinOp):
         return isinstance(node.op, ast.Mod | ast.FloorDiv)
@@ -308,7 +328,7 @@ def _later(program: RewrittenProgram, source: _Source, left: Sequence[int]) -> I
     """The branches that could run in a later turn of the loops that were left."""
     if not left:
         return
-    lost = set(left)
+    lost = _with_consumers(program, left)
     files = {program.loops[number].file for number in left}
     # What a loop iterates over calls these, and no text of the loop does.
     iterating = [each for name in ("__iter__", "__next__") for each in source.functions.get(name, ())]
@@ -325,6 +345,20 @@ def _later(program: RewrittenProgram, source: _Source, left: Sequence[int]) -> I
             can_run = is_on_the_way and source.can_change(branch.test, in_loop=in_loop)
         if can_run:
             yield number
+
+
+def _with_consumers(program: RewrittenProgram, left: Sequence[int]) -> set[int]:
+    """The loops, and those that go through a generator in which one of them was left: they have ended with it."""
+    lost = set(left)
+    generators = {program.loops[number].scope[1] for number in left} - {"<module>"}
+    lines = {
+        (file, node.lineno)
+        for file, tree in program.trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.For)
+        and any(isinstance(each, ast.Call) and called(each) in generators for each in ast.walk(node.iter))
+    }
+    return lost | {number for number, loop in enumerate(program.loops) if (loop.file, loop.line) in lines}
 
 
 def _reached(program: RewrittenProgram, has_run: Callable[[int], bool]) -> set[str]:

@@ -14,6 +14,7 @@ _LEAST_SHARE = 0.02
 """What takes less of a step is not worth a sentence."""
 _LOAD = 0.8
 """How much of their time workers may be busy, so that a slow batch is waited for by none."""
+_CORES_OF_ANY = 4  # that any machine with a GPU has
 _MOST_WORKERS = 16
 _PREFETCH = 2  # the default of torch.utils.data.DataLoader
 
@@ -50,6 +51,7 @@ def _on_loader(pipeline: InputPipeline, cost: LoaderCost) -> Iterator[Suggestion
     if wanted <= _MOST_WORKERS:
         ahead_bytes = wanted * (use.prefetch_factor or _PREFETCH) * cost.batch_bytes
         ahead = f"{format_bytes(ahead_bytes)} of batches" if ahead_bytes else "batches"
+        cores = f", and {wanted} need as many processor cores" if wanted > _CORES_OF_ANY else ""
         persistent = "" if use.is_persistent else ", persistent_workers=True"
         yield Suggestion(
             what=f"num_workers={wanted}{persistent} in the DataLoader",
@@ -57,7 +59,7 @@ def _on_loader(pipeline: InputPipeline, cost: LoaderCost) -> Iterator[Suggestion
             saves_bytes=0,
             adds_seconds=-waited,
             effect=f"would take up to {format_seconds(waited)} off a step of {format_seconds(step + waited)}",
-            note=f"{measured}, in one process; {ahead} ahead in host memory, and random numbers are drawn in the workers",
+            note=f"{measured}, in one process{cores}; {ahead} ahead in host memory, and random numbers are drawn in the workers",
         )
     if use.num_examples and use.batch_size and cost.batch_bytes:
         decoded = use.num_examples * cost.batch_bytes // use.batch_size
