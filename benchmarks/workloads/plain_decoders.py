@@ -61,8 +61,44 @@ class LlamaBlock(nn.Module):
         q, k = (_rotated(z) for z in (q, k))
         k, v = (z.repeat_interleave(self.heads // self.kv_heads, 1) for z in (k, v))
         x = x + self.out(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, d))
-        y = self.norm_2(x)
-        return x + self.down(silu(self.gate(y)) * self.up(y))
+        return x + self.mix(self.norm_2(x))
+
+    def mix(self, y: torch.Tensor) -> torch.Tensor:
+        return self.down(silu(self.gate(y)) * self.up(y))
+
+
+class ExpertsBlock(LlamaBlock):
+    """A Llama block whose feed-forward layer are `experts`, of which each token uses `chosen`, and one that all tokens use."""
+
+    def __init__(self, width: int, heads: int, kv_heads: int, hidden: int, experts: int, chosen: int) -> None:
+        super().__init__(width, heads, kv_heads, hidden, nn.RMSNorm)
+        self.router = nn.Linear(width, experts, bias=False)
+        self.experts = Experts(width, hidden, experts)
+        self.chosen = chosen
+
+    def mix(self, y: torch.Tensor) -> torch.Tensor:
+        rows = y.flatten(0, 1)
+        weights, chosen = self.router(rows).float().softmax(-1).topk(self.chosen)
+        of_expert = chosen.flatten().argsort()
+        ends = chosen.flatten().bincount(minlength=len(self.experts.up)).cumsum(0).int()
+        found = self.experts(rows[of_expert // self.chosen], ends)
+        found = found * weights.flatten()[of_expert, None].to(y.dtype)
+        mixed = torch.zeros_like(rows).index_add_(0, of_expert // self.chosen, found)
+        return super().mix(y) + mixed.view_as(y)
+
+
+class Experts(nn.Module):
+    """Gated feed-forward layers side by side, multiplied group by group."""
+
+    def __init__(self, width: int, hidden: int, experts: int) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.empty(experts, width, hidden))
+        self.up = nn.Parameter(torch.empty(experts, width, hidden))
+        self.down = nn.Parameter(torch.empty(experts, hidden, width))
+
+    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        inner = silu(torch._grouped_mm(x, self.gate, offs=ends)) * torch._grouped_mm(x, self.up, offs=ends)
+        return torch._grouped_mm(inner, self.down, offs=ends)
 
 
 def _rotated(z: torch.Tensor) -> torch.Tensor:
@@ -134,6 +170,24 @@ def llama(
     blocks: list[nn.Module] = [LlamaBlock(width, heads, kv_heads, hidden, norm) for _ in range(2)]
     yield from _steps(
         Decoder(blocks, width, vocabulary, norm(width), tied=False), batch, sequence, vocabulary, is_fused=False
+    )
+
+
+def experts(
+    width: int,
+    heads: int,
+    kv_heads: int,
+    hidden: int,
+    number: int,
+    chosen: int,
+    batch: int = 1,
+    sequence: int = 4096,
+    vocabulary: int = 163840,
+) -> Iterator[torch.Tensor]:
+    """Steps of a decoder of two layers with experts."""
+    blocks: list[nn.Module] = [ExpertsBlock(width, heads, kv_heads, hidden, number, chosen) for _ in range(2)]
+    yield from _steps(
+        Decoder(blocks, width, vocabulary, nn.RMSNorm(width), tied=False), batch, sequence, vocabulary, is_fused=False
     )
 
 

@@ -79,6 +79,35 @@ def test_it_trains_as_the_plain_run_does_and_comes_back(way: str, kind: Any) -> 
     assert step(model, optimizers[1], 121) == pytest.approx(step(plain, optimizers[0], 121), rel=0.1)
 
 
+@pytest.mark.parametrize(
+    ("technique", "given"),
+    [
+        ("pure_bf16", {"rounding": "stochastic"}),
+        ("pure_bf16", {"rounding": "compensated"}),
+        ("low_bit_offload", {"host_bytes": 1 << 20, "window_bytes": 1 << 18, **WAYS["8-bit, master"]}),
+    ],
+)
+def test_a_weight_that_the_program_casts_back_is_updated_in_float32(technique: str, given: dict[str, Any]) -> None:
+    def update() -> None:
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    choice = Choice(
+        technique=technique, where="optimizer", settings=given, saves_bytes=0, adds_seconds=0.0, exact=False
+    )
+    session = apply_choices([choice], model, [optimizer])
+    update()
+    # As programs do that want normalisations in float32.
+    model[1].float()
+    before = model[1].weight.detach().clone()
+    update()
+    session.undo()
+    assert torch.equal(model[1].weight, before - 1e-3)
+
+
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 def test_small_parameters_train_by_less_than_their_last_bit_too(kind: Any) -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -56,9 +57,9 @@ class LayoutCandidates:
             counts = [1, *(self._model.order.count(i) for i in range(len(self._model.blocks))), 1]
             work = sum(n * (s.forward + s.backward) for n, s in zip(counts, seconds, strict=True)) * accumulation / pp
             for schedule, stages in self._schedules(pp, accumulation):
-                for stage, over in self._shardings(dp * cp, tp):
+                for (stage, over), ep in itertools.product(self._shardings(dp * cp, tp), self._experts(dp * cp, tp)):
                     layout = Layout(
-                        dp=dp, tp=tp, pp=pp, cp=cp, zero_stage=stage, sharded_over=over, micro_batch=micro_batch,
+                        dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, zero_stage=stage, sharded_over=over, micro_batch=micro_batch,
                         accumulation=accumulation, schedule=schedule, stages_per_rank=stages,
                     )  # fmt: skip
                     if self._streams(layout):
@@ -81,6 +82,12 @@ class LayoutCandidates:
         for stages in _STAGES_PER_RANK:
             if accumulation % pp == 0 and pp * stages <= len(self._model.order):
                 yield "interleaved", stages
+
+    def _experts(self, ranks: int, tp: int) -> list[int]:
+        """Degrees of expert parallelism: what tools do with it beside tensor parallelism differs."""
+        numbers = [part.num_experts for part in self._model.blocks if part.num_experts]
+        most = math.gcd(ranks, *numbers) if numbers and tp == 1 else 1
+        return [n for n in _powers(most) if most % n == 0]
 
     def _shardings(self, ranks: int, tp: int) -> Iterator[tuple[int, int]]:
         if ranks == 1:

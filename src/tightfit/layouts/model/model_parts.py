@@ -16,6 +16,7 @@ from tightfit.analysis.profile import Profile
 from tightfit.cost.classes import operator_class
 from tightfit.layouts.model.batches_of_tape import BatchOfTape, batch_of
 from tightfit.layouts.model.blocks_at_host import BlocksAtHost
+from tightfit.layouts.model.experts_of_tape import experts_of
 from tightfit.layouts.model.peaks_of_tape import PeaksOfTape
 from tightfit.layouts.model.product_sizes import ProductSizes, product_sizes
 from tightfit.layouts.model.weights_of_tape import WeightBytes, WeightsOfTape
@@ -49,7 +50,7 @@ class ModelPart:
     `saved_bytes` are saved for backward, its output among them; of these `product_bytes` would be if only the results of products were saved,
     and `alternate_bytes` if every second matrix product was not either. `input_bytes` is what
     the part is given. `working_bytes` is the peak of temporaries in its backward pass, `fixed_working_bytes` of those that are as large as weights. `key_value_bytes` are the keys and values of its attention.
-    `converted_bytes` are copies of its weights in the type that is computed with, saved for backward besides. `expert_bytes` are the weights (of `parameter_bytes`) that only some tokens use, `expert_share` the share of the tokens that one of them sees.
+    `converted_bytes` are copies of its weights in the type that is computed with, saved for backward besides. `expert_bytes` are the weights (of `parameter_bytes`) of its `num_experts`, of which each token uses `experts_per_token`.
     """
 
     name: str
@@ -65,7 +66,7 @@ class ModelPart:
     key_value_bytes: int
     num_products: int
     expert_bytes: int = 0
-    expert_share: float = 1.0
+    num_experts: int = 0
     experts_per_token: float = 1.0
     class_name: str = ""
     converted_bytes: int = 0
@@ -294,6 +295,7 @@ class _Reader:
         working, fixed = self.peaks.working(
             forward, backward, rows.fixed_written, rows_back.fixed_written, is_block=input_bytes > 0
         )
+        experts = experts_of(self.tape, self.weights, forward, input_bytes)
         attention = np.flatnonzero(rows.is_attention)
         operators = rows.operators
         # Query, key and value are read, and the output has the size of the query.
@@ -313,8 +315,9 @@ class _Reader:
             fixed_working_bytes=fixed,
             key_value_bytes=key_value,
             num_products=int(rows.is_product.sum()),
-            expert_bytes=weights.experts,
-            expert_share=weights.expert_share,
+            expert_bytes=experts.num_bytes,
+            num_experts=experts.number,
+            experts_per_token=experts.per_token,
         )
 
     def _rows(self, chosen: Column) -> Rows:

@@ -2,13 +2,14 @@
 
 One of a product's dimensions is the tokens, another is cut by tensor parallelism. A product of activations and a weight has the weight's bytes as two of its
 dimensions: the third is the tokens. The gradient of a weight sums over the tokens: its depth. Products without a weight (attention that is not fused) and fused
-attention are as many as there are sequences and heads. Of a weight the longer side is cut: columns of what widens, rows of what narrows again.
+attention are as many as there are sequences and heads. Experts have a share of the tokens each. Of a weight the longer side is cut: columns of what widens, rows of what narrows again.
 """
 
 import dataclasses
 
 import numpy as np
 
+from tightfit.layouts.model.experts_of_tape import GROUPED
 from tightfit.tape import Column, Geometry, Tape
 
 _BATCH, _ROWS, _COLUMNS, _DEPTH = range(4)
@@ -57,17 +58,22 @@ def product_sizes(
     rows = np.flatnonzero(np.isin(tape.geometry.operator, chosen))
     table = tape.geometry.rows(rows)
     place = np.searchsorted(chosen, table.operator)
+    is_grouped = np.array([GROUPED in tape.strings[name] for name in tape.operators.name[chosen].tolist()], dtype=bool)
     table = dataclasses.replace(table, operator=place.astype(table.operator.dtype))
     of_tokens, of_weights = np.full(len(rows), _BATCH), np.full(len(rows), _BATCH)
     for i, (batch, num_rows, columns, depth) in enumerate(_sizes(table).tolist()):
         at = int(place[i])
-        if is_attention[at] or batch > 1:
+        if is_attention[at] or (batch > 1 and not is_grouped[at]):
             continue
         if table.taps[i]:
             of_tokens[i], of_weights[i] = _ROWS, _COLUMNS
         elif fixed_written[at]:
             of_tokens[i], of_weights[i] = _DEPTH, _longer(_ROWS, num_rows, _COLUMNS, columns)
-        elif _is_bytes_of(fixed_read[at], num_rows * depth) and not _is_bytes_of(fixed_read[at], depth * columns):
+        elif (
+            not is_grouped[at]
+            and _is_bytes_of(fixed_read[at], num_rows * depth)
+            and not _is_bytes_of(fixed_read[at], depth * columns)
+        ):
             of_tokens[i], of_weights[i] = _COLUMNS, _longer(_ROWS, num_rows, _DEPTH, depth)
         else:
             of_tokens[i], of_weights[i] = _ROWS, _longer(_COLUMNS, columns, _DEPTH, depth)

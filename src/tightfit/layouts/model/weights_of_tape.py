@@ -1,4 +1,4 @@
-"""The weights of a tape by module: their bytes, which operators read or write them, and which are experts that only some tokens use."""
+"""The weights of a tape by module: their bytes, and which operators read or write them."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -12,12 +12,10 @@ from tightfit.tape import Category, Column, Phase
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WeightBytes:
-    """Bytes of the weights of some modules: all, those that are trained, those of experts, and the share of the tokens that an expert sees."""
+    """Bytes of the weights of some modules: all, and those that are trained."""
 
     total: int
     trained: int
-    experts: int = 0
-    expert_share: float = 1.0
 
 
 class WeightsOfTape:

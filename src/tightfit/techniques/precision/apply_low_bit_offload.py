@@ -1,7 +1,7 @@
 """Puts `low_bit_offload` on live objects: see `tightfit.techniques.precision.low_bit_offload` for what it is and where it comes from."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -50,8 +50,8 @@ def apply_low_bit_offload(session: Session, chosen: Sequence[ChosenOption]) -> N
     session.when_undone(functools.partial(_drop_residuals, list(session.optimizers)))
     updates: dict[torch.optim.Optimizer, MasterUpdate] = {}
 
-    def update_of(optimizer: torch.optim.Optimizer, lowered: Mapping[torch.Tensor, None]) -> MasterUpdate:
-        updates[optimizer] = MasterUpdate(optimizer, lowered)
+    def update_of(optimizer: torch.optim.Optimizer) -> MasterUpdate:
+        updates[optimizer] = MasterUpdate(optimizer)
         return updates[optimizer]
 
     lower_model(session, _NAME, update_of)

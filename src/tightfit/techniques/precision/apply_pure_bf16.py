@@ -100,8 +100,8 @@ def apply_pure_bf16(session: Session, chosen: Sequence[ChosenOption]) -> None:
     choice = the_only(chosen)
     updates: list[LowPrecisionUpdate] = []
 
-    def update_of(optimizer: torch.optim.Optimizer, lowered: Mapping[torch.Tensor, None]) -> LowPrecisionUpdate:
-        updates.append(LowPrecisionUpdate(optimizer, lowered, choice.settings["rounding"]))
+    def update_of(optimizer: torch.optim.Optimizer) -> LowPrecisionUpdate:
+        updates.append(LowPrecisionUpdate(optimizer, choice.settings["rounding"]))
         return updates[-1]
 
     lower_model(session, _NAME, update_of)
@@ -112,10 +112,10 @@ def apply_pure_bf16(session: Session, chosen: Sequence[ChosenOption]) -> None:
 def lower_model(
     session: Session,
     technique: str,
-    update_of: Callable[[torch.optim.Optimizer, Mapping[torch.Tensor, None]], MasterWeights],
+    update_of: Callable[[torch.optim.Optimizer], MasterWeights],
 ) -> None:
     """Casts parameters, buffers, and the model's inputs and outputs to bfloat16 until the session is undone. `update_of` makes what updates the parameters of an
-    optimizer, given those that are cast; it is asked for their values in float32 when they are cast back. The states that are loaded stay in float32.
+    optimizer, which are not cast yet; it is asked for their values in float32 when they are cast back. The states that are loaded stay in float32.
 
     Raises:
         ApplyError: the model has no float32 parameter, something refers to the memory of one, or an optimizer is not known to update each parameter by itself.
@@ -152,7 +152,7 @@ def lower_model(
             f"make it afterwards, or {remedy}"
         )
     refuse = _Refusing(session.verdict, technique)
-    _lower(session, lowered, [update_of(optimizer, lowered) for optimizer in session.optimizers], refuse)
+    _lower(session, lowered, [update_of(optimizer) for optimizer in session.optimizers], refuse)
     for optimizer in session.optimizers:
         wide = WideStates()
         session.hook(optimizer.register_load_state_dict_pre_hook, wide.before)

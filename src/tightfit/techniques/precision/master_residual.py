@@ -5,7 +5,6 @@ below its last bit counts on average. As in Gonzalez Ortiz et al., "FlashOptim" 
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
 from typing import Any, final
 
 import torch
@@ -13,7 +12,7 @@ import torch
 from tightfit.techniques.optimizer.states.state_codecs import AbstractCodec, Encoded
 from tightfit.techniques.optimizer.states.state_sizes import MIN_NUMBERS
 from tightfit.techniques.optimizer.updates.optimizer_steps import beside, step_of, update_alone
-from tightfit.techniques.precision.stochastic_rounding import Rounded, sum_of_bits, wide
+from tightfit.techniques.precision.stochastic_rounding import LoweredParameters, Rounded, sum_of_bits, wide
 
 RESIDUAL = "residual"
 """Its name among the states of a parameter, int8 of the parameter's shape."""
@@ -46,11 +45,12 @@ def _step_of(weight: torch.Tensor) -> torch.Tensor:
 
 @final
 class MasterUpdate:
-    """Updates parameters of `optimizer`, of which those in `lowered` are in bfloat16 with a residual among their states; each is in float32 during its update."""
+    """Updates parameters of `optimizer`, of which some are about to be in bfloat16 with a residual among their states; each of these is in float32 during its
+    update."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, lowered: Mapping[torch.Tensor, None]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._lowered = lowered
+        self._lowered = LoweredParameters(optimizer)
         self._step = step_of(optimizer)
         self._update_whole = update_alone(optimizer)
         self._rounded = Rounded()
@@ -59,7 +59,11 @@ class MasterUpdate:
 
     def holds(self, parameter: torch.Tensor) -> bool:
         """Whether there is a residual of this parameter."""
-        return parameter in self._bits and RESIDUAL in self._optimizer.state.get(parameter, {})
+        return (
+            parameter in self._lowered
+            and parameter in self._bits
+            and RESIDUAL in self._optimizer.state.get(parameter, {})
+        )
 
     def whole(self, parameter: torch.Tensor) -> torch.Tensor:
         """A parameter in float32, with its residual."""
@@ -75,10 +79,11 @@ class MasterUpdate:
 
     def update_one(self, parameter: torch.Tensor, group: int) -> None:
         """Updates one parameter, of the group with this index."""
+        optimizer = self._optimizer
         if parameter not in self._lowered:
+            optimizer.state.get(parameter, {}).pop(RESIDUAL, None)
             self._update_whole(parameter, group)
             return
-        optimizer = self._optimizer
         value = self.whole(parameter)
         assert parameter.grad is not None
         value.grad = parameter.grad.float()

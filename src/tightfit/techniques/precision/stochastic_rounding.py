@@ -7,7 +7,6 @@ keeping the truncated part in a second bfloat16 makes it right to 16 bits (Kahan
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -64,17 +63,25 @@ def sum_of_bits(value: torch.Tensor) -> torch.Tensor:
     return sum_of_words(value)
 
 
-class LowPrecisionUpdate:
-    """Steps an optimizer over parameters of which those in `lowered` are in bfloat16; each is in float32 during its update."""
+class LoweredParameters:
+    """The parameters of `optimizer` that are in bfloat16 by the plan, which is about to cast some: these, and what the program makes of them (a head that
+    grows), whose states are in float32. One that the program has cast to another type since is its own, as is what it had in bfloat16 itself.
+    """
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, lowered: Mapping[torch.Tensor, None], rounding: Rounding
-    ) -> None:
-        self._optimizer = optimizer
-        self._lowered = lowered
-        # What the program itself has in bfloat16 is trained as it was.
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         held = (p for group in optimizer.param_groups for p in group["params"])
         self._programs_own = WeakTensorKeyDictionary({p: None for p in held if p.dtype == torch.bfloat16})
+
+    def __contains__(self, parameter: torch.Tensor) -> bool:
+        return parameter.dtype == torch.bfloat16 and parameter not in self._programs_own
+
+
+class LowPrecisionUpdate:
+    """Steps an optimizer over parameters of which some are about to be in bfloat16; each of these is in float32 during its update."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, rounding: Rounding) -> None:
+        self._optimizer = optimizer
+        self._lowered = LoweredParameters(optimizer)
         self._rounding = rounding
         self._step = step_of(optimizer)
         self._update_whole = update_alone(optimizer)
@@ -86,15 +93,11 @@ class LowPrecisionUpdate:
         groups = groups_by_parameter(self._optimizer)
         updated = [parameter for parameter in groups if parameter.grad is not None]
         for parameter in updated:
-            if parameter in self._lowered or self._is_made_of_lowered(parameter):
+            if parameter in self._lowered:
                 self._update(parameter, groups[parameter])
             else:
                 self._update_whole(parameter, groups[parameter])
         return updated
-
-    def _is_made_of_lowered(self, parameter: torch.Tensor) -> bool:
-        """Whether the program has made it of parameters that are in bfloat16 (a head that grows), with their states, which are in float32."""
-        return parameter.dtype == torch.bfloat16 and parameter not in self._programs_own
 
     def holds(self, parameter: torch.Tensor) -> bool:
         """Whether there is a compensation term for this parameter."""
@@ -104,7 +107,7 @@ class LowPrecisionUpdate:
         """A parameter in float32, with its compensation term."""
         value = parameter.detach().float()
         rest = self._rests.get(parameter)
-        if rest is not None and rest.value.shape == value.shape:
+        if rest is not None and rest.value.shape == value.shape and parameter in self._lowered:
             # No branch, for which the host would wait: a parameter that was written to since gets nothing.
             value.add_(rest.value * (rest.bits == sum_of_bits(parameter)))
         return value
