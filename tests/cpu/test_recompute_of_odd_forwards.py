@@ -255,6 +255,44 @@ def test_an_error_that_only_a_second_run_meets_names_the_block() -> None:
         trained(lambda: Doing(act), is_planned=True)
 
 
+class Collecting(Block):
+    """Appends what it computes to a list that it is given, as hidden states and auxiliary losses are collected, and to one in a dict."""
+
+    def forward(self, x: torch.Tensor, **named: Any) -> torch.Tensor:
+        hidden = self.layer(x)
+        x = x + torch.tanh(hidden)
+        named["states"].append(x)
+        named["bag"].setdefault("losses", []).append(hidden.square().mean())
+        return x
+
+
+@pytest.mark.parametrize("technique", ["checkpointing", "selective_checkpointing", "offloaded_checkpointing"])
+def test_lists_among_the_arguments_may_be_appended_to(technique: str) -> None:
+    settings: dict[str, Any] = {"keep": [0]} if technique == "selective_checkpointing" else {}
+    if technique == "offloaded_checkpointing":
+        settings = {"smallest_bytes": 1, "host_bytes": 1 << 16, "following": "Net.blocks.2"}
+    found = []
+    for choices in ([], [choice(technique, f"Net.blocks.{n}", **settings) for n in range(2)]):
+        torch.manual_seed(0)
+        model = Net(Collecting, {}).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        session = apply_choices(choices, model, [optimizer])
+        for _ in range(4):
+            model.named = {"states": [], "bag": {}}
+            loss = model(torch.randn(4, WIDTH, dtype=torch.double))
+            states, losses = model.named["states"], model.named["bag"]["losses"]
+            loss = loss + sum(each.square().mean() for each in states) + 0.1 * sum(losses)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            assert (len(states), len(losses)) == (3, 3)
+            found.append((loss.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]))
+        session.undo()
+    for (loss, gradients), (other, others) in zip(found[:4], found[4:], strict=True):
+        assert torch.equal(loss, other)
+        assert all(map(torch.equal, gradients, others))
+
+
 def in_parts(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """What each part is written to has memory that nobody has filled before, and that holds anything, as torch.nn.AdaptiveLogSoftmaxWithLoss and experts have it."""
     y = layer(x)

@@ -1,7 +1,7 @@
 """Micro-batches: the gradient of the whole batch from its parts, or a reason why not."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -349,11 +349,20 @@ def test_a_later_batch_that_cannot_be_split_runs_whole(kind: type[torch.nn.Modul
     assert apply_error() is None
 
 
-def test_a_later_batch_that_has_left_something_behind_is_refused() -> None:
-    class ThenWrites(ThenBare):
+def write_to_a_weight(model: ThenBare) -> None:
+    model.frozen.weight.data.add_(0.1)
+
+
+def add_to_a_gradient(model: ThenBare) -> None:
+    model.body(torch.ones(2, 16)).sum().backward()
+
+
+@pytest.mark.parametrize("act", [write_to_a_weight, add_to_a_gradient])
+def test_a_later_batch_that_has_left_something_behind_is_refused(act: Callable[[ThenBare], None]) -> None:
+    class ThenActs(ThenBare):
         def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> Any:
             if targets is None:
-                self.frozen.weight.data.add_(0.1)
+                act(self)
             return super().forward(tokens, targets)
 
     def loss_of(model: Any, step: int) -> torch.Tensor:
@@ -361,4 +370,4 @@ def test_a_later_batch_that_has_left_something_behind_is_refused() -> None:
         return model(tokens, targets) if step < 1 else model(tokens).square().mean()
 
     with pytest.raises(ApplyError, match="micro_batches"):
-        train(ThenWrites, loss_of, parts(2))
+        train(ThenActs, loss_of, parts(2))

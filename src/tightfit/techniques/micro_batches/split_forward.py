@@ -149,7 +149,7 @@ class SplitForward:
         try:
             return self._in_parts(forward, args, kwargs)
         except ApplyError as error:
-            if not self._whole.may_run(error, lambda: put_back(self._proofs)):
+            if not self._whole.may_run(error, self.model.parameters(), lambda: put_back(self._proofs)):
                 raise self._refuse(str(error)) from None
         return forward(*args, **kwargs)
 

@@ -256,7 +256,7 @@ class RecomputedCall:
         self.owner = owner
         self.before = owner.state.snapshot(owner.owner(), is_kept=True)
         given = tensors_in((*args, *kwargs.values()))
-        self._versions = versions(given)
+        self._given, self._versions = given, versions(given)
         named = {**{f"argument {n}": a for n, a in enumerate(args)}, **kwargs}
         # Lists and dicts among the arguments are written to by many forwards (collected hidden states,
         # auxiliary losses): their contents are restored like attributes.
@@ -315,7 +315,9 @@ class RecomputedCall:
         saved.is_complete = True
         self.fingerprints = fingerprints.taken if fingerprints is not None else None
         owner.adds_in_any_order |= any(each.bound for each in self.fingerprints or ())
-        if versions(tensors_in((*args, *kwargs.values()))) != self._versions:
+        # Those that it was given: a list among its arguments may hold more by now.
+        given, self._given = self._given, []
+        if versions(given) != self._versions:
             raise owner.refusal("writes over its own input, which a second run would find changed")
         if settings.has_begun_card:
             raise owner.refusal("is the first to use the card, whose random numbers a second run could not draw again")
