@@ -108,6 +108,29 @@ def test_a_weight_that_the_program_casts_back_is_updated_in_float32(technique: s
     assert torch.equal(model[1].weight, before - 1e-3)
 
 
+def test_a_buffer_that_counts_is_refused_where_bfloat16_would_stop_it() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.register_buffer("calls", torch.full((1,), 250.0))
+            self.register_buffer("mean", torch.full((1,), 300.5))
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            self.mean.mul_(0.9)
+            return self.layer(rows)
+
+    model = Counting()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    applied(model, optimizer, **WAYS["8-bit, master"])
+    for _ in range(5):
+        model(torch.ones(2, 4))
+    with pytest.raises(ApplyError, match="the buffer calls counts in bfloat16"):
+        model(torch.ones(2, 4))
+    assert model.calls.item() == 256
+
+
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 def test_small_parameters_train_by_less_than_their_last_bit_too(kind: Any) -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64))

@@ -19,6 +19,7 @@ from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.asked_gradients import watch_inputs_of_backward
 from tightfit.techniques.optimizer.updates.optimizer_steps import check_separable, update_within_step
 from tightfit.techniques.precision.casts import cast, cast_results, told_of_types
+from tightfit.techniques.precision.counting_buffers import CountingBuffers
 from tightfit.techniques.precision.stochastic_rounding import LowPrecisionUpdate, WideStates
 from tightfit.techniques.session import Session, Verdict
 from tightfit.techniques.technique import ChosenOption, the_only
@@ -152,6 +153,7 @@ def lower_model(
             f"make it afterwards, or {remedy}"
         )
     refuse = _Refusing(session.verdict, technique)
+    counting = CountingBuffers(session.model.named_buffers())
     _lower(session, lowered, [update_of(optimizer) for optimizer in session.optimizers], refuse)
     for optimizer in session.optimizers:
         wide = WideStates()
@@ -161,7 +163,7 @@ def lower_model(
         # Scripts call parts of a model as well.
         if module is not session.model and any(p in lowered for p in module.parameters(recurse=False)):
             session.wrap_forward(module, functools.partial(_part_in_bfloat16, refuse), is_of_model=True)
-    session.wrap_forward(session.model, functools.partial(_whole_in_bfloat16, refuse), is_of_model=True)
+    session.wrap_forward(session.model, functools.partial(_whole_in_bfloat16, refuse, counting), is_of_model=True)
     watch_inputs_of_backward(session)
     for optimizer in session.optimizers:
         session.set(optimizer, "__deepcopy__", functools.partial(_refuse_copy, remedy))
@@ -206,12 +208,15 @@ def _in_bfloat16(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> A
     return cast(forward(*args, **kwargs), torch.bfloat16, torch.float32)
 
 
-def _whole_in_bfloat16(refuse: _Refusing, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def _whole_in_bfloat16(
+    refuse: _Refusing, counting: CountingBuffers, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
     # A forward may switch gradients on or off by itself, and casts are a part of its graph in both cases.
     with torch.enable_grad():
         args, kwargs = cast((args, kwargs), torch.float32, torch.bfloat16)
     with told_of_types(refuse, "in bfloat16", refuse.technique):
         result = forward(*args, **kwargs)
+    counting.check(refuse, refuse.technique)
     with torch.enable_grad():
         return cast_results(result, torch.float32, refuse, refuse.check)
 
