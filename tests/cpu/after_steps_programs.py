@@ -410,6 +410,18 @@ for i in range(100):
     rows = 8 if optimizer is not None else 1 << 20
     step(rows)
 """,
+    "a position in the data and a rate grow": """
+data = torch.randn(800, 64)
+at, rate = 0, 1
+for i in range(100):
+    batch = data[at : at + 8]
+    at += 8
+    rate *= 2
+    rows = 2
+    for level in range(2):
+        rows *= 2
+    step(rows)
+""",
     "weights are frozen later, and numbers are returned": """
 def patience(i):
     if i < 50:

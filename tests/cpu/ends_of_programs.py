@@ -151,6 +151,16 @@ for i in training():
 """,
         ("evaluate() at", "if i % 500 == 499"),
     ),
+    "rows that double with each epoch": (
+        """
+rows = 8
+for epoch in range(20):
+    for i in range(10):
+        step(rows)
+    rows = min(2 * rows, 1 << 20)
+""",
+        ("rows = min(2 * rows, 1 << 20) at", "in each turn"),
+    ),
     "weights that are unfrozen": (
         """
 model = nn.Sequential(model, nn.Linear(64, 64).cuda())

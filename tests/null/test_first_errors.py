@@ -34,3 +34,11 @@ def test_a_program_that_finds_no_gpu_is_told_what_needs_none(capsys: pytest.Capt
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("tightfit: torch found no GPU on this machine")
     assert "tightfit run --virtual" in last
+
+
+def test_an_error_about_bfloat16_names_the_technique_that_has_weights_in_it(capsys: pytest.CaptureFixture[str]) -> None:
+    def run() -> None:
+        raise TypeError("Got unsupported ScalarType BFloat16")
+
+    assert exit_code_of(run, "train.py", lowered_by="pure_bf16") == 1
+    assert capsys.readouterr().err.splitlines()[-1].startswith("tightfit: pure_bf16 has the weights in bfloat16")

@@ -117,7 +117,14 @@ def _run_really(chosen: Plan, parsed: Script, script: str, check_steps: int, dis
             disk_folder=None if disk_folder is None else str(disk_folder),
         ),
         script,
+        lowered_by=_lowered_by(chosen),
     )
+
+
+def _lowered_by(chosen: Plan) -> str:
+    """The technique that has weights in bfloat16."""
+    names = (c.technique for c in chosen.choices if c.technique == "pure_bf16" or c.settings.get("master"))
+    return next(names, "")
 
 
 def _does_not_fit(chosen: Plan, script: str, file: Path | None) -> DoesNotFit:

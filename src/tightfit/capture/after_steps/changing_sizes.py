@@ -12,6 +12,7 @@ from tightfit.capture.after_steps.conditional_expressions import is_whole_number
 from tightfit.capture.after_steps.rewriting import called
 
 _GROWS = (ast.Add, ast.Mult, ast.LShift, ast.Pow)
+_MULTIPLY = (ast.Mult, ast.LShift, ast.Pow)
 _SIZED = frozenset(
     {"randn", "rand", "randint", "zeros", "ones", "empty", "full", "arange", "randperm", "eye", "range", "expand"}
     | {"repeat", "view", "reshape", "narrow", "new_zeros", "new_ones", "new_empty", "DataLoader", "interpolate"}
@@ -73,6 +74,16 @@ class Sizes:
                 if any(_name(target) in self._read for target in targets):
                     yield node, " ".join(ast.unparse(node).split())
 
+    def growing_in(self, loop: ast.For | ast.While) -> Iterator[ast.stmt]:
+        """The statements of a loop that multiply a size in its turns: `length *= 2`, `batch = min(2 * batch, 512)`. A sum is no sign: positions in data are
+        added to. Nor is what begins anew in each turn."""
+        nodes = [node for statement in loop.body for node in ast.walk(statement)]
+        growing = [node for node in nodes if isinstance(node, ast.stmt) and _multiplies(node)]
+        begun = {ast.unparse(t) for n in nodes if isinstance(n, ast.Assign) and n not in growing for t in n.targets}
+        for node in growing:
+            if any(_name(target) in self._read and ast.unparse(target) not in begun for target in _targets(node)):
+                yield node
+
     def _told(self, part: ast.expr) -> str:
         """What a part gives a size to; empty if to none."""
         text = ast.unparse(part)
@@ -97,6 +108,24 @@ class Sizes:
                 return False
             node = parent
         return node.name in self._read
+
+
+def _targets(node: ast.stmt) -> Sequence[ast.expr]:
+    return node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
+
+
+def _multiplies(node: ast.stmt) -> bool:
+    """Whether it gives a name a multiple of what it was."""
+    if isinstance(node, ast.AugAssign):
+        return isinstance(node.op, _MULTIPLY) and is_whole_number(node.value)
+    names = {ast.unparse(target) for target in _targets(node)}
+    return isinstance(node, ast.Assign) and any(
+        isinstance(part, ast.BinOp)
+        and isinstance(part.op, _MULTIPLY)
+        and is_whole_number(part)
+        and bool(names & {ast.unparse(part.left), ast.unparse(part.right)})
+        for part in ast.walk(node.value)
+    )
 
 
 def _name(node: ast.AST) -> str:

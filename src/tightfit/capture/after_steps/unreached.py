@@ -127,6 +127,11 @@ def not_reached(
         for call in source.works(branch.statements):
             if ast.unparse(call) not in reached:
                 found.setdefault(_named(call, branch.file, branch.condition))
+    for file, loop in _nodes_of(program, set(left)):
+        for node in sizes.growing_in(loop):
+            what, where = " ".join(ast.unparse(node).split()), f"{short(file)}:{node.lineno}"
+            if not any((each.what, each.where) == (what, where) for each in found):
+                found[NotReached(what=what, where=where, condition="in each turn")] = None
     if is_stopped:
         for each in _after(source, program, stack):
             found.setdefault(each)
@@ -332,7 +337,8 @@ def _later(program: RewrittenProgram, source: _Source, left: Sequence[int]) -> I
     files = {program.loops[number].file for number in left}
     # What a loop iterates over calls these, and no text of the loop does.
     iterating = [each for name in ("__iter__", "__next__") for each in source.functions.get(name, ())]
-    called_there = source.calls([*_nodes_of(program, lost), *iterating]) | {"__iter__", "__next__"}
+    loops = [loop for _, loop in _nodes_of(program, lost)]
+    called_there = source.calls([*loops, *iterating]) | {"__iter__", "__next__"}
     for number, branch in enumerate(program.branches):
         in_loop = bool(lost & set(branch.loops))
         is_on_the_way = in_loop or branch.function in called_there
@@ -376,11 +382,11 @@ def _reached(program: RewrittenProgram, has_run: Callable[[int], bool]) -> set[s
     }
 
 
-def _nodes_of(program: RewrittenProgram, numbers: set[int]) -> list[ast.AST]:
-    """The loops with these numbers as syntax trees."""
+def _nodes_of(program: RewrittenProgram, numbers: set[int]) -> list[tuple[str, ast.For | ast.While]]:
+    """The loops with these numbers as syntax trees, with their files."""
     ends = {(program.loops[n].file, program.loops[n].line, program.loops[n].last) for n in numbers}
     return [
-        node
+        (file, node)
         for file, tree in program.trees.items()
         for node in ast.walk(tree)
         if isinstance(node, ast.For | ast.While) and (file, node.lineno, node.body[-1].end_lineno) in ends

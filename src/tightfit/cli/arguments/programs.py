@@ -25,11 +25,17 @@ class Enough(BaseException):
 
 
 def exit_code_of(
-    run: Callable[[], None], path: str, *, closes_first: bool = False, at_the_end: Callable[[], None] | None = None
+    run: Callable[[], None],
+    path: str,
+    *,
+    closes_first: bool = False,
+    at_the_end: Callable[[], None] | None = None,
+    lowered_by: str = "",
 ) -> int:
     """Runs the program at `path`. Its own errors are printed as python would print them, an interrupt is one line that says where it was.
 
-    With `at_the_end` SIGTERM is such a line too, after what that function says. With `closes_first` what `run` has open is closed at SIGTERM too, and nothing is said about either signal: the caller has more to say.
+    With `at_the_end` SIGTERM is such a line too, after what that function says. With `closes_first` what `run` has open is closed at SIGTERM too, and nothing is said about either signal: the caller has more to say. `lowered_by` is a technique that has
+    the program's weights in bfloat16, which its error may be about.
 
     Raises:
         TightfitError: an error of ours ended it, or a bug of ours passed through it.
@@ -50,7 +56,7 @@ def exit_code_of(
         return TERMINATED
     except BaseException as error:
         is_shown = not (closes_first and isinstance(error, KeyboardInterrupt))
-        code = _shown(error, path) if is_shown else INTERRUPTED
+        code = _shown(error, path, lowered_by) if is_shown else INTERRUPTED
         own = noted() or our_error(error, "the run")
         if own is not None:
             raise own from error
@@ -74,7 +80,7 @@ def _told_to_end(path: str, at_the_end: Callable[[], None]) -> contextlib.Abstra
     return with_last_words(say)
 
 
-def _shown(error: BaseException, path: str) -> int:
+def _shown(error: BaseException, path: str, lowered_by: str) -> int:
     """Prints what ended the program, unless it was ours alone, and returns its exit code."""
     if isinstance(error, Enough):
         return 0
@@ -102,5 +108,9 @@ def _shown(error: BaseException, path: str) -> int:
     if any(words in str(error) for words in _NO_GPU):
         sys.stderr.write(
             "tightfit: torch found no GPU on this machine: tightfit estimate and plan need none, and tightfit run --virtual tries a plan on a virtual one\n"
+        )
+    if lowered_by and "bfloat16" in str(error).lower():
+        sys.stderr.write(
+            f"tightfit: {lowered_by} has the weights in bfloat16: leave it out of the plan if this comes of that (tightfit plan --without {lowered_by})\n"
         )
     return 1
