@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from tests.null.history_runs import FORWARD, Recorder, tape_of
+from tests.plans import a_plan
 
 from tightfit.cli.main import run
 
@@ -147,3 +148,9 @@ class TestWhatItRefuses:
         Path("p.json").write_text('{"traceEvents": [{"ph": "X", "ts": 5e15, "dur": 1}]}')
         _, err = said(capsys, "report", "run.pickle", "--format", "perfetto", "--merge", "p.json")
         assert "p.json and run.pickle do not overlap in time" in err
+
+
+def test_a_plan_is_known_by_its_content() -> None:
+    a_plan().save("mine.plan")
+    assert run(["report", "mine.plan", "-o", "mine.html"]) == 0
+    assert "Techniques applied" in Path("mine.html").read_text()

@@ -117,10 +117,13 @@ def _merged(target: str, profile: Path) -> str:
 
 
 def _is_plan(target: str) -> bool:
-    """Whether `target` is a file that `tightfit plan -o` could have written; other JSON files are model configs."""
+    """Whether `target` is a file that `tightfit plan -o` could have written, whatever its name; other JSON files are model configs."""
     path = Path(target)
-    if path.suffix != ".json" or not path.is_file():
+    if not path.is_file():
         return False
+    with path.open("rb") as file:
+        if file.read(1) != b"{":
+            return False
     with contextlib.suppress(ValueError):
         value = jsonlib.loads(path.read_bytes())
         return isinstance(value, dict) and {"schema", "choices", "frontier"} <= set(value)
