@@ -291,6 +291,23 @@ for i in range(1000):
 """,
         ("length *= 2 at", "if i == 500"),
     ),
+    "a list of sizes with a late large one": (
+        """
+for epoch, rows in enumerate([8] * 100 + [262144]):
+    step(rows)
+""",
+        ("rows = 262144 at", "in a later turn"),
+    ),
+    "sizes by a table of the steps": (
+        """
+schedule = {0: 8, 500: 262144}
+for i in range(1000):
+    if i in schedule:
+        rows = schedule[i]
+    step(rows)
+""",
+        ("a size of 262144 from schedule[i] at", "in a later turn"),
+    ),
     "every so many steps": (
         """
 for i in range(1000):
@@ -409,6 +426,14 @@ for i in range(100):
         patience += 1
     rows = 8 if optimizer is not None else 1 << 20
     step(rows)
+""",
+    "tables that give no larger size": """
+rates, labels, sizes = [1, 10, 1000], (0, 7, 900), [8] * 50 + [8]
+for i, rows in zip(range(100), sizes + sizes):
+    step(rows)
+    factor = rates[i % 3]
+    label = labels[i % 3]
+    largest = torch.zeros(sizes[i % 3])
 """,
     "a position in the data and a rate grow": """
 data = torch.randn(800, 64)

@@ -56,7 +56,7 @@ class Sizes:
         """The assignments of sizes in a branch, in words; or the branch itself, where it is a part of an expression that is a size or is assigned to one."""
         for statement in statements:
             if isinstance(statement, ast.Expr) and is_whole_number(statement.value):
-                told = self._told(statement.value)
+                told = self.told(statement.value)
                 if told:
                     yield statement.value, told
                 continue
@@ -84,7 +84,11 @@ class Sizes:
             if any(_name(target) in self._read and ast.unparse(target) not in begun for target in _targets(node)):
                 yield node
 
-    def _told(self, part: ast.expr) -> str:
+    def reads(self, target: ast.expr) -> bool:
+        """Whether what is assigned to `target` is read as a size."""
+        return _name(target) in self._read
+
+    def told(self, part: ast.expr) -> str:
         """What a part gives a size to; empty if to none."""
         text = ast.unparse(part)
         node: ast.AST = part
