@@ -222,12 +222,12 @@ def test_a_choice_has_its_fields_alone(changes: dict[str, object], says: str) ->
         (
             14.7,
             0.3,
-            "A poor trade: a step takes 3.0 times as long, for 2.0% less memory (307.2 MiB): look at the other suggestions first.",
+            "A poor trade: each step takes 3.0 times as long, for 2.0% less memory (307.2 MiB): look at the other suggestions first.",
         ),
         (
             15,
             0.2,
-            "A poor trade: a step takes 2.0 times as long, for no less memory: look at the other suggestions first.",
+            "A poor trade: each step takes 2.0 times as long, for no less memory: look at the other suggestions first.",
         ),
         (9.5, 0.2, ""),  # a third of the memory for twice the time
         (14.9, 0.11, ""),  # little of either

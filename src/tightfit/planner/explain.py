@@ -118,7 +118,7 @@ def poor_trade(plan: Plan) -> str:
     if times - 1 < max(_SLOW, _POOR * share):
         return ""
     less = f"{share:.1%} less memory ({format_bytes(saved)})" if saved > 0 else "no less memory"
-    return f"a poor trade: a step takes {times:.1f} times as long, for {less}"
+    return f"a poor trade: each step takes {times:.1f} times as long, for {less}"
 
 
 def _poor_trade(plan: Plan) -> Iterator[str]:
