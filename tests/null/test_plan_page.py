@@ -1,5 +1,6 @@
 """The page of a plan: all that the plan says stands in it, as text and never as markup, and it needs nothing else."""
 
+import dataclasses
 import math
 import re
 from pathlib import Path
@@ -13,7 +14,7 @@ from tests.plans import GIB, a_plan, run
 
 from tightfit.cli.main import run as tightfit
 from tightfit.planner.plan import Bound, ParetoPoint, Plan
-from tightfit.reports.html.plan_curve import _strokes, curve_of, curve_points, seconds_per_gib, ticks
+from tightfit.reports.html.plan_curve import _strokes, curve_of, curve_points, seconds_per_unit, ticks
 from tightfit.reports.html.plan_labels import Box
 from tightfit.reports.html.plan_page import plan_page
 
@@ -150,8 +151,32 @@ class TestTheCurve:
         assert len(page.of("circle", "point")) == 1
 
     def test_what_a_gib_more_saves(self) -> None:
-        assert seconds_per_gib(curve_points(a_plan())) == pytest.approx([0.01, 0.003, None])
-        assert seconds_per_gib([]) == []
+        assert seconds_per_unit(curve_points(a_plan()), GIB) == pytest.approx([0.01, 0.003, None])
+        assert seconds_per_unit([], GIB) == []
+
+    def test_a_plan_of_less_than_a_gib_is_in_mib(self) -> None:
+        whole = a_plan()
+        points = [dataclasses.replace(p, device_bytes=p.device_bytes // 64) for p in whole.frontier]
+        runs = [
+            dataclasses.replace(
+                run,
+                peak=dataclasses.replace(
+                    run.peak,
+                    device_bytes=run.peak.device_bytes // 64,
+                    device_low_bytes=run.peak.device_low_bytes // 64,
+                    device_high_bytes=run.peak.device_high_bytes // 64,
+                ),
+            )
+            for run in (whole.baseline, whole.run)
+        ]
+        small = dataclasses.replace(
+            whole, frontier=tuple(points), baseline=runs[0], run=runs[1], budget_bytes=whole.budget_bytes // 64
+        )
+        curve = curve_of(small)
+        assert curve.bytes_unit == "MiB"
+        assert [tick.words for tick in curve.ticks_across] == ["140", "160", "180", "200", "220", "240"]
+        assert "time saved per extra MiB" in Reader(plan_page(small)).text
+        assert curve_of(whole).bytes_unit == "GiB"
 
     @given(low=st.floats(0, 1e4), span=st.floats(1e-3, 1e5))
     def test_ticks_are_few_round_and_within(self, low: float, span: float) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from tightfit.planner.plan import ParetoPoint, Plan, Run
 from tightfit.reports.html.plan_labels import Box, Label, leader, placed
-from tightfit.units import GIB, format_bytes, format_seconds
+from tightfit.units import GIB, MIB, format_bytes, format_seconds
 
 _WIDTH, _HEIGHT = 860, 380
 # The edges of the area between the axes.
@@ -67,6 +67,8 @@ class Curve:
     top: int = _TOP
     bottom: int = _BOTTOM
     description: str
+    bytes_unit: str
+    bytes_of_unit: int
     unit: str
     ticks_across: list[Tick]
     ticks_up: list[Tick]
@@ -81,10 +83,10 @@ def curve_points(plan: Plan) -> list[ParetoPoint]:
     return sorted(plan.frontier, key=lambda point: point.device_bytes)
 
 
-def seconds_per_gib(points: Sequence[ParetoPoint]) -> list[float | None]:
-    """Seconds per step saved per extra GiB, from each point on to the next one; None for the last."""
+def seconds_per_unit(points: Sequence[ParetoPoint], unit_bytes: int) -> list[float | None]:
+    """Seconds per step saved per extra `unit_bytes`, from each point on to the next one; None for the last."""
     rates: list[float | None] = [
-        (here.seconds_per_step - there.seconds_per_step) / (there.device_bytes - here.device_bytes) * GIB
+        (here.seconds_per_step - there.seconds_per_step) / (there.device_bytes - here.device_bytes) * unit_bytes
         if there.device_bytes > here.device_bytes
         else None
         for here, there in itertools.pairwise(points)
@@ -100,11 +102,12 @@ def curve_of(plan: Plan) -> Curve:
     sizes += [size for run in runs for size in (run.peak.device_low_bytes, run.peak.device_high_bytes)]
     seconds = [p.seconds_per_step for p in points] + [run.seconds_per_step for run in runs]
     unit, unit_name = next((u for u in _SECONDS_UNITS if max(seconds) >= u[0]), _SECONDS_UNITS[-1])
-    x_low, x_high = _padded([size / GIB for size in sizes])
+    bytes_unit, of_unit = ("GiB", GIB) if max(sizes) >= GIB else ("MiB", MIB)
+    x_low, x_high = _padded([size / of_unit for size in sizes])
     y_low, y_high = _padded([value / unit for value in seconds])
 
     def x(num_bytes: float) -> float:
-        return round(_LEFT + (num_bytes / GIB - x_low) / (x_high - x_low) * (_RIGHT - _LEFT), 1)
+        return round(_LEFT + (num_bytes / of_unit - x_low) / (x_high - x_low) * (_RIGHT - _LEFT), 1)
 
     def y(value: float) -> float:
         return round(_BOTTOM - (value / unit - y_low) / (y_high - y_low) * (_BOTTOM - _TOP), 1)
@@ -115,8 +118,10 @@ def curve_of(plan: Plan) -> Curve:
     marks = _marks(plan, x, y, taken=[_label_of(budget).box, line, *_strokes(stair)])
     return Curve(
         description=_description(plan, points),
+        bytes_unit=bytes_unit,
+        bytes_of_unit=of_unit,
         unit=unit_name,
-        ticks_across=[Tick(at=x(tick * GIB), words=words) for tick, words in ticks(x_low, x_high)],
+        ticks_across=[Tick(at=x(tick * of_unit), words=words) for tick, words in ticks(x_low, x_high)],
         ticks_up=[Tick(at=y(tick * unit), words=words) for tick, words in ticks(y_low, y_high)],
         budget=budget,
         stair=f"M{stair[0][0]} {stair[0][1]}" + "".join(f"H{across}V{up}" for across, up in stair),

@@ -10,9 +10,12 @@ _CHARACTER_WIDTH = 8.2
 _ASCENT, _DESCENT = 13, 4
 # Around words, so that they do not touch a line.
 _GAP = 3
-# How far below the middle of its mark a line of words may stand, and how far to the side of it the words may begin, the best first.
+# How far below the middle of its mark a line of words may stand, and how far to the side of it the words may begin, or
+# before it, the best first.
 _LINES = (-15, 25, 5, -35, 45, 65, -55, 85, -75, 105, -95, 125, 145, 165, 185)
-_BESIDE = (2, 14, 40, 80, 120, 160, 200, 240)
+_BESIDE = (2, 14, 40, -40, -80, -120, 80, 120, 160, 200, 240)
+# Words on both sides of their mark are read as a heading of it: as bad as so much farther away.
+_ACROSS = 30
 # Words that are farther from their mark than this have a line to it.
 _FAR = 24
 
@@ -82,7 +85,8 @@ def placed(words: str, x: float, y: float, *, inside: Box, taken: Sequence[Box])
 
     def badness(label: Label) -> tuple[bool, float, float]:
         box = label.box.grown(_GAP)
-        return _outside(label.box, inside), sum(map(box.overlap, taken)), label.box.distance(x, y)
+        across = _ACROSS if label.box.left < x - _GAP and label.box.right > x + _GAP else 0.0
+        return _outside(label.box, inside), sum(map(box.overlap, taken)), label.box.distance(x, y) + across
 
     return min(places, key=badness)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from tightfit.planner.explain import groups, reached_limit, sentences, verdict
 from tightfit.planner.plan import Plan
 from tightfit.reports.html.assets import content_policy, styles
-from tightfit.reports.html.plan_curve import curve_of, curve_points, seconds_per_gib
+from tightfit.reports.html.plan_curve import curve_of, curve_points, seconds_per_unit
 from tightfit.reports.html.templates import render
 from tightfit.units import format_bytes, format_seconds
 
@@ -22,6 +22,7 @@ def plan_page(plan: Plan) -> str:
     page_styles = styles("page.css", "plan.css")
     word, _, details = verdict(plan).partition(":")
     points = curve_points(plan)
+    curve = curve_of(plan) if points else None
     return render(
         "plan.html",
         title=f"{os.path.basename(plan.target)}: memory plan",
@@ -32,8 +33,8 @@ def plan_page(plan: Plan) -> str:
         verdict_details=details,
         runs=[("plain", plan.baseline), *([("planned", plan.run)] if plan.has_planned_run else [])],
         moved=list(_moved(plan)),
-        curve=curve_of(plan) if points else None,
-        points=list(zip(points, seconds_per_gib(points), strict=True)),
+        curve=curve,
+        points=[] if curve is None else list(zip(points, seconds_per_unit(points, curve.bytes_of_unit), strict=True)),
         choices=groups(plan.choices),
         why=list(_why(plan)),
         assumptions=_places_by_assumption(plan),
