@@ -132,13 +132,14 @@ def _with_blocks_at_host(model: ModelParts, profile: Profile) -> ModelParts:
     option = next(iter(TrainedWeightStreaming().options(profile)), None)
     if option is None or not model.order:
         return model
-    blocks = [model.blocks[i].parameter_bytes for i in model.order]
+    blocks = [model.blocks[i] for i in model.order]
     found = BlocksAtHost(
         where=option.where,
         settings=option.settings,
         weight_bytes=option.settings["host_bytes"] // 2,
-        block_bytes=sum(blocks),
-        largest_bytes=max(blocks),
+        block_bytes=sum(block.parameter_bytes for block in blocks),
+        trained_bytes=sum(block.trained_bytes for block in blocks),
+        largest_bytes=max(block.parameter_bytes for block in blocks),
     )
     return dataclasses.replace(model, at_host=found)
 

@@ -140,6 +140,6 @@ def _update(model: ModelParts, layout: Layout, stage: Stage) -> float:
     own = sum(n * part.parameter_bytes for _, part, n in stage.parts(model)) - stage.tied_bytes(model)
     if layout.streams_weights and model.at_host is not None:
         # The host updates what it has.
-        own -= model.at_host.weight_bytes
+        own -= model.at_host.weight_bytes * model.at_host.trained_share
     over = layout.sharded_over if layout.zero_stage >= 1 else 1
     return model.optimizer_bytes * own / max(1, model.parameter_bytes) / layout.tp / over

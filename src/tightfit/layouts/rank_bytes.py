@@ -108,10 +108,10 @@ def _states(model: ModelParts, layout: Layout, stage: Stage) -> dict[str, int]:
         gradients += count * trained * (sharded if layout.zero_stage >= 2 else whole) * model.gradients_per_parameter
         optimizer += count * trained * (sharded if layout.zero_stage >= 1 else whole) * model.states_per_parameter
     if layout.streams_weights and model.at_host is not None:
-        gone, all_of_it = model.at_host.gone_bytes, model.at_host.weight_bytes
+        gone, all_of_it, share = model.at_host.gone_bytes, model.at_host.weight_bytes, model.at_host.trained_share
         parameters -= gone
-        gradients -= gone * model.gradients_per_parameter
-        optimizer -= all_of_it * model.states_per_parameter / over
+        gradients -= gone * share * model.gradients_per_parameter
+        optimizer -= all_of_it * share * model.states_per_parameter / over
     return {"parameters": round(parameters), "gradients": round(gradients), "optimizer_state": round(optimizer)}
 
 

@@ -60,8 +60,9 @@ class OwnRanks(AbstractTool):
 def _host_notes(run: LayoutRun, streamed: BlocksAtHost | None) -> tuple[str, ...]:
     if streamed is None:
         return ()
-    # Each process has the weights and the gradients, and its share of the states.
-    of_states = streamed.weight_bytes * run.states_per_parameter * run.gpus_per_node / run.layout.num_gpus
+    # Each process has the weights and memory for as many gradients, and its share of the states.
+    trained = streamed.weight_bytes * streamed.trained_share
+    of_states = trained * run.states_per_parameter * run.gpus_per_node / run.layout.num_gpus
     num_bytes = round(run.gpus_per_node * 2 * streamed.weight_bytes + of_states)
     return (
         f"weights, gradients and optimizer states of {len(streamed.settings['blocks'])} blocks are in host memory: {format_bytes(num_bytes)} on each machine, for {run.gpus_per_node} processes",

@@ -27,17 +27,18 @@ class StreamedSeconds:
         num_bytes = round(part.parameter_bytes * self._at_host.share)
         up = copy_seconds(num_bytes, self._device, to_card=True)
         # Both ways at once.
-        down = copy_seconds(round(num_bytes * self._model.gradients_per_parameter), self._device, to_card=False)
+        gradients = num_bytes * self._at_host.trained_share * self._model.gradients_per_parameter
+        down = copy_seconds(round(gradients), self._device, to_card=False)
         return up, max(up, down)
 
     def of_ends(self, layout: Layout) -> float:
         """Copies of gradients to be summed, and of updated weights to be exchanged, beside which nothing runs."""
         if not layout.streams_weights or self._at_host is None:
             return 0.0
-        gradients = round(self._at_host.weight_bytes * self._model.gradients_per_parameter)
+        trained = self._at_host.weight_bytes * self._at_host.trained_share
         return sum(
-            copy_seconds(num_bytes, self._device, to_card=to_card)
-            for num_bytes in (gradients, self._at_host.weight_bytes)
+            copy_seconds(round(num_bytes), self._device, to_card=to_card)
+            for num_bytes in (trained * self._model.gradients_per_parameter, trained)
             for to_card in (True, False)
         )
 
@@ -45,7 +46,7 @@ class StreamedSeconds:
         """The update at the host: each weight and state is read and written, the gradient is read."""
         if not layout.streams_weights or self._at_host is None:
             return 0.0
-        weights = self._at_host.weight_bytes
+        weights = self._at_host.weight_bytes * self._at_host.trained_share
         moved = (2 + self._model.gradients_per_parameter + 2 * self._model.states_per_parameter) * weights
         beside = min(layout.num_gpus, self._node.num_gpus)
         return moved / layout.sharded_over * beside / HOST_BYTES_PER_SECOND
@@ -54,4 +55,6 @@ class StreamedSeconds:
         """The share of the weights that the cards update."""
         if not layout.streams_weights or self._at_host is None:
             return 1.0
-        return max(0.0, 1 - self._at_host.weight_bytes / max(1, self._model.parameter_bytes))
+        return max(
+            0.0, 1 - self._at_host.weight_bytes * self._at_host.trained_share / max(1, self._model.parameter_bytes)
+        )
