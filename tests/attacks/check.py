@@ -34,7 +34,7 @@ def of_kinds(*kinds: str) -> list[object]:
 
 
 def _marks(attack: Attack) -> pytest.MarkDecorator:
-    return pytest.mark.slow if is_slow(attack) else pytest.mark.by_turns(2)
+    return pytest.mark.slow if is_slow(attack) else pytest.mark.by_turns(3)
 
 
 def is_slow(attack: Attack) -> bool:
