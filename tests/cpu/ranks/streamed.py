@@ -149,3 +149,24 @@ def streamed_with_gradients_by_name() -> Any:
 @program(streamed={**STREAMED, "blocks": ["blocks.7"]})
 def streamed_elsewhere() -> Any:
     return trained(Blocks(), data(3))
+
+
+@program(streamed=STREAMED, shards_states=True, ranks=4)
+def streamed_into_a_flat_buffer() -> Any:
+    """Gradients are views of one buffer of the program's, which is added to twice, clipped and zeroed as a whole."""
+    model = Blocks()
+    parameters = list(model.parameters())
+    flat = torch.zeros(sum(p.numel() for p in parameters))
+    for p, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        p.grad = part.view(p.shape)
+    optimizer = torch.optim.Adam(parameters, lr=1e-2)
+    losses = []
+    for x, y in data(4, 9):
+        flat.zero_()
+        for _ in range(2):
+            loss = _loss(model, x, y)
+            loss.backward()
+        flat.mul_(min(1.0, 0.5 / (float(flat.norm()) + 1e-6)))
+        optimizer.step()
+        losses.append(loss)
+    return result_of(model, losses=losses) | {"flat": flat.clone()}
