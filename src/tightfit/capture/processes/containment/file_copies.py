@@ -46,8 +46,8 @@ class FileCopies:
         self._root = str(root)
         self._real = real
         self._removed: set[str] = set()
-        # Whether a copy may be a link, which leads to what the program sees there.
-        self._has_links = False
+        self.has_links = False
+        """Whether a copy may be a link, which leads to what the program sees there."""
         self.own_calls = OwnCalls()
 
     def place(self, path: Any, *, is_followed: bool = False) -> str | None:
@@ -55,38 +55,11 @@ class FileCopies:
         if not isinstance(path, str | bytes | os.PathLike):
             return None
         absolute = os.path.abspath(os.fsdecode(path))
-        found = os.path.join(self._without_links(os.path.dirname(absolute)), os.path.basename(absolute))
+        found = os.path.join(_without_links(self, os.path.dirname(absolute)), os.path.basename(absolute))
         if is_followed and os.path.islink(self.seen(found)):
-            found = self._without_links(found)
+            found = _without_links(self, found)
         is_real = any(p == real or p.startswith(f"{real}/") for real in self._real for p in (found, absolute))
         return None if is_real else found
-
-    def _without_links(self, path: str) -> str:
-        """As `os.path.realpath`, with the links that the program sees."""
-        if not self._has_links:
-            return os.path.realpath(path)
-        found, rest, num_links = "/", list(reversed(Path(path).parts[1:])), 0
-        while rest:
-            place = os.path.join(found, rest.pop())
-            if num_links < _MOST_LINKS and os.path.islink(seen := self.seen(place)):
-                num_links += 1
-                target = os.path.normpath(os.path.join(found, os.readlink(seen)))
-                rest += reversed(Path(target).parts[1:])
-                found = "/"
-            else:
-                found = place
-        return found
-
-    def make_link(self, target: Any, place: str) -> None:
-        """As `os.symlink`.
-
-        Raises:
-            OSError: something is there.
-        """
-        if self._is_there(place):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), place)
-        os.symlink(target, self.written(place, with_content=False))
-        self._has_links = True
 
     def copy_of(self, place: str) -> str:
         """Where its copy is, or would be."""
@@ -111,7 +84,7 @@ class FileCopies:
             if os.path.islink(source):
                 if with_content:
                     os.symlink(os.readlink(source), copy)
-                    self._has_links = True
+                    self.has_links = True
             elif os.path.isdir(source):
                 os.makedirs(copy, exist_ok=True)
             elif not os.access(source, os.W_OK):
@@ -190,3 +163,32 @@ def _whole(copies: FileCopies, place: str) -> str:
         for name in copies.names(place):
             _whole(copies, os.path.join(place, name))
     return copy
+
+
+def make_link(copies: FileCopies, target: Any, place: str) -> None:
+    """As `os.symlink`.
+
+    Raises:
+        OSError: something is there.
+    """
+    if os.path.lexists(copies.seen(place)):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), place)
+    os.symlink(target, copies.written(place, with_content=False))
+    copies.has_links = True
+
+
+def _without_links(copies: FileCopies, path: str) -> str:
+    """As `os.path.realpath`, with the links that the program sees."""
+    if not copies.has_links:
+        return os.path.realpath(path)
+    found, rest, num_links = "/", list(reversed(Path(path).parts[1:])), 0
+    while rest:
+        place = os.path.join(found, rest.pop())
+        if num_links < _MOST_LINKS and os.path.islink(seen := copies.seen(place)):
+            num_links += 1
+            target = os.path.normpath(os.path.join(found, os.readlink(seen)))
+            rest += reversed(Path(target).parts[1:])
+            found = "/"
+        else:
+            found = place
+    return found

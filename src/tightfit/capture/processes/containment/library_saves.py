@@ -13,9 +13,8 @@ def before_saves(look: Callable[[Any], object]) -> None:
     """Has `look` called with the path, or whatever else it is, that torch is about to write to."""
     import torch
 
-    for owner in (torch, torch.jit):
-        replace(owner, save=_after(look, owner.save))
-    for owner in (torch.jit.ScriptModule, torch.jit.RecursiveScriptModule):
+    owners: list[Any] = [torch, torch.jit, torch.jit.ScriptModule, torch.jit.RecursiveScriptModule]
+    for owner in owners:
         replace(owner, save=_after(look, owner.save))
 
 

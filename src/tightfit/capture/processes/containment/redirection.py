@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.capture.processes.containment import landlock
-from tightfit.capture.processes.containment.file_copies import WRITES, FileCopies
+from tightfit.capture.processes.containment.file_copies import WRITES, FileCopies, make_link
 from tightfit.capture.processes.containment.policy import (
     DROPPED,
     LANDLOCK,
@@ -288,7 +288,7 @@ def _of_two(copies: FileCopies, name: str, real: Callable[..., None]) -> Callabl
             return
         with copies.own_calls.asking():
             if name == "symlink":
-                copies.make_link(src, target or dst)
+                make_link(copies, src, target or dst)
             elif name == "link":
                 real(copies.written(source or src), copies.written(target or dst, with_content=False))
             elif source is not None and target is not None:
