@@ -5,7 +5,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from tightfit.errors import ApplyError
+from tightfit.errors.ends import end_all, ended_by
 from tightfit.guarding.attempts import Attempts
 from tightfit.guarding.loops.find_loops import GuardedProgram, training_loops
 from tightfit.guarding.loops.framework_steps import STEPS, run_framework_step
@@ -26,6 +27,7 @@ from tightfit.guarding.plan_on_model import Put
 from tightfit.guarding.rungs import CALM_STEPS, Rungs
 from tightfit.planner.plan import Plan
 from tightfit.runtime.apply import apply, session_on
+from tightfit.techniques.session import Session
 from tightfit.torch_hooks.calls import StepOwner, on_new_optimizer, on_outermost_call, on_training_step
 from tightfit.torch_hooks.manifest import Name
 from tightfit.torch_hooks.replaced import Leave
@@ -56,7 +58,7 @@ class GuardedScript(StepOwner):
             plans,
             self._model,
             self._own_optimizers,
-            first=lambda: session_on(self._model()),
+            first=self._first_session,
             has_first=has_first,
             put=put,
             calm_steps=calm_steps,
@@ -92,24 +94,22 @@ class GuardedScript(StepOwner):
             code = self._compiled(loader.get_data(path), path) if self._is_own(path) else None
             return plain(loader, fullname) if code is None else code
 
-        leaves = [on_new_optimizer(self), on_outermost_call(self)]
-        setattr(builtins, GUARD, self._guard)
-        SourceFileLoader.get_code = get_code  # type: ignore[method-assign]
-        self._guard.effects.begin()
-        try:
-            yield self._compiled
-        except (RuntimeError, MemoryError) as error:
-            if is_out_of_memory(error) and not any("tightfit:" in n for n in getattr(error, "__notes__", ())):
-                why = "the error was raised outside of the turns of a training loop"
-                self._attempts.post_mortem.added_to(error, step=self._attempts.num_steps, tried=[], why=why)
-            raise
-        finally:
-            self._guard.effects.end()
-            SourceFileLoader.get_code = plain  # type: ignore[method-assign]
-            delattr(builtins, GUARD)
-            for leave in (*leaves, *self._frameworks.values()):
-                leave()
-            self._attempts.end()
+        with ExitStack() as leaves, ended_by(self._guard.effects.end, leaves.close, self._attempts.end):
+            leaves.callback(on_new_optimizer(self))
+            leaves.callback(on_outermost_call(self))
+            leaves.callback(lambda: end_all(*self._frameworks.values()))
+            setattr(builtins, GUARD, self._guard)
+            leaves.callback(delattr, builtins, GUARD)
+            SourceFileLoader.get_code = get_code  # type: ignore[method-assign]
+            leaves.callback(setattr, SourceFileLoader, "get_code", plain)
+            self._guard.effects.begin()
+            try:
+                yield self._compiled
+            except (RuntimeError, MemoryError) as error:
+                if is_out_of_memory(error) and not any("tightfit:" in n for n in getattr(error, "__notes__", ())):
+                    why = "the error was raised outside of the turns of a training loop"
+                    self._attempts.post_mortem.added_to(error, step=self._attempts.num_steps, tried=[], why=why)
+                raise
 
     def after_optimizer_was_made(self, optimizer: torch.optim.Optimizer) -> None:
         """Its steps are covered from the next turn on."""
@@ -154,12 +154,26 @@ class GuardedScript(StepOwner):
         return [o for o in self._optimizers if any(id(p) in held for group in o.param_groups for p in group["params"])]
 
     def _model(self) -> torch.nn.Module:
-        """The model that a plan goes on: the one with most parameters that are trained."""
+        """The model that a plan goes on.
+
+        Raises:
+            ApplyError: there is none yet.
+        """
+        model = self._found_model()
+        if model is None:
+            raise ApplyError("no model with an optimizer was called yet")
+        return model
+
+    def _first_session(self) -> Session | None:
+        """That of the plan that the run began with; a script may end before it has a model."""
+        model = self._found_model()
+        return None if model is None else session_on(model)
+
+    def _found_model(self) -> torch.nn.Module | None:
+        """The one with most parameters that are trained."""
         trained = {id(p) for o in self._optimizers for group in o.param_groups for p in group["params"]}
         sizes = {model: sum(p.numel() for p in model.parameters() if id(p) in trained) for model in self._models}
-        if not any(sizes.values()):
-            raise ApplyError("no model with an optimizer was called yet")
-        return max(sizes, key=lambda model: sizes[model])
+        return max(sizes, key=lambda model: sizes[model]) if any(sizes.values()) else None
 
 
 def _current_card() -> torch.device | None:
