@@ -62,6 +62,8 @@ class PartsElsewhere(Protocol):
 # Two orders of summation differ by less than this; a loss that parts of a batch do not make up differs by more.
 _TOLERANCE = {torch.float32: 2e-3, torch.float64: 1e-6}
 _TOLERANCE_OF_HALVES = 2e-2
+# Torch's error (torch/csrc/autograd/saved_variable.cpp, `ERR_BACKWARD_TWICE`).
+_GONE_THROUGH = "backward through the graph a second time"
 
 
 class SplitForward:
@@ -304,10 +306,23 @@ class SplitForward:
         self._whole.begin_backward()
         # As a program runs `backward` outside of its autocast context. `inputs=` keeps the pass from
         # accumulating into anything but the trained parameters.
-        with torch.autocast(batch.device.type, enabled=False), of_a_part():
+        with torch.autocast(batch.device.type, enabled=False), of_a_part(), self._told_of_shared_graphs():
             backward(loss, (weight * sums.loss_scale).to(loss.dtype), inputs=aside.parameters)
         sums.add(loss.detach(), weight)
         self._counted()
+
+    @contextlib.contextmanager
+    def _told_of_shared_graphs(self) -> Iterator[None]:
+        """Converts torch's error about a graph that is gone: the plain run goes through it once, for all parts."""
+        try:
+            yield
+        except RuntimeError as error:
+            if _GONE_THROUGH not in str(error):
+                raise
+            raise self._refuse(
+                "parts of the batch share a graph, which the backward pass of one has freed (weights that parametrize.cached keeps, or a tensor that was "
+                "made before the forward); leave micro_batches out"
+            ) from error
 
     @torch.no_grad()
     def _refuse_parts_that_raise(self, forward: Forward, batch: AbstractBatch, error: Exception) -> None:
