@@ -262,6 +262,14 @@ def test_parts_of_one_row_may_leave_out_what_does_nothing_there() -> None:
         _layout(_otherwise_for_one_row, torch.randn(4, 6), 0, part=1)
 
 
+def test_an_input_of_one_row_may_need_no_copy_where_more_rows_do() -> None:
+    """Targets are a slice of a batch of ids, and a reshape copies them where there are several rows."""
+    targets = torch.randn(4, 7)[:, 1:]
+    assert _layout(lambda rows: rows.reshape(-1) * 2, targets, 0, part=1).dim == 0
+    with pytest.raises(Mixes):
+        _layout(lambda rows: rows.reshape(2, -1)[0], targets, 0, part=1)
+
+
 @torch.library.custom_op("test_dependence::flip_into", mutates_args={"out"})
 def _flip_into(x: torch.Tensor, out: torch.Tensor) -> None:
     out.copy_(x.flip(0))

@@ -152,7 +152,8 @@ def test_ranks_end_with_one_that_is_killed(tmp_path: Path) -> None:
         assert lines == [*(f"step {n}" for n in range(5)), "saved"]
         saved = torch.load(tmp_path / "out" / "last.pt", weights_only=True)
         assert len(saved["optimizer"]["state"]) == 4
-        assert sorted(path.name for path in tmp_path.rglob("*")) == ["best.pt", "last.pt", "log.txt", "out"]
+        names = ["best.pt", "last.pt", "log.txt", "newest", "out", "runs.db"]
+        assert sorted(path.name for path in tmp_path.rglob("*")) == names
         assert len((tmp_path / "out" / "log.txt").read_text().splitlines()) == 5
         children = Path(f"/proc/{started.pid}/task/{started.pid}/children").read_text().split()
         assert len(children) == 2

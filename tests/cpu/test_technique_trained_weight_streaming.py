@@ -99,6 +99,26 @@ def test_steps_are_those_of_the_plain_run_to_the_bit(name: str, numbers: tuple[i
     assert torch.equal(train(plain, optimizers[0], 99), train(model, optimizers[1], 99))
 
 
+def test_layers_are_streamed_inside_of_a_block_that_keeps_its_products_and_is_run_again() -> None:
+    """Gradients of a later layer leave when a layer is used again, which the block's first run has not done."""
+    layers = ["blocks.0.up", "blocks.1.up", "blocks.2.down"]
+    plain, model = small(), small()
+    optimizers = adamw(plain), adamw(model)
+    kept = Choice(
+        technique="selective_checkpointing",
+        where="Decoder.blocks.0",
+        settings={"keep": [0, 2]},
+        saves_bytes=0,
+        adds_seconds=0.0,
+        exact=True,
+    )
+    apply_choices([kept, choice(blocks=layers)], model, [optimizers[1]])
+    for seed in range(4):
+        losses = [train(m, o, seed) for m, o in zip((plain, model), optimizers, strict=True)]
+        assert torch.equal(*losses)
+    assert same(plain.parameters(), model.parameters())
+
+
 def test_each_weight_comes_twice_a_step_and_each_gradient_leaves_once() -> None:
     _, model, _, optimizer, session = pair()
     for seed in range(3):

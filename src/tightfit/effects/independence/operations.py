@@ -57,10 +57,11 @@ class Operation:
 
 
 class HasOperations(Protocol):
-    """A run with its number of rows and its operators."""
+    """A run with its number of rows, its operators, and the shapes of its inputs."""
 
     num_rows: int
     operations: list[Operation]
+    given: list[tuple[int, ...]]
 
 
 class ByOperator(Generic[Found]):
@@ -124,10 +125,12 @@ def operation_of(func: Any, arguments: Mapping[str, Any], outputs: Sequence[torc
         else:
             values += leaves
     first = arguments.get(schema_of(func)[0][0]) if schema_of(func) else None
+    known = _VIEWS.get(func, func)
     return Operation(
-        func=_VIEWS.get(func, func),
+        func=known,
         values=tuple(values),
-        sizes=tuple(sizes),
+        # A reshape hands on the -1 of the program where strides allow a view, and the size that it stands for where they do not.
+        sizes=tuple(outputs[0].shape) if known is aten.view.default else tuple(sizes),
         shapes=tuple(tuple(o.shape) for o in outputs),
         given=tuple(first.shape) if isinstance(first, torch.Tensor) else (),
         made_of=tuple(
@@ -182,13 +185,14 @@ def add_left_out(one: HasOperations, other: HasOperations, number: int) -> None:
 
 
 def _shape_for_one_row(one: HasOperations, other: HasOperations, number: int) -> tuple[int, ...] | None:
-    """The shape of the first argument of operator `number` in the other run: that of the latest result with the same shape in this run."""
+    """The shape of the first argument of operator `number` in the other run: that of the latest result with the same shape in this run, or of an input."""
     given = one.operations[number].given
     for mine, its in zip(reversed(one.operations[:number]), reversed(other.operations[:number]), strict=True):
         for shape, its_shape in zip(mine.shapes, its.shapes, strict=False):
             if shape == given:
                 return its_shape
-    return None
+    # Targets that are a slice of a batch of ids are laid out anew before anything else is done with them.
+    return next((its for mine, its in zip(one.given, other.given, strict=True) if mine == given), None)
 
 
 def compare_one(mine: Operation, its: Operation, num_mine: int, num_its: int) -> None:

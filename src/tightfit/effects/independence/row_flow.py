@@ -110,7 +110,7 @@ def _with_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
 
 
 class FakeRun(TorchDispatchMode):
-    """One run on fake tensors, with `num_rows` rows; its operators are in `operations`. A subclass follows the rows."""
+    """One run on fake tensors, with `num_rows` rows; its operators are in `operations`, and the shapes of its inputs in `given`. A subclass follows the rows."""
 
     def __init__(
         self,
@@ -128,6 +128,7 @@ class FakeRun(TorchDispatchMode):
         self.fake = fake
         self._tensors = FakeTensors(fake, device)
         self.operations: list[Operation] = []
+        self.given: list[tuple[int, ...]] = []
         self.failure: Mixes | None = None
         self._allows_randomness = allows_randomness
         self._allows_votes = allows_votes

@@ -153,6 +153,7 @@ def _run(subject: Computation, run: FakeRun, num_rows: int) -> tuple[Sequence[to
             _input(run, t, d, num_rows, subject.is_contiguous)
             for t, d in zip(subject.inputs, subject.dims, strict=True)
         ]
+        run.given = [tuple(tensor.shape) for tensor in inputs]
         result: Any = None
         try:
             with subject.around(run) as context, Functions(run, ATOMS), run:

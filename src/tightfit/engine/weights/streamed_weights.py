@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tightfit.capture.observe.host_python import spends
 from tightfit.cost.host_python import HostWork
+from tightfit.effects.values.fingerprints import paused
 from tightfit.engine.copy_engines import CopyEngine, copies_for
 from tightfit.engine.descriptors import close_gone
 from tightfit.engine.disk.disk_copies import DiskSpace
@@ -167,11 +168,11 @@ class StreamedWeights:
         with self._lock:
             block.num_calls += 1
         try:
-            with outside_of_selection():
+            with _unseen():
                 self.use(block, kind)
             yield
         finally:
-            with self._lock, outside_of_selection():
+            with self._lock, _unseen():
                 block.num_calls -= 1
                 # What runs again in a backward pass is used there next.
                 if not block.num_calls and kind is not Pass.AGAIN:
@@ -298,6 +299,13 @@ class StreamedWeights:
                 block.weights = [weight for weight in block.weights if weight.is_ours()]
                 for weight in block.weights:
                     self._traffic.drop(weight)
+
+
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """Moves weights and gradients outside of what counts the operators of a block, in one run of which other ones are moved than in the other."""
+    with paused(), outside_of_selection():
+        yield
 
 
 def _part_for(parameter: torch.Tensor, slab: HostSlab, files: WeightFiles | None) -> Part | PartOfFile:
