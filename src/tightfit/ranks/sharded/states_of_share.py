@@ -33,11 +33,12 @@ class StatesOfShare(defaultdict[Any, Any]):
         self.complete()
         return defaultdict, (dict,), None, None, iter(list(super().items()))
 
-    def copy(self) -> defaultdict[Any, Any]:
+    def __copy__(self) -> Any:
         self.complete()
         return defaultdict(dict, super().items())
 
-    __copy__ = copy
+    def copy(self) -> Any:
+        return self.__copy__()
 
 
 # What puts states in (`state[p] = ...`, `update`, `clear`) does the same on all ranks.
