@@ -25,6 +25,7 @@ from tightfit.runtime.apply import innermost, root_of
 from tightfit.runtime.attach import Attachment
 from tightfit.techniques.micro_batches.split_forward import WRAPPERS
 from tightfit.techniques.wrappers.forwards import wrap_forward
+from tightfit.techniques.wrappers.traced_calls import is_looked_at
 from tightfit.torch_hooks.backward import on_backward
 from tightfit.torch_hooks.calls import on_new_optimizer, on_outermost_call
 from tightfit.torch_hooks.replaced import Leave
@@ -151,7 +152,7 @@ class RankAttachment:
         """
         with self._lock:
             self._check()
-            if not torch.is_grad_enabled() or self._group.is_inside:
+            if not torch.is_grad_enabled() or self._group.is_inside or is_looked_at(args, kwargs):
                 return
             if dist.is_available() and dist.is_initialized():
                 raise self.refuse(_IS_DISTRIBUTED)

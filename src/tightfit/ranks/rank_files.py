@@ -17,7 +17,7 @@ from tightfit.capture.processes.containment.library_saves import before_saves, l
 from tightfit.capture.processes.containment.policy import DROPPED, Containment, Policy
 
 _MADE = "made"
-_OF_PATHS = {"os.mkdir": 0, "os.rename": 1, "os.link": 1, "os.symlink": 1}
+_OF_PATHS = {"os.mkdir": 0, "os.rename": 1, "os.link": 1, "os.symlink": 1, "sqlite3.connect": 0}
 
 
 def note_made(folder: Path) -> None:
@@ -91,9 +91,9 @@ def drop_writes(folder: Path, rank: int) -> None:
     own = folder / f"rank{rank}"
     (own / DROPPED).mkdir(parents=True)
     made = folder / _MADE
-    redirection.begin(
+    copies = redirection.begin(
         Containment(policy=Policy(allow_network=True), shared=str(own)),
         copies=functools.partial(CopiesOfRank, made=made),
         why="ranks other than the first write nothing",
     )
-    lead_saves()
+    lead_saves(lambda path: redirection.led_path(copies, path))

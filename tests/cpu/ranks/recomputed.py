@@ -121,3 +121,15 @@ def recomputed_with_a_buffer_that_changes() -> Any:
 @program(recomputes=("Blocks.blocks.7",))
 def recomputed_elsewhere() -> Any:
     return trained(Blocks(), data(3))
+
+
+@program(recomputes=("Blocks.blocks.0",))
+def recomputed_and_exported() -> Any:
+    """The model is traced after each step, for a server."""
+    model = Blocks()
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for x, y in data(3):
+        functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        losses.append(torch.jit.trace(model, x)(x).sum().item())
+    return result_of(model, losses=losses)

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+# As the kernel has it.
+_MOST_LINKS = 40
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
@@ -44,14 +46,18 @@ class FileCopies:
         self._root = str(root)
         self._real = real
         self._removed: set[str] = set()
+        self.has_links = False
+        """Whether a copy may be a link, which leads to what the program sees there."""
         self.own_calls = OwnCalls()
 
-    def place(self, path: Any) -> str | None:
-        """The path that a program means, without links on the way to it; None for what is no path of a file, or is written for real."""
+    def place(self, path: Any, *, is_followed: bool = False) -> str | None:
+        """The path that a program means, without links on the way to it, and to what a link there leads where it `is_followed`; None for what is no path of a file, or is written for real."""
         if not isinstance(path, str | bytes | os.PathLike):
             return None
         absolute = os.path.abspath(os.fsdecode(path))
-        found = os.path.join(os.path.realpath(os.path.dirname(absolute)), os.path.basename(absolute))
+        found = os.path.join(_without_links(self, os.path.dirname(absolute)), os.path.basename(absolute))
+        if is_followed and os.path.islink(self.seen(found)):
+            found = _without_links(self, found)
         is_real = any(p == real or p.startswith(f"{real}/") for real in self._real for p in (found, absolute))
         return None if is_real else found
 
@@ -75,7 +81,11 @@ class FileCopies:
         if os.path.isdir(parent):
             os.makedirs(os.path.dirname(copy), exist_ok=True)
         if source != copy and os.path.lexists(source):
-            if os.path.isdir(source):
+            if os.path.islink(source):
+                if with_content:
+                    os.symlink(os.readlink(source), copy)
+                    self.has_links = True
+            elif os.path.isdir(source):
                 os.makedirs(copy, exist_ok=True)
             elif not os.access(source, os.W_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), place)
@@ -107,7 +117,8 @@ class FileCopies:
         Raises:
             OSError: there is no such file.
         """
-        if os.path.isdir(self.seen(place)) and self.names(place):
+        seen = self.seen(place)
+        if os.path.isdir(seen) and not os.path.islink(seen) and self.names(place):
             if remove is os.rmdir or remove.__name__ == "rmdir":
                 raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), place)
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), place)
@@ -148,7 +159,36 @@ class FileCopies:
 def _whole(copies: FileCopies, place: str) -> str:
     """The copy of a file, or of a folder with all that is in it."""
     copy = copies.written(place)
-    if os.path.isdir(copy):
+    if os.path.isdir(copy) and not os.path.islink(copy):
         for name in copies.names(place):
             _whole(copies, os.path.join(place, name))
     return copy
+
+
+def make_link(copies: FileCopies, target: Any, place: str) -> None:
+    """As `os.symlink`.
+
+    Raises:
+        OSError: something is there.
+    """
+    if os.path.lexists(copies.seen(place)):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), place)
+    os.symlink(target, copies.written(place, with_content=False))
+    copies.has_links = True
+
+
+def _without_links(copies: FileCopies, path: str) -> str:
+    """As `os.path.realpath`, with the links that the program sees."""
+    if not copies.has_links:
+        return os.path.realpath(path)
+    found, rest, num_links = "/", list(reversed(Path(path).parts[1:])), 0
+    while rest:
+        place = os.path.join(found, rest.pop())
+        if num_links < _MOST_LINKS and os.path.islink(seen := copies.seen(place)):
+            num_links += 1
+            target = os.path.normpath(os.path.join(found, os.readlink(seen)))
+            rest += reversed(Path(target).parts[1:])
+            found = "/"
+        else:
+            found = place
+    return found

@@ -25,9 +25,9 @@ class OthersFiles(FileCopies):
         super().__init__(root, real)
         self._covered = frozenset(covered)
 
-    def place(self, path: object) -> str | None:
+    def place(self, path: object, *, is_followed: bool = False) -> str | None:
         """None, too, for what an overlay takes."""
-        found = super().place(path)
+        found = super().place(path, is_followed=is_followed)
         return None if found is None or self._is_taken(found) else found
 
     def written(self, place: str, *, with_content: bool = True) -> str:

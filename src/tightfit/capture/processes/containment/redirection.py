@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.capture.processes.containment import landlock
-from tightfit.capture.processes.containment.file_copies import WRITES, FileCopies
+from tightfit.capture.processes.containment.file_copies import WRITES, FileCopies, make_link
 from tightfit.capture.processes.containment.policy import (
     DROPPED,
     LANDLOCK,
@@ -31,8 +31,10 @@ from tightfit.capture.processes.containment.written import remember
 from tightfit.capture.replace import replace
 from tightfit.errors.faults import for_torch
 
-_READ = frozenset(("stat", "lstat", "access", "readlink", "statvfs", "chdir"))
-_CHANGED = frozenset(("chmod", "utime", "truncate", "chown"))
+_READ = frozenset(("stat", "lstat", "access", "readlink", "statvfs", "chdir", "listxattr", "getxattr"))
+# What is asked of a link itself.
+_OF_LINKS = frozenset(("lstat", "readlink"))
+_CHANGED = frozenset(("chmod", "utime", "truncate", "chown", "setxattr", "removexattr"))
 # Events of writing, with the positions of their paths.
 _EVENTS = {
     **dict.fromkeys(("os.remove", "os.rmdir", "os.mkdir", "os.truncate", "os.chmod", "os.chown", "os.utime"), (0,)),
@@ -40,6 +42,8 @@ _EVENTS = {
     **dict.fromkeys(("os.setxattr", "os.removexattr", "sqlite3.connect"), (0,)),
     "os.symlink": (1,),
 }
+# Modules of Python's that keep its function under a name of their own.
+_HAVE_OPEN = ("tarfile", "bz2")
 _PROGRAMS = ("subprocess.Popen", "os.system", "os.posix_spawn", "os.exec")
 _ended: list[bool] = []
 _unseen: list[bool] = []
@@ -48,8 +52,8 @@ _whys: list[str] = []
 
 def begin(
     containment: Containment, *, copies: Callable[[Path, tuple[str, ...]], FileCopies] = FileCopies, why: str = ""
-) -> None:
-    """From now on, for the rest of the process. `copies` makes the table of what is written; `why` is said in errors, by default that the program is traced."""
+) -> FileCopies:
+    """From now on, for the rest of the process. `copies` makes the table of what is written, which is returned; `why` is said in errors, by default that the program is traced."""
     if why:
         _whys.append(why)
     place = Path(containment.shared) / DROPPED / "files"
@@ -71,6 +75,7 @@ def begin(
         _unseen.append(True)
         multiprocessing.util.spawnv_passfds = _spawning(multiprocessing.util.spawnv_passfds)
     sys.addaudithook(functools.partial(_refuse, copied, is_by_kernel))
+    return copied
 
 
 def end() -> None:
@@ -143,13 +148,18 @@ def replace_functions(copies: FileCopies) -> None:
     _lead(copies, sqlite3, "connect", copies.written)
     _lead(copies, sqlite3.dbapi2, "connect", copies.written)
     for name in ("remove", "unlink", "rmdir"):
-        _answer(copies, name, functools.partial(_remove, copies, getattr(os, name)))
-    _answer(copies, "mkdir", lambda place, mode=0o777: copies.make_folder(place, mode))
-    _answer(copies, "listdir", copies.names)
-    _answer(copies, "scandir", functools.partial(_scan, copies))
+        _answer(copies, name, _with_place(functools.partial(_remove, copies, getattr(os, name))))
+    _answer(copies, "mkdir", _with_place(lambda place, mode=0o777: copies.make_folder(place, mode)))
+    _answer(copies, "listdir", _with_place(copies.names), is_followed=True)
+    _answer(copies, "scandir", functools.partial(_scan, copies), is_followed=True)
     for name in ("rename", "replace", "link", "symlink"):
         setattr(os, name, _of_two(copies, name, getattr(os, name)))
-    builtins.open = io.open = _opening(copies, builtins.open)
+    real = builtins.open
+    builtins.open = io.open = _opening(copies, real)
+    # One that is imported later has ours.
+    for module in [sys.modules[name] for name in _HAVE_OPEN if name in sys.modules]:
+        for name in [name for name, value in vars(module).items() if value is real]:
+            replace(module, **{name: builtins.open})
     os.open = _opening_descriptor(copies, os.open)
     # By descriptors of folders, it would pass us by.
     replace(shutil, _use_fd_functions=False)
@@ -161,18 +171,26 @@ def _lead(copies: FileCopies, owner: Any, name: str, to: Callable[[str], str]) -
 
     @functools.wraps(real)
     def led(path: Any = ".", *arguments: Any, **options: Any) -> Any:
-        found = _found(copies, path, options, to)
+        found = _found(copies, path, options, to, is_followed=name not in _OF_LINKS)
         return real(path, *arguments, **options) if found is None else _named(path, found, real, *arguments, **options)
 
     setattr(owner, name, led)
 
 
-def _found(copies: FileCopies, path: Any, options: dict[str, Any], to: Callable[[str], str]) -> str | None:
+def _found(
+    copies: FileCopies, path: Any, options: dict[str, Any], to: Callable[[str], str], *, is_followed: bool = False
+) -> str | None:
     if copies.own_calls.is_asking or _ended or options.get("dir_fd") is not None or path in (":memory:", ""):
         return None
     with copies.own_calls.asking():
-        place = copies.place(path)
+        place = copies.place(path, is_followed=is_followed and options.get("follow_symlinks", True))
         return None if place is None else to(place)
+
+
+def led_path(copies: FileCopies, path: Any) -> Any:
+    """Where a file is that the program reads by what is no function of Python's."""
+    found = _found(copies, path, {}, copies.seen, is_followed=True)
+    return path if found is None else found
 
 
 def _named(path: Any, found: str, real: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -184,13 +202,17 @@ def _named(path: Any, found: str, real: Callable[..., Any], *arguments: Any, **o
         raise
 
 
-def _answer(copies: FileCopies, name: str, answer: Callable[..., Any]) -> None:
-    """Replaces a function of `os` by one that gets the place."""
+def _with_place(answer: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda _, place, *arguments, **options: answer(place, *arguments, **options)
+
+
+def _answer(copies: FileCopies, name: str, answer: Callable[..., Any], *, is_followed: bool = False) -> None:
+    """Replaces a function of `os` by one that gets the path as it was given, and the place."""
     real = getattr(os, name)
 
     @functools.wraps(real)
     def answered(path: Any = ".", *arguments: Any, dir_fd: int | None = None, **options: Any) -> Any:
-        place = _found(copies, path, {"dir_fd": dir_fd}, lambda place: place)
+        place = _found(copies, path, {"dir_fd": dir_fd}, lambda place: place, is_followed=is_followed)
         if place is None:
             return (
                 real(path, *arguments, **options)
@@ -198,7 +220,7 @@ def _answer(copies: FileCopies, name: str, answer: Callable[..., Any]) -> None:
                 else real(path, *arguments, dir_fd=dir_fd, **options)
             )
         with copies.own_calls.asking():
-            return answer(place, *arguments, **options)
+            return answer(path, place, *arguments, **options)
 
     setattr(os, name, answered)
 
@@ -254,8 +276,8 @@ class _Entries(list[Any]):
         return self.pop(0)
 
 
-def _scan(copies: FileCopies, place: str) -> Any:
-    return _Entries(_Entry(place, name) for name in copies.names(place))
+def _scan(copies: FileCopies, path: Any, place: str) -> Any:
+    return _Entries(_Entry(os.fsdecode(path), name) for name in copies.names(place))
 
 
 def _of_two(copies: FileCopies, name: str, real: Callable[..., None]) -> Callable[..., None]:
@@ -266,7 +288,7 @@ def _of_two(copies: FileCopies, name: str, real: Callable[..., None]) -> Callabl
             return
         with copies.own_calls.asking():
             if name == "symlink":
-                real(src, copies.written(target or dst, with_content=False), *arguments, **options)
+                make_link(copies, src, target or dst)
             elif name == "link":
                 real(copies.written(source or src), copies.written(target or dst, with_content=False))
             elif source is not None and target is not None:
@@ -285,7 +307,13 @@ def _opening(copies: FileCopies, real: Callable[..., Any]) -> Callable[..., Any]
     @functools.wraps(real)
     def opening(file: Any, mode: str = "r", *arguments: Any, **options: Any) -> Any:
         is_written = bool(set(mode) & set("wax+"))
-        found = _found(copies, file, {}, lambda place: _opened(copies, place, is_written, "w" in mode, "x" in mode))
+        found = _found(
+            copies,
+            file,
+            {},
+            lambda place: _opened(copies, place, is_written, "w" in mode, "x" in mode),
+            is_followed="x" not in mode,
+        )
         return (
             real(file, mode, *arguments, **options)
             if found is None
@@ -304,6 +332,7 @@ def _opening_descriptor(copies: FileCopies, real: Callable[..., int]) -> Callabl
             path,
             {"dir_fd": dir_fd},
             lambda p: _opened(copies, p, bool(flags & WRITES), bool(flags & os.O_TRUNC), is_new),
+            is_followed=not is_new and not flags & os.O_NOFOLLOW,
         )
         return real(path, flags, mode, dir_fd=dir_fd) if found is None else _named(path, found, real, flags, mode)
 
@@ -315,5 +344,4 @@ def _opened(copies: FileCopies, place: str, is_written: bool, is_empty: bool, is
         return copies.seen(place)
     if is_new and os.path.lexists(copies.seen(place)):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), place)
-    # Through a link, what it leads to is written.
-    return copies.written(os.path.realpath(place) if os.path.islink(place) else place, with_content=not is_empty)
+    return copies.written(place, with_content=not is_empty)
