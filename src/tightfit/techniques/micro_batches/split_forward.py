@@ -306,23 +306,10 @@ class SplitForward:
         self._whole.begin_backward()
         # As a program runs `backward` outside of its autocast context. `inputs=` keeps the pass from
         # accumulating into anything but the trained parameters.
-        with torch.autocast(batch.device.type, enabled=False), of_a_part(), self._told_of_shared_graphs():
+        with torch.autocast(batch.device.type, enabled=False), of_a_part(), _told_of_shared_graphs(self._refuse):
             backward(loss, (weight * sums.loss_scale).to(loss.dtype), inputs=aside.parameters)
         sums.add(loss.detach(), weight)
         self._counted()
-
-    @contextlib.contextmanager
-    def _told_of_shared_graphs(self) -> Iterator[None]:
-        """Converts torch's error about a graph that is gone: the plain run goes through it once, for all parts."""
-        try:
-            yield
-        except RuntimeError as error:
-            if _GONE_THROUGH not in str(error):
-                raise
-            raise self._refuse(
-                "parts of the batch share a graph, which the backward pass of one has freed (weights that parametrize.cached keeps, or a tensor that was "
-                "made before the forward); leave micro_batches out"
-            ) from error
 
     @torch.no_grad()
     def _refuse_parts_that_raise(self, forward: Forward, batch: AbstractBatch, error: Exception) -> None:
@@ -427,6 +414,20 @@ def looking(refuse: Refuse) -> Iterator[None]:
         told = " ".join(str(error).split())
         raise refuse(
             f"a look at whether parts of the batch give what the whole gives ended with {type(error).__name__} ({told}); leave micro_batches out"
+        ) from error
+
+
+@contextlib.contextmanager
+def _told_of_shared_graphs(refuse: Refuse) -> Iterator[None]:
+    """Converts torch's error about a graph that is gone: the plain run goes through it once, for all parts."""
+    try:
+        yield
+    except RuntimeError as error:
+        if _GONE_THROUGH not in str(error):
+            raise
+        raise refuse(
+            "parts of the batch share a graph, which the backward pass of one has freed (weights that parametrize.cached keeps, or a tensor that was "
+            "made before the forward); leave micro_batches out"
         ) from error
 
 
