@@ -250,17 +250,32 @@ def _methods(kind: type) -> list[str]:
 
 
 class _CodeWalk(abc.ABC):
-    """The part of a walk that goes through the user's code; `_value` goes on with what the code refers to."""
+    """The part of a walk that goes through the user's code; `_look` goes on with what the code refers to."""
 
     def __init__(self) -> None:
         self.collected = _Collected()
         # All attributes that the code of the region names.
         self.named_attributes = set[str]()
         self.stored = StoredOnLibraries()
+        self._depth = 0
+        self._waiting: deque[tuple[str, Any]] = deque()
 
     @abc.abstractmethod
+    def _look(self, path: str, value: Any) -> None:
+        """Looks at a value of any type."""
+
     def _value(self, path: str, value: Any) -> None:
-        """A value of any type."""
+        """A value of any type. What lies deep (a list of nodes that each have the next one) waits, so that Python's stack is enough for all of it."""
+        if self._depth == _DEEPEST:
+            self._waiting.append((path, value))
+            return
+        self._depth += 1
+        try:
+            self._look(path, value)
+            while self._depth == 1 and self._waiting:
+                self._look(*self._waiting.popleft())
+        finally:
+            self._depth -= 1
 
     def users_class(self, kind: type, path: str) -> None:
         """The code of a class's `forward`, and of the methods that it calls on `self`; of a helper's class, all methods."""
@@ -377,8 +392,6 @@ class _Walk(_CodeWalk):
         self.found = self.collected.found
         self._inside = inside
         self._outside: list[tuple[str, torch.nn.Module]] = []
-        self._depth = 0
-        self._waiting: deque[tuple[str, Any]] = deque()
 
     def finish(self) -> None:
         """Walks through the modules outside of the region, as far as code of the region names what they hold: the whole model may be among them."""
@@ -437,19 +450,6 @@ class _Walk(_CodeWalk):
                 self.found.tensors.append(leaf)
                 self.found.tensor_paths.append(path if leaf is value else f"{path}[{number}]")
         self._value(path, value)
-
-    def _value(self, path: str, value: Any) -> None:
-        """A value of any type. What lies deep (a list of nodes that each have the next one) waits, so that Python's stack is enough for all of it."""
-        if self._depth == _DEEPEST:
-            self._waiting.append((path, value))
-            return
-        self._depth += 1
-        try:
-            self._look(path, value)
-            while self._depth == 1 and self._waiting:
-                self._look(*self._waiting.popleft())
-        finally:
-            self._depth -= 1
 
     def _look(self, path: str, value: Any) -> None:
         if isinstance(value, type):

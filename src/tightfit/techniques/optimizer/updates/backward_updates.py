@@ -471,14 +471,14 @@ class Updates:
         )
         return next(filter(None, reasons), "")
 
-    def model_is_called(self) -> None:
-        """A graph whose gradients the program has cleared, as after a step that was skipped or run again, is not held while the next one grows."""
+    def call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of the model with gradients."""
+        # A graph whose gradients the program has cleared, as after a step that was skipped or run again, is not held while the next one grows.
         self._passes.forget_done()
-
-    def model_was_called(self, given: Any, result: Any) -> None:
-        """Remembers the tensors that the model was called with."""
+        result = forward(*args, **kwargs)
         if not self._passes.why_kept:
-            self._given.add(given, result)
+            self._given.add((args, kwargs), result)
+        return result
 
 
 def _expecting_nothing(_: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
@@ -589,8 +589,5 @@ class _Inputs(OnlyHere):
             and not torch.compiler.is_compiling()
             and not are_transforms_active()
         ):
-            updates.model_is_called()
-            result = forward(*args, **kwargs)
-            updates.model_was_called((args, kwargs), result)
-            return result
+            return updates.call(forward, args, kwargs)
         return forward(*args, **kwargs)

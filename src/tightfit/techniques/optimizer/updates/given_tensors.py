@@ -29,7 +29,8 @@ class GivenTensors:
     def add(self, given: Any, result: Any) -> None:
         """Remembers the tensors in `given`, the arguments of a call with this result."""
         self._calls = [(call, tensors) for call, tensors in self._calls if call is None or call() is not None]
-        nodes = [tensor.grad_fn for tensor in _results(result) if tensor.grad_fn is not None]
+        # `metadata` is the anomaly mode's dict (torch/csrc/autograd/python_anomaly_mode.h).
+        nodes: list[Any] = [tensor.grad_fn for tensor in _results(result) if tensor.grad_fn is not None]
         call = _Call()
         for node in nodes:
             node.metadata.setdefault(_NOTE, []).append(call)
