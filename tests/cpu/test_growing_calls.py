@@ -58,3 +58,48 @@ def test_the_peak_is_that_of_a_trace_of_every_token(tmp_path: Path) -> None:
     repeated = tape.strings.index("LlamaForCausalLM (repeated)")
     # The first call is of the prompt.
     assert (tape.operators.name == repeated).sum() == 26 - 1 - NUM_CALLS_TRACED
+
+
+ENCODER_DECODER = """
+import torch
+from transformers import T5Config, T5ForConditionalGeneration
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+config = T5Config(vocab_size=500, d_model=64, d_ff=128, num_layers=1, num_decoder_layers=2, num_heads=4, d_kv=16, decoder_start_token_id=0)
+model = T5ForConditionalGeneration(config).cuda()
+ids = torch.zeros(32, 24, dtype=torch.long, device="cuda")
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(4):
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+def generated(**more):
+    torch.cuda.reset_peak_memory_stats()
+    cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    token = torch.zeros(32, 1, dtype=torch.long, device="cuda")
+
+    def next_token(length):
+        nonlocal token
+        out = model(encoder_outputs=encoded, decoder_input_ids=token, past_key_values=cache, use_cache=True, **more)
+        assert out.encoder_last_hidden_state is encoded[0] and out.past_key_values is cache
+        token = out.logits[:, -1:].argmax(-1)
+
+    with torch.no_grad():
+        encoded = model.encoder(ids)
+        list(map(next_token, range(20)))
+    assert cache.get_seq_length() == 20
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+
+assert generated(tag=object()) == generated()
+"""
+
+
+def test_a_decoder_that_returns_what_it_was_given_of_its_encoder_repeats_itself_too(tmp_path: Path) -> None:
+    script = tmp_path / "generate.py"
+    script.write_text(ENCODER_DECODER)
+    tape = fit.capture(str(script), device="RTX 4090")
+    assert not tape.coverage.stopped
+    repeated = tape.strings.index("T5ForConditionalGeneration (repeated)")
+    # The cache is empty in the first call.
+    assert (tape.operators.name == repeated).sum() == 20 - 1 - NUM_CALLS_TRACED

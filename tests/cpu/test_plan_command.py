@@ -73,7 +73,7 @@ KEYS = {
     "assumptions": {"where", "what"},
     "proof": {"kind", "steps", "seconds", "what"},
     "is_interrupted": None,
-    "coverage": {"left_at", "stopped", "cuts", "last_turn", "not_reached"},
+    "coverage": {"left_at", "stopped", "cuts", "last_turn", "last_call", "not_reached"},
     "predicted_seconds": None,
     "margin": None,
     "uncertainty": None,

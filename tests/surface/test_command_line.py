@@ -223,7 +223,7 @@ ESTIMATE_KEYS = {
     "model_flops_utilisation": None,
     "versions": None,
     "assumptions": {"where", "what"},
-    "coverage": {"left_at", "stopped", "cuts", "last_turn", "not_reached"},
+    "coverage": {"left_at", "stopped", "cuts", "last_turn", "last_call", "not_reached"},
     "elapsed_seconds": None,
     "moment": {"span", "phase", "operator", "module", "line"},
     "holders": {"category", "module", "operator", "line", "num_storages", "num_bytes"},

@@ -28,13 +28,15 @@ class Coverage:
     for a program that ran as it would without a trace. `stopped` says why the trace ended before the program, empty if it did not.
 
     After the steps turns of loops are counted: `cuts` are those at which a loop without training steps was left, `last_turn` the one at which the
-    trace ended, 0 if it ended elsewhere. Another trace of the same program, with techniques, does the same at the same turns.
+    trace ended, 0 if it ended elsewhere: `last_call` is then how many calls of modules without gradients had begun by then. Another trace of the same
+    program, with techniques, does the same at the same turns, or ends at the call after those.
     """
 
     left_at: str = ""
     stopped: str = ""
     cuts: tuple[int, ...] = ()
     last_turn: int = 0
+    last_call: int = 0
     not_reached: tuple[NotReached, ...] = ()
 
     @property
@@ -67,5 +69,6 @@ class Coverage:
             stopped=value.get("stopped", ""),
             cuts=tuple(value.get("cuts", ())),
             last_turn=value.get("last_turn", 0),
+            last_call=value.get("last_call", 0),
             not_reached=tuple(NotReached(**each) for each in value.get("not_reached", ())),
         )

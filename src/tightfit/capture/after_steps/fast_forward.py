@@ -57,6 +57,7 @@ class FastForward:
         self._max_operators = self._max_later = sys.maxsize
         self._num_turns = 0
         self._last_turn = 0
+        self._num_calls = 0
         self._stopped_at = ""
         self._stopped = ""
         self._stack: tuple[RunningLine, ...] = ()
@@ -103,7 +104,11 @@ class FastForward:
     def call_begins(self) -> None:
         """A module is called without gradients after the steps."""
         self._others.num_calls += 1
+        # The turns of a library's loop are not counted.
+        if self.follows is not None and 0 < self.follows.last_call == self._num_calls:
+            self.stop(self.follows.stopped)
         self._check(times=2)
+        self._num_calls += 1
         self._span("without gradients")
 
     def _span(self, what: str) -> bool:
@@ -149,6 +154,7 @@ class FastForward:
             stopped=self._stopped,
             cuts=tuple(self._others.cuts),
             last_turn=self._last_turn,
+            last_call=self._num_calls if self._stopped and not self._last_turn else 0,
             # A loop that is come to again is left again.
             not_reached=tuple(
                 dict.fromkeys(

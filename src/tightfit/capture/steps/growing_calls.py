@@ -49,14 +49,14 @@ class _Form:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _PlainLeaf:
-    """A value that is returned in each call, or (`cache`) which of the caches that were given."""
+    """A value that is returned in each call, or (`argument`) which of the caches and tensors that were given: a cache, the states of an encoder."""
 
     value: Any = None
-    cache: int = -1
+    argument: int = -1
 
-    def given(self, caches: Sequence[Any]) -> Any:
-        """The leaf in a call with these caches."""
-        return self.value if self.cache < 0 else caches[self.cache]
+    def of_call(self, given: Sequence[Any]) -> Any:
+        """The leaf in a call with these caches and tensors."""
+        return self.value if self.argument < 0 else given[self.argument]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,8 +106,8 @@ class GrowingCalls:
     def call(self, module: torch.nn.Module, args: Any, kwargs: Any, run: Callable[[], Any]) -> tuple[bool, Any]:
         """Whether the call has a cache that is followed, and its result then; `run` runs it."""
         leaves, structure = tree_flatten((args, kwargs), is_leaf=_is_cache)
-        caches = [leaf for leaf in leaves if _is_cache(leaf)]
-        slots = _slots(caches)
+        given = [leaf for leaf in leaves if _is_cache(leaf) or isinstance(leaf, torch.Tensor)]
+        slots = _slots([each for each in given if _is_cache(each)])
         described = [_described(leaf) for leaf in leaves]
         if not slots or None in described:
             return False, None
@@ -126,11 +126,11 @@ class GrowingCalls:
             history = self._histories[key] = _History(weakref.ref(module))
         grown = history.next_numbers()
         if grown is not None and grown[1] == of_arguments:
-            return True, self._answer(module, history, slots, caches, grown[0])
+            return True, self._answer(module, history, slots, given, grown[0])
         if history.num_answered:
             history.calls.clear()
             history.num_answered = 0
-        call, result = self._trace(slots, caches, of_arguments, run)
+        call, result = self._trace(slots, given, of_arguments, run)
         if call is None:
             history.calls.clear()
         else:
@@ -139,7 +139,7 @@ class GrowingCalls:
         return True, result
 
     def _trace(
-        self, slots: Sequence[Slot], caches: Sequence[Any], of_arguments: tuple[int, ...], run: Callable[[], Any]
+        self, slots: Sequence[Slot], given: Sequence[Any], of_arguments: tuple[int, ...], run: Callable[[], Any]
     ) -> tuple[_GrowingCall | None, Any]:
         """What the call did, or None if it did something that cannot be repeated without running it; and its result."""
         columns, events = self._gpu.recorder.storages, self._gpu.recorder.events
@@ -156,8 +156,8 @@ class GrowingCalls:
             (alive.add if kind == EventKind.ALLOCATE else alive.discard)(relative)
         tensors, plan, sizes = list[tuple[int, torch.dtype, int]](), list[int | _PlainLeaf](), list[int]()
         for number, leaf in enumerate((*(getattr(*slot) for slot in slots), *leaves)):
-            if not isinstance(leaf, torch.Tensor):
-                plain = _plain_leaf(leaf, caches)
+            if not isinstance(leaf, torch.Tensor) or (number >= len(slots) and any(leaf is each for each in given)):
+                plain = _plain_leaf(leaf, given)
                 if plain is None:
                     return None, result
                 plan.append(plain)
@@ -189,7 +189,7 @@ class GrowingCalls:
         module: torch.nn.Module,
         history: _History,
         slots: Sequence[Slot],
-        caches: Sequence[Any],
+        given: Sequence[Any],
         numbers: tuple[int, ...],
     ) -> Any:
         recorder, form = self._gpu.recorder, history.calls[-1].form
@@ -220,7 +220,7 @@ class GrowingCalls:
                 copies[storage] = recorder.allocate(num_bytes, category, source, (low_bytes, high_bytes))
             elif storage in copies:
                 recorder.free(copies.pop(storage))
-        leaves = [made[leaf] if isinstance(leaf, int) else leaf.given(caches) for leaf in form.leaves]
+        leaves = [made[leaf] if isinstance(leaf, int) else leaf.of_call(given) for leaf in form.leaves]
         return tree_unflatten(leaves, form.structure)
 
     def _tensors_of_storages(
@@ -278,9 +278,9 @@ def _described(leaf: Any) -> Any:
     return ("number", type(leaf)) if isinstance(leaf, int | float) else None
 
 
-def _plain_leaf(value: Any, caches: Sequence[Any]) -> _PlainLeaf | None:
-    """A leaf of the result that is no tensor; None if it cannot be given again."""
-    number = next((n for n, cache in enumerate(caches) if cache is value), None)
+def _plain_leaf(value: Any, given: Sequence[Any]) -> _PlainLeaf | None:
+    """A leaf of the result that was given, or is no tensor; None if it cannot be given again."""
+    number = next((n for n, each in enumerate(given) if each is value), None)
     if number is not None:
-        return _PlainLeaf(cache=number)
+        return _PlainLeaf(argument=number)
     return _PlainLeaf(value=value) if isinstance(value, bool | str | int | float | type(None)) else None
