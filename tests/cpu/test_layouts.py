@@ -300,6 +300,15 @@ def test_a_batch_of_a_hundred_million_examples_is_searched_at_once(model: ModelP
     assert {layout.dp for _, layout in search(model).candidates.of(8, 720_720)} == set(range(1, 9))
 
 
+def test_states_that_are_updated_together_are_not_sharded(tape: Tape) -> None:
+    assert tape.optimizers == ("AdamW",)
+    for optimizer, stages in (("AdamW", {0, 1}), ("Muon", {0}), ("mine.Lion", {0})):
+        other = dataclasses.replace(tape, optimizers=(optimizer,))
+        found = plan_layouts(other, "H100", gpus=[2], budget="1MiB", export="tightfit").points[0]
+        assert {each.layout.zero_stage for each in found.refused} == stages
+        assert any(f"{optimizer} is not known" in each for each in found.assumptions) == (optimizer != "AdamW")
+
+
 def test_weights_are_streamed_where_nothing_faster_fits(tape: Tape) -> None:
     def plan(budget: str) -> LayoutPlan:
         return plan_layouts(tape, "H100", gpus=[2], budget=budget, export="tightfit").points[0]

@@ -21,6 +21,7 @@ from tests.cpu.ranks import (  # noqa: F401 - enter their programs
     recomputed,
     refused,
     returned,
+    sharded,
     streamed,
 )
 from tests.cpu.ranks.programs import PROGRAMS
@@ -46,8 +47,6 @@ REFUSED = {
     "one_example": "a batch of 1 cannot be divided over 2 ranks",
     "gradient_of_an_output_beside_the_loss": "the gradient of what the model returns beside its loss",
     "hook_on_an_output_beside_the_loss": "the gradient of what the model returns beside its loss",
-    "reads_sharded_states": "the program reads the states of an optimizer, which are sharded",
-    "takes_sharded_states_out": "the program reads the states of an optimizer, which are sharded",
     "steps_in_a_fork": "a process that the script has forked does what all ranks are to do together",
     "states_of_all_at_once": "LBFGS is not known to update each parameter by itself",
     "exchanged_tensors": "exchanges tensors as a whole (torch.utils.swap_tensors)",

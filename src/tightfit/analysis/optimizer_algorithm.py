@@ -13,6 +13,10 @@ from tightfit.analysis.optimizer import OptimizerProfile
 Implementation = Literal["fused", "foreach", "for-loop"]
 Family = Literal["adam", "sgd", "adagrad", "other"]
 
+UPDATES_EACH_ALONE = frozenset(
+    ["SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD", "Rprop"]
+)
+"""The classes of torch.optim whose update of a parameter reads nothing of the others, and of itself each element alone."""
 LOW_PRECISION = ("bfloat16", "float16")
 
 

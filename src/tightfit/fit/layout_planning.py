@@ -19,7 +19,7 @@ from tightfit.layouts.answers.layout_curve import LayoutCurve
 from tightfit.layouts.answers.layout_plan import LayoutPlan, PricedLayout
 from tightfit.layouts.exports.export_tools import tool_named
 from tightfit.layouts.exports.layout_run import LayoutRun, num_nodes_of
-from tightfit.layouts.exports.tool import AbstractTool
+from tightfit.layouts.exports.tool import AbstractTool, joint_optimizers
 from tightfit.layouts.layout_search import LayoutSearch
 from tightfit.layouts.model.blocks_at_host import BlocksAtHost
 from tightfit.layouts.model.model_parts import ModelParts, model_parts
@@ -193,6 +193,8 @@ def _assumptions(model: ModelParts, node: str, tool: AbstractTool | None, assume
         found.append(
             f"only layouts that {tool.name} ({tool.version}) runs are considered, with what it keeps of weights and gradients"
         )
+        if tool.updates_shares and (joint := joint_optimizers(model)):
+            found.append(f"no layout that shards optimizer states (ZeRO-1) is considered: {joint}")
     if assumed:
         found.append(assumed)
     if model.order:

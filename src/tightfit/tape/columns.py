@@ -350,6 +350,7 @@ class Tape:
     `effects` are those that were seen, where the capture was asked to watch for them. `coverage` says what of the program the tape has, `module_classes` has the class of each module that ran, by
     its path ("GPT2LMHeadModel.transformer.h.0": "GPT2Block"); tapes from before it was recorded have none. `random_operators`
     are the names of the operators of this run that draw random numbers (torch's tag `nondeterministic_seeded`), those of the program's own among them.
+    `optimizers` are the classes of those that have stepped: by their names those of torch.optim, with their modules others.
     Of a distributed program the tape has one process, `rank` of `num_ranks` on `num_nodes` machines; `communicators` are the ranks of each group that communicates on cards.
     `operators_of_steps` are the operators `[begin, end)` of each span of kind `STEP`; `loaders` are those that batches were taken from.
     `left_out` are turns of loops that the trace left out (`tightfit.tape.left_out`): the tapes that are handed on have them all, and none here.
@@ -371,6 +372,7 @@ class Tape:
     coverage: Coverage = Coverage()
     module_classes: Mapping[str, str] = dataclasses.field(default_factory=dict)
     random_operators: tuple[str, ...] = ()
+    optimizers: tuple[str, ...] = ()
     operators_of_steps: tuple[tuple[int, int], ...] = ()
     pinned_peak_bytes: int = 0
     pinned_tensor_bytes: int = 0
@@ -431,6 +433,7 @@ class Tape:
             "coverage": self.coverage.to_json(),
             "module_classes": dict(self.module_classes),
             "random_operators": self.random_operators,
+            "optimizers": self.optimizers,
             "operators_of_steps": self.operators_of_steps,
             "rank": self.rank,
             "num_ranks": self.num_ranks,
@@ -476,6 +479,7 @@ class Tape:
         head["effects"] = tuple(Effect(**{**e, "kind": EffectKind(e["kind"])}) for e in head.get("effects", ()))
         head["coverage"] = Coverage.from_json(head.get("coverage", {}))
         head["random_operators"] = tuple(head.get("random_operators", ()))
+        head["optimizers"] = tuple(head.get("optimizers", ()))
         head["operators_of_steps"] = tuple((begin, end) for begin, end in head.get("operators_of_steps", ()))
         head["communicators"] = tuple(tuple(ranks) for ranks in head.get("communicators", ()))
         head["loaders"] = tuple(LoaderUse.from_json(loader) for loader in head.get("loaders", ()))

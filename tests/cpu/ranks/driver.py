@@ -21,6 +21,7 @@ from tests.cpu.ranks import (  # noqa: F401 - enter their programs
     recomputed,
     refused,
     returned,
+    sharded,
     streamed,
 )
 from tests.cpu.ranks.programs import PROGRAMS

@@ -257,16 +257,6 @@ def hook_on_an_output_beside_the_loss() -> Any:
     return trained(model, data(3), None, loss_of)
 
 
-@program(shards_states=True)
-def reads_sharded_states() -> Any:
-    model, seen = mlp(), []
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for _ in range(3):
-        trained(model, data(1), optimizer)
-        seen.append(sum(s["exp_avg"].abs().sum().item() for s in optimizer.state.values()))
-    return result_of(model, losses=seen)
-
-
 class Measures(nn.Module):
     """Fills in a table that it is given."""
 
@@ -363,19 +353,6 @@ def exchanged_tensors() -> Any:
         return functional.cross_entropy(model(x), y)
 
     return trained(model, data(6), None, loss_of)
-
-
-@program(shards_states=True)
-def takes_sharded_states_out() -> Any:
-    """A layer grows, and takes its states along: half of the ranks have none."""
-    model = mlp()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    trained(model, data(2), optimizer)
-    state = optimizer.state.pop(model[2].bias, None)
-    model[2].bias = optimizer.param_groups[0]["params"][3] = nn.Parameter(model[2].bias.detach() * 2)
-    if state is not None:
-        optimizer.state[model[2].bias] = state
-    return trained(model, data(4), optimizer)
 
 
 @program(shards_states=True)

@@ -16,6 +16,7 @@ from tightfit.capture.steps.growing_calls import GrowingCalls
 from tightfit.capture.steps.loops import loop_around
 from tightfit.capture.steps.micro_batches.alike_batches import AlikeBatches
 from tightfit.capture.steps.repetition import Repetition
+from tightfit.effects.optimizer_marks import class_of_step
 from tightfit.errors import CaptureError
 from tightfit.tape import Phase, SpanKind
 
@@ -133,6 +134,7 @@ class StepHooks:
                 self._batches.begin_update()
             self._watch.begin_step()
             self._marks.mark_gradients()
+            self._gpu.recorder.optimizers[class_of_step(optimizer)] = None
             if self._effects is not None:
                 self._effects.before_step(optimizer)
             self._steps_around.append((optimizer, self._gpu.recorder.phase))

@@ -9,7 +9,7 @@ from typing import Any
 
 from tightfit import __version__
 from tightfit.layouts.exports.layout_run import Export, LayoutRun
-from tightfit.layouts.exports.tool import AbstractTool, first_reason
+from tightfit.layouts.exports.tool import AbstractTool, first_reason, joint_optimizers
 from tightfit.layouts.layout import Layout, Recomputation
 from tightfit.layouts.model.blocks_at_host import BlocksAtHost
 from tightfit.layouts.model.model_parts import ModelParts
@@ -23,10 +23,14 @@ class OwnRanks(AbstractTool):
     name: str = "tightfit"
     version: str = __version__
     streams_weights: bool = True
+    updates_shares: bool = True
 
     def refusal(self, layout: Layout, model: ModelParts) -> str:
         """Why an unmodified script cannot be run so."""
-        return ranks_refusal(layout)
+        joint = joint_optimizers(model)
+        return ranks_refusal(layout) or first_reason(
+            (bool(joint) and layout.zero_stage >= 1, f"it shards optimizer states, and {joint}")
+        )
 
     def recomputed(self, kind: Recomputation, layout: Layout, most: int) -> Sequence[int]:
         """Any number of blocks, as a whole."""

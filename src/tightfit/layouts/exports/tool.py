@@ -7,6 +7,7 @@ import abc
 import dataclasses
 from collections.abc import Sequence
 
+from tightfit.analysis.optimizer_algorithm import UPDATES_EACH_ALONE
 from tightfit.layouts.exports.layout_run import Export, LayoutRun
 from tightfit.layouts.layout import Layout, Recomputation
 from tightfit.layouts.model.model_parts import ModelParts
@@ -14,11 +15,12 @@ from tightfit.layouts.model.model_parts import ModelParts
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AbstractTool(abc.ABC):
-    """A tool that runs layouts, of a release; with `streams_weights` those whose weights are at the host too. Subclasses are final; nothing concrete is overridden."""
+    """A tool that runs layouts, of a release; with `streams_weights` those whose weights are at the host too, with `updates_shares` each rank makes the program's own step for its share of the parameters, where their states are sharded. Subclasses are final; nothing concrete is overridden."""
 
     name: str
     version: str
     streams_weights: bool = False
+    updates_shares: bool = False
 
     @abc.abstractmethod
     def refusal(self, layout: Layout, model: ModelParts) -> str:
@@ -55,6 +57,12 @@ def with_master_weights(model: ModelParts) -> ModelParts:
         states_per_parameter=2.0 * (1 + num_states),
         reduced_per_gathered=2.0,
     )
+
+
+def joint_optimizers(model: ModelParts) -> str:
+    """Which optimizers of the program are not known to update each parameter by itself, as a sentence; empty where all are."""
+    joint = [name for name in model.tape.optimizers if name not in UPDATES_EACH_ALONE]
+    return f"{' and '.join(joint)} is not known to update each parameter by itself" if joint else ""
 
 
 def first_reason(*cases: tuple[bool, str]) -> str:

@@ -1,6 +1,7 @@
 """Optimizer states sharded over ranks (ZeRO-1): each rank updates its share of the parameters, and sends them to the others.
 
-Exact for optimizers whose update of a parameter reads nothing of the others. `state_dict()` has the states of all parameters on all ranks, as that of one card.
+Exact for optimizers whose update of a parameter reads nothing of the others. `state_dict()` has the states of all parameters on all ranks, as that of one card, and so has
+`state` where the program reads it.
 """
 
 import io
@@ -11,16 +12,14 @@ from typing import Any
 
 import torch
 
+from tightfit.analysis.optimizer_algorithm import UPDATES_EACH_ALONE
+from tightfit.effects.optimizer_marks import class_of_step
 from tightfit.ranks.rank_group import RankGroup, number_of
 from tightfit.ranks.sharded.kept_states import KeptStates
 from tightfit.ranks.sharded.states_of_share import StatesOfShare
 from tightfit.techniques.optimizer.updates.optimizer_steps import Innermost
 from tightfit.techniques.wrappers.first_order import Refuse
 from tightfit.torch_hooks.weak_references import WeakTable
-
-_ELEMENTWISE = frozenset(
-    ["SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD", "Rprop"]
-)
 
 
 class ShardedStates:
@@ -32,6 +31,8 @@ class ShardedStates:
         self._optimizer = weakref.ref(optimizer)
         self._group, self._refuse = group, refuse
         self._kept = KeptStates(group, tell)
+        # Whether the states of other ranks are there, since the program has read them.
+        self._is_collected = False
         self._owner: WeakTable[torch.Tensor, int] = WeakTable()
         # Within the step: hooks of the program's, which clip say, see all parameters and gradients.
         self._innermost = Innermost(self._of_others)
@@ -62,12 +63,10 @@ class ShardedStates:
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[Any, Any]:
-        if type(optimizer).__name__ not in _ELEMENTWISE or not type(optimizer).__module__.startswith("torch.optim"):
+        if class_of_step(optimizer) not in UPDATES_EACH_ALONE:
             raise self._refuse(
                 f"{type(optimizer).__name__} is not known to update each parameter by itself, and its states cannot be sharded"
             )
-        if any(each is not None for each in (*args[1:], kwargs.get("closure"))):
-            raise self._refuse("the optimizer steps with a closure, and its states cannot be sharded")
         self._open(is_open=True)
         given = self._innermost.before(optimizer, args, kwargs)
         # Hooks of the program's follow.
@@ -85,6 +84,9 @@ class ShardedStates:
             # Each rank updates with its own.
             "the optimizer's settings (a learning rate)": number_of([_settings(group) for group in optimizer.param_groups]),
         })  # fmt: skip
+        if self._is_collected:
+            # What the program keeps of them is renewed.
+            self._drop_others(are_kept=True)
         self._open(is_open=True)
         return [parameter for parameter, rank in owners if rank != self._group.rank]
 
@@ -104,10 +106,16 @@ class ShardedStates:
         assert optimizer is not None
         if not isinstance(optimizer.state, StatesOfShare):
             # At the first step, and after loading: some optimizers make their states when they are made.
-            optimizer.state = StatesOfShare(optimizer.state, self._refuse)
+            optimizer.state = StatesOfShare(optimizer.state, self._collect)
         optimizer.state.is_open = is_open
 
-    def _before_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
+    def _before_state_dict(self, _: torch.optim.Optimizer) -> None:
+        self._collect()
+
+    def _collect(self) -> None:
+        """The states of all ranks are there, until the next step."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
         if threading.current_thread() is not threading.main_thread():
             raise self._refuse(
                 "a thread reads the states of an optimizer, which are sharded and collected from all ranks in step"
@@ -123,6 +131,7 @@ class ShardedStates:
         # In the order of the parameters, in which a run on one card enters them.
         in_order = [(p, optimizer.state.pop(p)) for p, _ in owners if p in optimizer.state]
         optimizer.state.update(in_order)
+        self._is_collected = True
 
     def _states_from(self, rank: int, parameters: Sequence[torch.Tensor]) -> list[dict[str, Any]]:
         """The states of these parameters of one rank, on all ranks; empty ones where there are none."""
@@ -149,8 +158,10 @@ class ShardedStates:
     def _drop_others(self, *, are_kept: bool = False) -> None:
         optimizer = self._optimizer()
         assert optimizer is not None
+        self._open(is_open=True)
         theirs = [p for p, rank in self.owners() if rank != self._group.rank and p in optimizer.state]
         states = {parameter: optimizer.state.pop(parameter) for parameter in theirs}
+        self._is_collected = False
         if are_kept:
             self._kept.note(states)
         self._open(is_open=False)

@@ -1,10 +1,8 @@
-"""The table of an optimizer's states on one rank, which has those of its share of the parameters."""
+"""The table of an optimizer's states on one rank, which has those of its share of the parameters; whoever else reads it finds all of them."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
-
-from tightfit.techniques.wrappers.first_order import Refuse
 
 
 def _asked(name: str) -> Callable[..., Any]:
@@ -12,28 +10,41 @@ def _asked(name: str) -> Callable[..., Any]:
     plain = getattr(defaultdict, name)
 
     def method(states: "StatesOfShare", *args: Any, **kwargs: Any) -> Any:
-        if not states.is_open:
-            raise states.refuse(
-                "the program reads the states of an optimizer, which are sharded: optimizer.state_dict() has all of them"
-            )
+        states.complete()
         return plain(states, *args, **kwargs)
 
     return method
 
 
 class StatesOfShare(defaultdict[Any, Any]):
-    """The states, for the optimizer's own code: the program would read them as if they were all."""
+    """The states: of its share while `is_open`, for the optimizer's own code, and else completed by `collect` before they are read."""
 
-    def __init__(self, states: Mapping[Any, Any], refuse: Refuse) -> None:
+    def __init__(self, states: Mapping[Any, Any], collect: Callable[[], None]) -> None:
         super().__init__(dict, states)
-        self.refuse, self.is_open = refuse, True
+        self._collect, self.is_open = collect, True
+
+    def complete(self) -> None:
+        """Before somebody reads what is in it."""
+        if not self.is_open:
+            self._collect()
+
+    def __reduce__(self) -> Any:
+        # A copy is of all of them, and of no optimizer.
+        self.complete()
+        return defaultdict, (dict,), None, None, iter(list(super().items()))
+
+    def __copy__(self) -> Any:
+        self.complete()
+        return defaultdict(dict, super().items())
+
+    def copy(self) -> Any:
+        return self.__copy__()
 
 
 # What puts states in (`state[p] = ...`, `update`, `clear`) does the same on all ranks.
 _ASKS = (
-    *("__contains__", "__copy__", "__delitem__", "__eq__", "__getitem__", "__ior__", "__iter__", "__len__", "__ne__"),
-    *("__or__", "__reduce__", "__repr__", "__reversed__", "__ror__"),
-    *("copy", "get", "items", "keys", "pop", "popitem", "setdefault", "values"),
+    *("__contains__", "__delitem__", "__eq__", "__getitem__", "__ior__", "__iter__", "__len__", "__ne__", "__or__"),
+    *("__repr__", "__reversed__", "__ror__", "get", "items", "keys", "pop", "popitem", "setdefault", "values"),
 )
 for _name in _ASKS:
     setattr(StatesOfShare, _name, _asked(_name))

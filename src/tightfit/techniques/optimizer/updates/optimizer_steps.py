@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tightfit.effects.optimizer_marks import has_torchs_step
 from tightfit.errors import ApplyError
 from tightfit.techniques.session import Session
 
@@ -29,7 +30,7 @@ def check_separable(optimizer: torch.optim.Optimizer, technique: str) -> None:
         ApplyError: it is not known to.
     """
     kind = type(optimizer)
-    if not _has_torchs_step(optimizer) or kind.__name__ in _NOT_SEPARABLE:
+    if not has_torchs_step(optimizer) or kind.__name__ in _NOT_SEPARABLE:
         raise ApplyError(
             f"{kind.__module__}.{kind.__name__} is not known to update each parameter by itself; leave {technique} out of the plan"
         )
@@ -59,25 +60,6 @@ def _check_types(optimizer: torch.optim.Optimizer, remedy: str) -> None:
                 "Adafactor(eps=(None, ...)) holds parameters of several types in one group, and takes its epsilon from the first one's; "
                 f"give it a number, or each type a group of its own, or {remedy}"
             )
-
-
-def _has_torchs_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step is that of a class of torch.optim: a subclass with a step of its own, or with other parts of torch's, may do anything."""
-    classes = list(type(optimizer).__mro__)
-    number = next(n for n, base in enumerate(classes) if f"{base.__module__}.".startswith("torch.optim."))
-    inherited, own = classes[number].step, [vars(base) for base in classes[:number]]
-    # torch puts its wrapper on the class of the first object that is made, also where the class has no step of its own.
-    has_step = any("step" in names and _innermost(names["step"]) is not _innermost(inherited) for names in own)
-    parts = {name for name in dir(classes[number]) if name.startswith("_") and not name.startswith("__")}
-    return (
-        classes[number] is not torch.optim.Optimizer and not has_step and not any(parts & names.keys() for names in own)
-    )
-
-
-def _innermost(step: Any) -> Any:
-    while getattr(step, "hooked", False):
-        step = vars(step)["__wrapped__"]
-    return step
 
 
 def overlap(parameters: Iterable[torch.Tensor]) -> bool:
@@ -149,7 +131,7 @@ class Innermost:
         # Of a table that is refused to the program (`ranks/sharded`) too.
         self._num_states = dict.__len__(optimizer.state)
         _check_types(optimizer, "plan without what updates each parameter apart")
-        if not _has_torchs_step(optimizer):
+        if not has_torchs_step(optimizer):
             # A step of the program's may take no closure, or do something else with one.
             with torch.no_grad():
                 self._hide(self._update())
