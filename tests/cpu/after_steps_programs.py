@@ -263,21 +263,6 @@ with torch.no_grad():
 
 # With what the verdict names: a call, or the reason for the end of the trace.
 NAMED = {
-    "a lambda and a table of functions decide": (
-        """
-rows = lambda at: 8 if at < 500 else 1 << 20
-phases = {0: lambda: None, 100: evaluate, 200: lambda: model.requires_grad_(True)}
-kinds = {"plain": step, "other": evaluate}
-
-def train(kind):
-    for i in range(1000):
-        phases.get(i, print)()
-        kinds[kind](rows(i))
-
-train("plain")
-""",
-        ("model() at", "a size of 1 << 20 at", "unless at < 500", "model.requires_grad_() at"),
-    ),
     "larger batches after a warm-up": (
         """
 for i in range(1000):
@@ -429,12 +414,6 @@ with torch.no_grad():
 }
 
 PLAIN = {
-    "a setting selects from a table of functions": """
-kinds = {"plain": step, "other": lambda: evaluate()}
-kind = "plain"
-for i in range(100):
-    kinds[kind]()
-""",
     "numbers that are no sizes change": """
 stage, patience = 0, 1
 for i in range(100):
