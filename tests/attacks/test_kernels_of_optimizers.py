@@ -13,6 +13,7 @@ KERNELS = {
 PROGRAMS = (
     "weights_in_other_orders",
     "gradients_in_other_orders",
+    "gradients_of_another_type",
     "channels_last_later",
     "cast_to_float",
     "unusual_adams",

@@ -1,13 +1,15 @@
 """Settings of torch, and of libraries that programs compute with, that decide what code computes: how each is read, and how it is made again."""
 
+import contextlib
 import decimal
 import functools
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils import parametrize
 
 from tightfit.errors.private_names import version_of
 
@@ -44,6 +46,34 @@ def _put_decimal(values: tuple[Any, ...]) -> None:
     context = decimal.getcontext()
     for name, value in zip(_DECIMAL, values, strict=True):
         setattr(context, name, value)
+
+
+class _CachedWeights(dict[Any, Any]):
+    """Weights that `torch.nn.utils.parametrize.cached` holds, by where they are read: the same as others if they are the same tensors."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, dict) and self.keys() == other.keys() and all(self[key] is other[key] for key in self)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _put_cached_weights(value: _CachedWeights) -> None:
+    parametrize._cache.clear()
+    parametrize._cache.update(value)
+
+
+@contextlib.contextmanager
+def cached_weights_as_they_are() -> Iterator[None]:
+    """Takes out what code inside adds to them: made of fake tensors, it would be found by the program's own run."""
+    before = _CachedWeights(parametrize._cache)
+    try:
+        yield
+    finally:
+        if parametrize._cache or before:
+            _put_cached_weights(before)
 
 
 # Up to torch 2.8 there is one switch for products and one for convolutions; oneDNN's reads as None there, whatever it is.
@@ -89,6 +119,9 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (np.geterr, lambda value: np.seterr(**value)),
     (lambda: tuple([getattr(decimal.getcontext(), name) for name in _DECIMAL]), _put_decimal),
     (gc.isenabled, lambda value: gc.enable() if value else gc.disable()),
+    _of(parametrize, "_cache_enabled"),
+    # A block computes those that it finds none of, and saves other tensors then.
+    (lambda: _CachedWeights(parametrize._cache), _put_cached_weights),
 )
 _FIRST_PRECISION = _SETTINGS.index(_PRECISIONS[0])
 

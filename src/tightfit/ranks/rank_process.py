@@ -22,6 +22,23 @@ _WAIT = datetime.timedelta(minutes=5)
 _SIGTERM = 15
 
 
+def _card_of(local: int) -> str:
+    """What `CUDA_VISIBLE_DEVICES` is to name for the rank with this number on its machine.
+
+    Raises:
+        UsageError: it names fewer.
+    """
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is None:
+        return str(local)
+    visible = [word.strip() for word in named.split(",") if word.strip()]
+    if local >= len(visible):
+        raise UsageError(
+            f"CUDA_VISIBLE_DEVICES={named} leaves {len(visible)} GPUs, and rank {local} of this machine needs one more: name one for each, or give a smaller --gpus"
+        )
+    return visible[local]
+
+
 def run_rank(
     script: Script,
     num_ranks: int,
@@ -43,9 +60,7 @@ def run_rank(
         raise UsageError(f"--gpus {num_ranks}, and the launcher has started {os.environ['WORLD_SIZE']} processes")
     if on_cards:
         # Before torch is imported: the script's "cuda" is this rank's card.
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        local = int(os.environ.get("LOCAL_RANK", rank))
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible[local] if local < len(visible) and visible[local] else str(local)
+        os.environ["CUDA_VISIBLE_DEVICES"] = _card_of(int(os.environ.get("LOCAL_RANK", rank)))
     if FOLDER in os.environ and sys.platform == "linux":
         # With whoever started it: a rank alone would wait for ever.
         linux.signal_at_parents_end(_SIGTERM)

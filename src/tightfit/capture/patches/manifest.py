@@ -285,6 +285,16 @@ IN_BOTH: tuple[Name, ...] = (
         "effects techniques",
     ),
     known(
+        "torch.nn.utils.parametrize:_cache",
+        "to have code that is run again find the weights that are held by parametrize.cached",
+        "effects",
+    ),
+    known(
+        "torch.nn.utils.parametrize:_cache_enabled",
+        "to have code that is run again find whether weights are held by parametrize.cached",
+        "effects",
+    ),
+    known(
         "torch.autograd:Function._backward_cls._forward_cls",
         "to find the autograd function of a node",
         "effects techniques torch_hooks",

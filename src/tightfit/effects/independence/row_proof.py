@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from tightfit.effects.ambient import takes_saved_tensor_hooks
+from tightfit.effects.global_settings import cached_weights_as_they_are
 from tightfit.effects.independence import indexing_rules, product_rules  # noqa: F401 - enter their rules
 from tightfit.effects.independence.left_behind import Left, depends_on_rows
 from tightfit.effects.independence.left_tensors import LeftTensor
@@ -145,6 +146,7 @@ def _run(subject: Computation, run: FakeRun, num_rows: int) -> tuple[Sequence[to
         _without_modes(),
         _uncompiled(),
         _without_cache(),
+        cached_weights_as_they_are(),
         _remembers_calls(run.fake),
         _quiet(),
         _saved_by_number(),

@@ -62,6 +62,8 @@ class PartsElsewhere(Protocol):
 # Two orders of summation differ by less than this; a loss that parts of a batch do not make up differs by more.
 _TOLERANCE = {torch.float32: 2e-3, torch.float64: 1e-6}
 _TOLERANCE_OF_HALVES = 2e-2
+# Torch's error (torch/csrc/autograd/saved_variable.cpp, `ERR_BACKWARD_TWICE`).
+_GONE_THROUGH = "backward through the graph a second time"
 
 
 class SplitForward:
@@ -304,7 +306,7 @@ class SplitForward:
         self._whole.begin_backward()
         # As a program runs `backward` outside of its autocast context. `inputs=` keeps the pass from
         # accumulating into anything but the trained parameters.
-        with torch.autocast(batch.device.type, enabled=False), of_a_part():
+        with torch.autocast(batch.device.type, enabled=False), of_a_part(), _told_of_shared_graphs(self._refuse):
             backward(loss, (weight * sums.loss_scale).to(loss.dtype), inputs=aside.parameters)
         sums.add(loss.detach(), weight)
         self._counted()
@@ -412,6 +414,20 @@ def looking(refuse: Refuse) -> Iterator[None]:
         told = " ".join(str(error).split())
         raise refuse(
             f"a look at whether parts of the batch give what the whole gives ended with {type(error).__name__} ({told}); leave micro_batches out"
+        ) from error
+
+
+@contextlib.contextmanager
+def _told_of_shared_graphs(refuse: Refuse) -> Iterator[None]:
+    """Converts torch's error about a graph that is gone: the plain run goes through it once, for all parts."""
+    try:
+        yield
+    except RuntimeError as error:
+        if _GONE_THROUGH not in str(error):
+            raise
+        raise refuse(
+            "parts of the batch share a graph, which the backward pass of one has freed (weights that parametrize.cached keeps, or a tensor that was "
+            "made before the forward); leave micro_batches out"
         ) from error
 
 

@@ -202,7 +202,9 @@ def _are_contiguous(group: dict[str, Any], states: Mapping[Any, Any]) -> bool:
     """Whether all parameters of a group, their gradients and states lie row by row, in one dtype, as almost all do: asked before each step, in little time."""
     for parameter in group["params"]:
         gradient = parameter.grad
-        if not parameter.is_contiguous() or (type(gradient) is torch.Tensor and not gradient.is_contiguous()):
+        if not parameter.is_contiguous() or _has_gradient_of_another_type(parameter):
+            return False
+        if type(gradient) is torch.Tensor and not gradient.is_contiguous():
             return False
         if parameter in states:
             dtype = parameter.dtype
@@ -222,7 +224,14 @@ def _lies_alike(parameter: torch.Tensor, state: Mapping[str, Any]) -> bool:
     of_state = (value for name, value in state.items() if name != _COUNT)
     others = [each for each in (parameter.grad, *of_state) if _has_strides(each) and each.shape == parameter.shape]
     stride, dtype = parameter.stride(), parameter.dtype
+    if _has_gradient_of_another_type(parameter):
+        return False
     return is_dense(parameter) and all(each.stride() == stride and each.dtype == dtype for each in others)
+
+
+def _has_gradient_of_another_type(parameter: torch.Tensor) -> bool:
+    """Whether the program has another type for the gradient than for the parameter (`grad_dtype`), also of one that waits for a second backward pass."""
+    return parameter.grad is not None and parameter.grad.dtype != parameter.dtype
 
 
 def is_dense(value: torch.Tensor) -> bool:
