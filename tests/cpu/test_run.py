@@ -217,7 +217,7 @@ def test_a_script_without_a_model_is_told_so_where_nothing_was_planned(capfd: py
         ),
         (["--guard", "--allow-network", "train.py"], 2, "--allow-network and --allow-writes are for a program"),
         (
-            ["--post-mortems", ".", "--plan", "plan.json", "train.py"],
+            ["--post-mortems", "post", "--plan", "plan.json", "train.py"],
             2,
             "--post-mortems is the folder of a guarded run",
         ),
