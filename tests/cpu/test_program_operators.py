@@ -245,8 +245,8 @@ def test_of_an_expanded_tensor_its_elements_are_read_once(tmp_path: Path) -> Non
         "def steps():\n"
         "    whole, part = torch.ones(8, 256, 64, device='cuda'), torch.ones(8, 1, 64, device='cuda')\n"
         "    while True:\n"
-        "        yield\n"
         "        (whole * part.expand(8, 256, 64), part.expand(8, 256, 64).clone())\n"
+        "        yield\n"
     )
     tape = trace(
         GeneratorFunction(location=str(program), function="steps", parameters={}),
