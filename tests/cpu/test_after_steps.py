@@ -24,6 +24,7 @@ from tightfit.reports.verdicts import verdict_words
 
 CARD = "RTX 4090"
 NAMED_OF_ALL = {**NAMED, **ends_of_programs.NAMED}
+PLAIN_OF_ALL = {**PLAIN, **ends_of_programs.PLAIN}
 
 
 def estimated(folder: Path, program: str, *, prelude: str = PRELUDE, **settings: object) -> Estimate:
@@ -76,9 +77,9 @@ def test_a_line_that_the_program_never_came_to_is_named(tmp_path: Path) -> None:
     assert estimated(tmp_path, program, until=line - 1).coverage.stopped == "--until"
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", PLAIN_OF_ALL)
 def test_a_program_with_nothing_after_its_steps_just_fits(tmp_path: Path, name: str) -> None:
-    found = estimated(tmp_path, PLAIN[name])
+    found = estimated(tmp_path, PLAIN_OF_ALL[name])
     assert verdict_words(found)[0] == "fits"
     # What three steps need, to the byte.
     three = estimated(tmp_path, PLAIN["the loop ends by itself"])
