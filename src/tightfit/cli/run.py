@@ -68,10 +68,8 @@ def run(
         For a script that calls generate of transformers, instead of a plan: the cache to use where it names none, static, offloaded or fp8 (lossy). Its first tokens are compared with the plain ones.
     """
     parsed = _checked(script, arguments, check_steps, disk_folder, guarding, ranks)
-    if permissions != CLOSED_IN and not virtual and (plan or guarding.guard or cache or ranks.gpus):
-        raise UsageError(
-            "--allow-network and --allow-writes are for a program that is traced, which is closed in; this run is the program's own, and may do what it does"
-        )
+    is_traced = virtual or not (plan or guarding.guard or cache or ranks.gpus)
+    _check_permissions(permissions, is_traced=is_traced)
     if cache is not None:
         others = (plan, budget, used, device, allow, virtual, guarding.guard, ranks.gpus)
         return run_with_cache(parsed, cache, _say, others, checks=check_steps > 0)
@@ -168,6 +166,13 @@ def _checked(
     if guarding.post_mortems != UNGUARDED.post_mortems and not guarding.guard:
         raise UsageError("--post-mortems is the folder of a guarded run: give --guard too")
     return parsed
+
+
+def _check_permissions(permissions: Permissions, *, is_traced: bool) -> None:
+    if permissions != CLOSED_IN and not is_traced:
+        raise UsageError(
+            "--allow-network and --allow-writes are for a program that is traced, which is closed in; this run is the program's own, and may do what it does"
+        )
 
 
 def _made(
