@@ -12,7 +12,7 @@ from tightfit.capture.processes.containment import linux
 from tightfit.capture.targets.target_kinds import Script, run_script
 from tightfit.errors import ApplyError, TightfitError, UsageError
 from tightfit.ranks.rank_input import refuse_input
-from tightfit.ranks.rank_launch import FOLDER, SEED
+from tightfit.ranks.rank_launch import FOLDER, SEED, TAKEN
 from tightfit.ranks.rank_plan import RankPlan
 from tightfit.torch_hooks import manifest
 
@@ -89,6 +89,8 @@ def run_rank(
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
     if FOLDER in os.environ:
         _of_files(folder, rank)
+        if rank == 0:
+            group.signals.taken = lambda number: (folder / TAKEN.format(number)).touch()
         refuse_input(attachment.refuse)
     attachment.begin()
     try:
