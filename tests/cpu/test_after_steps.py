@@ -130,8 +130,12 @@ for number in range(100):
     found = estimated(tmp_path, program, prelude="")
     told = [each.what for each in found.assumptions if each.what.startswith("batches differ in size from step to step")]
     assert bool(told) == is_told
+    # They grow with the number of the step.
+    assert (verdict_words(found)[0] == "fits as far as seen") == is_told
     if is_told:
         assert "those of the traced steps have 2.2 KiB to 2.8 KiB" in told[0]
+        assert "larger batches at" in found.coverage.words
+        assert "grow from 2.2 KiB to 2.8 KiB" in found.coverage.words
 
 
 def test_conditional_expressions_keep_their_values_and_their_order() -> None:

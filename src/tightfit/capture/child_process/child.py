@@ -390,7 +390,7 @@ def quiet(show_output: bool) -> Iterator[Callable[[], str]]:
     """The script's own output goes to stderr, or nowhere: stdout belongs to the answer. Yields a function for the last line that it has written to
     stderr, which is empty where the output is shown."""
     # A fault inside autograd ends the process without an exception: its traceback goes to the real stderr, from
-    # which the parent names the line (`capture.progress.user_place`).
+    # which the parent names the line (`processes.trace_progress.user_place`).
     faulthandler.enable(os.dup(2))
     sink = os.dup(2) if show_output else os.open(os.devnull, os.O_WRONLY)
     os.dup2(sink, 1)
