@@ -21,7 +21,7 @@ from tightfit.errors import ApplyError, TightfitError
 from tightfit.ranks.accumulated_part import AccumulatedPart, loss_of
 from tightfit.ranks.divided_call import WRITTEN, DividedCall, Joined, Whole
 from tightfit.ranks.own_part import OwnPart, PartRun, RaisesInPart
-from tightfit.ranks.rank_batch import OF_MICRO_BATCHES, RankBatch, shares
+from tightfit.ranks.rank_batch import RankBatch, shares
 from tightfit.ranks.rank_group import RankGroup, number_of
 from tightfit.ranks.same_memory import Places, one_memory, places_of
 from tightfit.ranks.values.content_hash import content_hash
@@ -37,6 +37,7 @@ from tightfit.ranks.values.divided_outputs import (
 from tightfit.ranks.values.structures import leaves_of, mapped
 from tightfit.techniques.micro_batches.loss_means import LossWatch
 from tightfit.techniques.micro_batches.split_forward import (
+    OF_MICRO_BATCHES,
     Numbers,
     refuse_code_in_backward,
     refuse_hooks,

@@ -16,14 +16,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from tightfit.errors import ApplyError, TightfitError
 from tightfit.ranks.divided_call import AskedGradients
 from tightfit.ranks.divided_forward import DividedForward
-from tightfit.ranks.rank_batch import OF_MICRO_BATCHES
 from tightfit.ranks.rank_group import RankGroup
 from tightfit.ranks.rank_plan import RankPlan
 from tightfit.ranks.sharded.sharded_states import ShardedStates
 from tightfit.ranks.values.content_hash import content_hash
 from tightfit.runtime.apply import innermost, root_of
 from tightfit.runtime.attach import Attachment
-from tightfit.techniques.micro_batches.split_forward import WRAPPERS
+from tightfit.techniques.micro_batches.split_forward import OF_MICRO_BATCHES, WRAPPERS
 from tightfit.techniques.wrappers.forwards import wrap_forward
 from tightfit.techniques.wrappers.traced_calls import is_looked_at
 from tightfit.torch_hooks.backward import on_backward

@@ -12,8 +12,6 @@ from tightfit.ranks.values.written_arguments import CopiedArguments
 from tightfit.techniques.micro_batches.batches import AbstractBatch, Instead, check_rows, whole_argument
 
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
-OF_MICRO_BATCHES = "; leave micro_batches out"
-"""What a proof says of the technique that it was written for."""
 # Of arguments that may be shared: each is tried with a run of a part.
 _MOST_READINGS = 4
 
