@@ -127,6 +127,21 @@ raise SystemExit
 }
 
 NAMED = {
+    "a lambda and a table of functions decide": (
+        """
+rows = lambda at: 8 if at < 500 else 1 << 20
+phases = {0: lambda: None, 100: evaluate, 200: lambda: model.requires_grad_(True)}
+kinds = {"plain": step, "other": evaluate}
+
+def train(kind):
+    for i in range(1000):
+        phases.get(i, print)()
+        kinds[kind](rows(i))
+
+train("plain")
+""",
+        ("model() at", "a size of 1 << 20 at", "unless at < 500", "model.requires_grad_() at"),
+    ),
     "in a case": (
         """
 for i in range(10_000):
@@ -277,4 +292,13 @@ for i in range(10):
 """,
         ("evaluate() at", "no such file"),
     ),
+}
+
+PLAIN = {
+    "a setting selects from a table of functions": """
+kinds = {"plain": step, "other": lambda: evaluate()}
+kind = "plain"
+for i in range(100):
+    kinds[kind]()
+""",
 }

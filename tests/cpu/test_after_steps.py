@@ -24,6 +24,7 @@ from tightfit.reports.verdicts import verdict_words
 
 CARD = "RTX 4090"
 NAMED_OF_ALL = {**NAMED, **ends_of_programs.NAMED}
+PLAIN_OF_ALL = {**PLAIN, **ends_of_programs.PLAIN}
 
 
 def estimated(folder: Path, program: str, *, prelude: str = PRELUDE, **settings: object) -> Estimate:
@@ -76,9 +77,9 @@ def test_a_line_that_the_program_never_came_to_is_named(tmp_path: Path) -> None:
     assert estimated(tmp_path, program, until=line - 1).coverage.stopped == "--until"
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", PLAIN_OF_ALL)
 def test_a_program_with_nothing_after_its_steps_just_fits(tmp_path: Path, name: str) -> None:
-    found = estimated(tmp_path, PLAIN[name])
+    found = estimated(tmp_path, PLAIN_OF_ALL[name])
     assert verdict_words(found)[0] == "fits"
     # What three steps need, to the byte.
     three = estimated(tmp_path, PLAIN["the loop ends by itself"])
@@ -129,8 +130,12 @@ for number in range(100):
     found = estimated(tmp_path, program, prelude="")
     told = [each.what for each in found.assumptions if each.what.startswith("batches differ in size from step to step")]
     assert bool(told) == is_told
+    # They grow with the number of the step.
+    assert (verdict_words(found)[0] == "fits as far as seen") == is_told
     if is_told:
         assert "those of the traced steps have 2.2 KiB to 2.8 KiB" in told[0]
+        assert "larger batches at" in found.coverage.words
+        assert "grow from 2.2 KiB to 2.8 KiB" in found.coverage.words
 
 
 def test_conditional_expressions_keep_their_values_and_their_order() -> None:

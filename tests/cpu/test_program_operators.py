@@ -236,3 +236,25 @@ def test_what_a_kernel_writes_to_is_found_in_its_source(tmp_path: Path) -> None:
     assert found["unknown"] == [["helps", "x"], ["helps", "x"]]
     # Any argument of these may be written to.
     assert [found[name] for name in ("addresses", "addresses_by_type", "recursive", "of_all")] == [None] * 4
+
+
+def test_of_an_expanded_tensor_its_elements_are_read_once(tmp_path: Path) -> None:
+    program = tmp_path / "expanded.py"
+    program.write_text(
+        "import torch\n"
+        "def steps():\n"
+        "    whole, part = torch.ones(8, 256, 64, device='cuda'), torch.ones(8, 1, 64, device='cuda')\n"
+        "    while True:\n"
+        "        (whole * part.expand(8, 256, 64), part.expand(8, 256, 64).clone())\n"
+        "        yield\n"
+    )
+    tape = trace(
+        GeneratorFunction(location=str(program), function="steps", parameters={}),
+        label="expanded",
+        device="A100 80GB",
+        num_steps=1,
+    ).tape
+    whole, part = 8 * 256 * 64 * 4, 8 * 64 * 4
+    for name, read in (("aten.mul.Tensor", whole + part), ("aten.clone", part)):
+        row = operators(tape).index(name)
+        assert (tape.operators.bytes_read[row], tape.operators.bytes_written[row]) == (read, whole)

@@ -210,6 +210,17 @@ def test_a_script_without_a_model_is_told_so_where_nothing_was_planned(capfd: py
         ),
         (["--device", "4090", "--allow", "magic", "train.py"], 2, "--allow magic: no such technique; allow lossy"),
         (["--device", "no such card", "train.py"], 2, "no GPU is called 'no such card'"),
+        (
+            ["--plan", "plan.json", "--allow-writes", "train.py"],
+            2,
+            "--allow-network and --allow-writes are for a program",
+        ),
+        (["--guard", "--allow-network", "train.py"], 2, "--allow-network and --allow-writes are for a program"),
+        (
+            ["--post-mortems", "post", "--plan", "plan.json", "train.py"],
+            2,
+            "--post-mortems is the folder of a guarded run",
+        ),
     ],
 )
 def test_errors_are_one_line_each(

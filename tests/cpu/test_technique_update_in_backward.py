@@ -55,6 +55,44 @@ def test_the_fused_kernel_differs_by_rounding_only():
     assert_same(train(reload_at=2), run, rtol=1e-4, atol=1e-5)
 
 
+class _Holder:
+    def __init__(self, logits):
+        self.logits = logits
+
+
+@pytest.mark.parametrize("returns", [lambda out: out, _Holder, lambda out: None])
+@pytest.mark.parametrize("num_passes", [1, 2])
+def test_batches_are_let_go_where_torch_runs_the_passes(num_passes, returns):
+    inner = torch.nn.Linear(8, 1)
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, given):
+            self.loss = self.inner(given).sum()
+            return returns(self.loss)
+
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hooked(model, optimizer)
+    if num_passes == 1:
+        inner.weight.register_hook(lambda gradient: gradient)
+    batches = []
+    for _ in range(6):
+        for _ in range(num_passes):
+            batch = torch.randn(4, 8)
+            batches.append(weakref.ref(batch))
+            model(batch)
+            model.loss.backward()
+            del batch, model.loss
+        optimizer.step()
+        optimizer.zero_grad()
+    gc.collect()
+    assert sum(batch() is not None for batch in batches) <= num_passes
+
+
 @pytest.mark.parametrize("max_norm", [0.05, 1e9])
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 def test_clipping_by_norm_is_kept_by_a_second_pass(optimizer, max_norm):

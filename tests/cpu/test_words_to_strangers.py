@@ -1,6 +1,7 @@
 """What a program asks of its surroundings, and is not given in a trace, is said: standard input, arguments of a module, the folder that it began in."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +41,24 @@ def test_a_program_that_goes_on_without_standard_input_is_told_of_among_the_assu
     )
     (found,) = [each for each in estimate(str(script), "RTX 4090").assumptions if "standard input" in each.what]
     assert found.where.endswith("asks.py:2")
+
+
+def test_a_file_at_standard_input_is_given_to_each_trace_from_where_it_is_read(tmp_path: Path) -> None:
+    script, text = tmp_path / "asks.py", tmp_path / "words.txt"
+    text.write_text("head\nsize 64\n")
+    script.write_text(
+        f"import os, sys\nassert sys.stdin.readline() == 'size 64\\n' and not sys.stdin.read() and not os.read(0, 1)\n{STEPS}"
+    )
+    own, given = os.dup(0), os.open(text, os.O_RDONLY)
+    os.read(given, 5)
+    os.dup2(given, 0)
+    try:
+        for _ in range(2):
+            assert not any("standard input" in each.what for each in estimate(str(script), "RTX 4090").assumptions)
+    finally:
+        os.dup2(own, 0)
+        os.close(own)
+        os.close(given)
 
 
 def test_a_module_with_a_function_has_no_arguments_of_ours(tmp_path: Path) -> None:

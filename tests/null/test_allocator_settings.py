@@ -3,7 +3,7 @@
 import pytest
 
 from tightfit.allocator import settings
-from tightfit.allocator.settings import KEYS, AllocatorSettings, settings_of_environment
+from tightfit.allocator.settings import KEYS, AllocatorSettings, add_to_environment, settings_of_environment
 from tightfit.errors import UsageError
 from tightfit.units import MIB
 
@@ -132,3 +132,15 @@ def test_the_environment_is_read_as_the_installed_torch_reads_it(
         monkeypatch.setenv(name, text)
     monkeypatch.setattr(settings, "installed_torch", lambda: installed)
     assert settings_of_environment() == read
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_settings_that_are_added_keep_those_of_the_environment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    # Set first, so that it is taken back at the end.
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
+    monkeypatch.setattr(settings, "installed_torch", lambda: (2, 9))
+    monkeypatch.setenv(name, "expandable_segments:True")
+    add_to_environment("per_process_memory_fraction:0.5")
+    assert settings_of_environment() == "expandable_segments:True,per_process_memory_fraction:0.5"

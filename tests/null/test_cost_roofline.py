@@ -102,7 +102,7 @@ def test_a_thin_product_is_bound_by_bandwidth() -> None:
 
 def test_elementwise_work_is_bound_by_bandwidth() -> None:
     seconds = seconds_of("aten.add.Tensor", "float16", flops=1e6, num_bytes=6_000_000, device=find("4090"))
-    assert seconds == pytest.approx(6e6 / (1008e9 * 0.85) + LAUNCH)
+    assert seconds == pytest.approx(6e6 / (1008e9 * 0.95) + LAUNCH)
 
 
 def test_tf32_follows_the_defaults_of_torch() -> None:
@@ -204,7 +204,7 @@ def test_classes_by_name(name: str, kind: str) -> None:
 
 def test_batch_normalisation_in_training_waits_for_its_sums_where_memory_is_fast_for_the_multiprocessors() -> None:
     """Measured on an H200: 53 layers of a residual net in 7.3 ms forward and 12.4 ms backward, of which these are the bytes."""
-    for card, limit in (("H200", 10.4e9 * 132), ("RTX 4090", 0.85 * 1008e9)):
+    for card, limit in (("H200", 10.4e9 * 132), ("RTX 4090", 0.95 * 1008e9)):
         device = find(card)
         forward, backward = ("aten.native_batch_norm", "aten.native_batch_norm_backward")
         tape = a_tape([(forward, "float16", 0.0, 3 << 30, 3 << 30, 0), (backward, "float16", 0.0, 6 << 30, 3 << 30, 0)])

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tightfit.cli.devices import devices
-from tightfit.cli.shared.local_cards import LocalCard, local_cards
+from tightfit.cli.shared.local_cards import LocalCard, local_cards, seen_cards
 from tightfit.devices.catalogue import all_devices, find
 from tightfit.errors import UnknownDevice
 from tightfit.units import MIB
@@ -61,11 +61,15 @@ def test_cards_of_this_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with_nvidia_smi(
-        tmp_path, monkeypatch, "echo 'NVIDIA H200, 143771 MiB, 1024 MiB'; echo 'Odd Card 3000, 4096 MiB, [N/A]'"
+        tmp_path,
+        monkeypatch,
+        "echo 'GPU-1, NVIDIA H200, 143771 MiB, 1024 MiB'; echo 'GPU-2, Odd Card 3000, 4096 MiB, [N/A]'",
     )
     assert local_cards() == [
-        LocalCard(name="NVIDIA H200", total_bytes=143_771 * MIB, used_bytes=1024 * MIB, known_as="NVIDIA H200"),
-        LocalCard(name="Odd Card 3000", total_bytes=4096 * MIB, used_bytes=0, known_as=None),
+        LocalCard(
+            uuid="GPU-1", name="NVIDIA H200", total_bytes=143_771 * MIB, used_bytes=1024 * MIB, known_as="NVIDIA H200"
+        ),
+        LocalCard(uuid="GPU-2", name="Odd Card 3000", total_bytes=4096 * MIB, used_bytes=0, known_as=None),
     ]
     assert devices() == 0
     out = capsys.readouterr().out
@@ -81,3 +85,38 @@ def test_a_driver_that_does_not_answer_is_said_on_stderr(
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == "nvidia-smi does not answer: no driver is loaded\n"
+
+
+@pytest.mark.parametrize(
+    ("environment", "seen"),
+    [
+        ({}, ["NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 3060"]),
+        ({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, ["NVIDIA GeForce RTX 3060", "NVIDIA GeForce RTX 4090"]),
+        ({"CUDA_VISIBLE_DEVICES": "1"}, ["NVIDIA GeForce RTX 3060"]),
+        ({"CUDA_VISIBLE_DEVICES": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, ["NVIDIA GeForce RTX 4090"]),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-b2, 1"}, ["NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 3060"]),
+        ({"CUDA_VISIBLE_DEVICES": "0,7,1"}, ["NVIDIA GeForce RTX 4090"]),
+        ({"CUDA_VISIBLE_DEVICES": ""}, []),
+        ({"CUDA_VISIBLE_DEVICES": "-1"}, []),
+        ({"CUDA_VISIBLE_DEVICES": "MIG-b2/1/0"}, ["NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 3060"]),
+    ],
+)
+def test_the_own_card_is_the_first_that_a_program_sees(
+    environment: dict[str, str], seen: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    answer = "echo 'GPU-a1, NVIDIA GeForce RTX 3060, 12288 MiB, 0 MiB'; echo 'GPU-b2, NVIDIA GeForce RTX 4090, 24564 MiB, 0 MiB'"
+    with_nvidia_smi(tmp_path, monkeypatch, answer)
+    assert [card.name for card in seen_cards()] == seen
+
+
+def test_a_driver_that_is_too_slow_is_said_and_no_fault_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tightfit.cli.shared.local_cards._MAX_SECONDS", 0.2)
+    with_nvidia_smi(tmp_path, monkeypatch, "exec sleep 5")
+    assert local_cards() == []
+    assert capsys.readouterr().err == "nvidia-smi has not answered in 0.2 s\n"

@@ -35,7 +35,7 @@ def test_a_script_has_the_limit_beside_its_own_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("torch", minversion="2.10")
-    with_nvidia_smi(tmp_path, monkeypatch, "echo 'NVIDIA H200, 143771 MiB, 100000 MiB'")
+    with_nvidia_smi(tmp_path, monkeypatch, "echo 'GPU-1, NVIDIA H200, 143771 MiB, 100000 MiB'")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     # A script's folder takes the first place, as with python.
     monkeypatch.setattr(sys, "path", ["", *sys.path])
@@ -53,7 +53,7 @@ def test_a_script_has_the_limit_beside_its_own_settings(
 def test_a_torch_whose_allocator_has_no_such_setting_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with_nvidia_smi(tmp_path, monkeypatch, "echo 'NVIDIA H200, 143771 MiB, 100000 MiB'")
+    with_nvidia_smi(tmp_path, monkeypatch, "echo 'GPU-1, NVIDIA H200, 143771 MiB, 100000 MiB'")
     monkeypatch.setattr(guarded_run, "installed_torch", lambda: (2, 9))
     (tmp_path / "train.py").write_text(SCRIPT)
     assert run(["run", "--guard", "--budget", "50%", str(tmp_path / "train.py")]) == 2

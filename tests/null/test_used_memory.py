@@ -37,6 +37,10 @@ class Library:
         text.value = b"GPU-1"
         return 0
 
+    def nvmlDeviceGetName(self, handle: Any, text: Any, size: Any) -> int:
+        text.value = CARD.encode()
+        return 0
+
     def nvmlDeviceGetMemoryInfo(self, handle: Any, memory: Any) -> int:
         if self.free_bytes is None:
             return 3  # NVML_ERROR_NOT_SUPPORTED

@@ -115,6 +115,12 @@ def settings_of_environment() -> str:
     return os.environ[_CONF] if installed_torch() >= (2, 9) else ""
 
 
+def add_to_environment(settings: str) -> None:
+    """Adds settings to those that torch reads when it is imported, whichever variable has them."""
+    own = settings_of_environment()
+    os.environ[_CUDA_CONF] = ",".join(part for part in (own, settings) if part)
+
+
 _Value = str | tuple[tuple[str, str], ...]
 
 

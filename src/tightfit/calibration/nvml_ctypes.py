@@ -61,6 +61,12 @@ class Nvml:
             found[text.value.decode()] = handle
         return found
 
+    def name(self, card: ctypes.c_void_p) -> str:
+        """Such as `NVIDIA H200`; empty where the driver does not say."""
+        text = ctypes.create_string_buffer(_TEXT_BYTES)
+        self._library.nvmlDeviceGetName(card, text, ctypes.c_uint(_TEXT_BYTES))
+        return text.value.decode()
+
     def used_bytes(self, card: ctypes.c_void_p) -> int:
         """Used memory of `card`, of all processes."""
         memory = _Memory()

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tightfit import errors
-from tightfit.capture.child_process import trace_server
+from tightfit.capture.child_process import program_stdin, trace_server
 from tightfit.capture.child_process.child import BATCHES_DIFFER, TURNS_DIFFER
 from tightfit.capture.collectives.rank_traces import RankTraces
 from tightfit.capture.collectives.world import World
@@ -127,6 +127,7 @@ def trace(
         "follows": None if follows is None else follows.to_json(),
         "until": until,
         "largest_batch_from": largest_batch_from,
+        "standard_input": program_stdin.file_given(),
         # A technique may do something else in the last micro-batch of a step, and another process what depends on the number of those before.
         "runs_all_batches": runs_all_batches or world is not None,
         "runs_all_turns": runs_all_turns or world is not None,

@@ -151,7 +151,7 @@ def _tape(
 ) -> "Tape":
     from tightfit import fit
     from tightfit.capture.targets.target_files import refuse_other_files
-    from tightfit.cli.shared.local_cards import local_cards
+    from tightfit.cli.shared.local_cards import seen_cards
     from tightfit.tape.load import read_tape
 
     if target.endswith(".npz"):
@@ -161,7 +161,7 @@ def _tape(
             raise UsageError(f"there is no file {target}")
         return read_tape(target)
     refuse_other_files(target)
-    cards = list(device) or [card.name for card in local_cards()]
+    cards = list(device) or [card.name for card in seen_cards()]
     if not cards:
         raise UsageError('which GPU? There is none on this machine: name one, such as --device "RTX 4090"')
     is_rewritten = not tracing.show_output

@@ -13,7 +13,7 @@ from tightfit.cli.arguments.plan_files import plan_in
 from tightfit.cli.arguments.programs import exit_code_of
 from tightfit.cli.arguments.sizes import Size, budget_on
 from tightfit.cli.arguments.used import used_now
-from tightfit.cli.shared.local_cards import local_cards
+from tightfit.cli.shared.local_cards import seen_cards
 from tightfit.cli.variants.cached_generation import run_with_cache
 from tightfit.cli.variants.guarded_run import UNGUARDED, Guarding, run_guarded
 from tightfit.cli.variants.run_on_ranks import ONE_CARD, Ranks, run_on_ranks
@@ -68,6 +68,7 @@ def run(
         For a script that calls generate of transformers, instead of a plan: the cache to use where it names none, static, offloaded or fp8 (lossy). Its first tokens are compared with the plain ones.
     """
     parsed = _checked(script, arguments, check_steps, disk_folder, guarding, ranks)
+    _check_permissions(permissions, is_traced=virtual or not (plan or guarding.guard or cache or ranks.gpus))
     if cache is not None:
         others = (plan, budget, used, device, allow, virtual, guarding.guard, ranks.gpus)
         return run_with_cache(parsed, cache, _say, others, checks=check_steps > 0)
@@ -86,7 +87,7 @@ def run(
     # These are in the plan, and taking others silently would run something that was never verified.
     if plan is not None and (budget or device or allow or used):
         raise UsageError("--plan names a finished plan: it takes no --budget, --used, --device or --allow")
-    card = device or next((local.name for local in local_cards()), None)
+    card = device or next((local.name for local in seen_cards()), None)
     if plan is None and card is None:
         raise UsageError(
             'there is no GPU on this machine to plan for: name one with --device "RTX 4090" (and --virtual to try it here), or give --plan FILE'
@@ -99,7 +100,6 @@ def run(
         chosen = _made(script, arguments, card or "", limit, allow, others, permissions)
     if not (chosen.fits or chosen.is_changed):
         raise _does_not_fit(chosen, script, plan)
-    # In a child process; a real run happens in this one, as python would run the script.
     if virtual:
         return _run_virtually(chosen, script, arguments, permissions)
     return _run_really(chosen, parsed, script, check_steps, disk_folder)
@@ -161,7 +161,16 @@ def _checked(
         raise UsageError("--ballast is held by a guarded run: give --guard too")
     if guarding.fallback and not guarding.guard:
         raise UsageError("--fallback names plans for a guarded run: give --guard too")
+    if guarding.post_mortems != UNGUARDED.post_mortems and not guarding.guard:
+        raise UsageError("--post-mortems is the folder of a guarded run: give --guard too")
     return parsed
+
+
+def _check_permissions(permissions: Permissions, *, is_traced: bool) -> None:
+    if permissions != CLOSED_IN and not is_traced:
+        raise UsageError(
+            "--allow-network and --allow-writes are for a program that is traced, which is closed in; this run is the program's own, and may do what it does"
+        )
 
 
 def _made(
@@ -187,6 +196,7 @@ def _made(
     )
 
 
+# In a child process; a real run happens in this one, as python would run the script.
 def _run_virtually(plan: Plan, script: str, arguments: tuple[str, ...], permissions: Permissions) -> int:
     from tightfit.fit.planning import run_virtually
     from tightfit.runtime.run_script import figures, put_on

@@ -30,7 +30,11 @@ def _marks_of_optimizer(optimizer: torch.optim.Optimizer) -> Any:
     ]
     # Those of a technique are made when they are read, and only then.
     states = optimizer.state if type(optimizer.state) is defaultdict else {}
-    return groups, [[(name, _mark(value)) for name, value in state.items()] for state in states.values()]
+    # A program may keep a count there as well.
+    return groups, [
+        [(name, _mark(value)) for name, value in state.items()] if isinstance(state, dict) else _mark(state)
+        for state in states.values()
+    ]
 
 
 def _mark(value: Any) -> Any:

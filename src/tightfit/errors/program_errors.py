@@ -24,6 +24,7 @@ _STARTING_THREADS = tuple(
 )
 _ASSUMED = "_tightfit_assumed"
 NO_STDIN = "a trace has no standard input: give the program what it asks for in its arguments, or in a file"
+_ONE_OF_MANY = "torchrun sets it: tightfit estimate with --gpus N traces one of the N processes that it would start"
 # What is wrong with an environment and not with a program: what the error says, and what helps.
 _REMEDIES = {
     # PyPI's torchvision for Linux is built for CUDA, and its operators are not registered with a CPU build of torch; transformers imports it if it is there.
@@ -35,6 +36,7 @@ _REMEDIES = {
     "NVML Shared Library Not Found": "a trace has no NVML: ask torch.cuda.mem_get_info() or nvidia-smi, which answer with the virtual GPU",
     "name 'get_ipython' is not defined": "it is there in a notebook only: take out the lines that call it, which were magics (%) and commands (!)",
     "EOF when reading a line": NO_STDIN,
+    **dict.fromkeys(("'LOCAL_RANK'", "'WORLD_SIZE'", "'RANK'"), _ONE_OF_MANY),
 }
 
 _IN_THE_MAIN_ONE = (

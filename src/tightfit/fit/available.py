@@ -5,6 +5,7 @@ from typing import TypeVar
 
 from tightfit.calibration.nvml_ctypes import Nvml
 from tightfit.devices.device import Device
+from tightfit.devices.visible_cards import visible_cards
 from tightfit.errors import UsageError
 from tightfit.reports.plans import Plan
 from tightfit.reports.results import Estimate
@@ -37,8 +38,10 @@ def used_bytes_of(card: Device, used: Used) -> int:
 
 
 def used_on_own_card(card: Device, nvml: Nvml | None) -> int:
-    """The bytes that other processes hold now on the machine's first GPU, which is `card`; 0 if the driver does not say."""
-    first = None if nvml is None else next(iter(nvml.cards().values()), None)
+    """The bytes that other processes hold now on the first GPU that a program sees, which is `card`; 0 if the driver does not say."""
+    cards = [] if nvml is None else [(uuid, nvml.name(handle), handle) for uuid, handle in nvml.cards().items()]
+    seen = visible_cards(cards, uuid_of=lambda each: each[0], name_of=lambda each: each[1])
+    first = seen[0][2] if seen else None
     free_bytes = None if nvml is None or first is None else nvml.free_bytes(first)
     if free_bytes is None:
         return 0

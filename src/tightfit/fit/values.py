@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tightfit.capture.child_process import program_stdin
 from tightfit.capture.processes import visible_devices
 from tightfit.capture.processes.children import shared_folder
 from tightfit.capture.processes.containment.policy import CLOSED, Containment, Policy, contained
@@ -67,6 +68,7 @@ def run_on_host(
             "card": card,
             "preparation": dataclasses.asdict(preparation) if choices else None,
             "containment": None if containment is None else dataclasses.asdict(containment),
+            "standard_input": program_stdin.file_given(),
         }
         request.write_text(json.dumps(fields))
         answer = _answer(request, timeout_seconds, policy, containment)

@@ -10,6 +10,7 @@ import torch
 
 from tightfit.capture.processes.process_role import begin_plan
 from tightfit.effects.state import Snapshot
+from tightfit.errors.ends import end_all
 from tightfit.guarding.memory.ballast import Ballast
 from tightfit.guarding.memory.out_of_memory import drop_failed_backward, is_out_of_memory, release_memory
 from tightfit.guarding.memory.post_mortem import PostMortem
@@ -149,8 +150,5 @@ class Attempts:
 
     def end(self) -> None:
         """Takes everything off the models and optimizers."""
-        self._ballast.release()
-        self.rungs.end()
-        self._session.undo()
-        self._restoration.end()
         self.statistics["retried operators"] = self.updates.num_retries
+        end_all(self._ballast.release, self.rungs.end, self._session.undo, self._restoration.end)

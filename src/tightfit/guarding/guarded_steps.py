@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from tightfit.capture.patches.loading.largest_batches import shapes_of
 from tightfit.errors import UsageError
+from tightfit.errors.ends import ended_by
 from tightfit.guarding.attempted_step import run_step
 from tightfit.guarding.attempts import Attempts
 from tightfit.guarding.largest_batch_of import largest_batch_of
@@ -202,14 +203,11 @@ def guard(
         ballast_bytes=to_bytes(ballast, "ballast"),
         on_terminate=on_terminate,
     )
-    try:
+    with ended_by(guarded.told_to_end.end, guarded.end):
         if on_terminate is not None:
             guarded.told_to_end.begin()
         yield guarded
         guarded.told_to_end.at_border()
-    finally:
-        guarded.told_to_end.end()
-        guarded.end()
 
 
 def _device_of(model: torch.nn.Module) -> torch.device | None:

@@ -23,20 +23,6 @@ from tightfit.layouts.stages import Stage
 FRAGMENTATION = 0.03
 """The least that is reserved and unused with FSDP, as a share of activations, gathered weights and working memory: blocks of unlike sizes come and go. Reserved above allocated
 is 2 to 5 % in the published runs of torchtitan with the default allocator."""
-CLASSES = (
-    "parameters",
-    "gradients",
-    "optimizer_state",
-    "gathered",
-    "communication",
-    "activations",
-    "working",
-    "workspace",
-    "inputs",
-    "nccl",
-    "cache",
-    "context",
-)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -189,11 +189,8 @@ def _useful(options: Sequence[Option], changes: Bytes, peak_bytes: int) -> list[
             is_equal = _costs(options[one]) == _costs(options[other]) and (changes[one] == changes[other]).all()
             if (
                 _is_no_slower(options[one], options[other])
-                # One that is slower may be taken for the sake of another tier's budget.
-                and options[one].host_bytes <= options[other].host_bytes
-                and options[one].disk_bytes <= options[other].disk_bytes
                 and (changes[one] <= changes[other]).all()
-                # What moves more elsewhere may be more than there is room for.
+                # One that is slower may be taken for the sake of another tier's budget, and what moves more elsewhere may be more than there is room for.
                 and options[one].host_bytes <= options[other].host_bytes
                 and options[one].disk_bytes <= options[other].disk_bytes
                 and not (is_equal and one > other)

@@ -1,6 +1,8 @@
 """The ranks of one run, which all do the same in the same order, and are compared with each other."""
 
 import contextlib
+import functools
+import operator
 import os
 import zlib
 from collections.abc import Iterator, Mapping
@@ -11,6 +13,7 @@ import torch
 from tightfit.errors import TightfitError
 from tightfit.ranks.rank_errors import RankLost, RanksDiffer
 from tightfit.ranks.rank_links import RankLinks
+from tightfit.ranks.rank_signals import RankSignals
 
 _NUM_FIELDS = 8
 # What ranks may be about to do when they meet, by the number that stands for it.
@@ -23,6 +26,7 @@ class RankGroup:
     def __init__(self, store: Any, rank: int, size: int, *, on_cards: bool) -> None:
         self.rank, self.size, self.on_cards = rank, size, on_cards
         self.links = RankLinks(store, rank, size, on_cards=on_cards)
+        self.signals = RankSignals()
         self._num_inside, self._process = 0, os.getpid()
 
     @contextlib.contextmanager
@@ -54,7 +58,8 @@ class RankGroup:
         names = list(fields)
         assert len(names) < _NUM_FIELDS
         numbers = [_ALL_MEETINGS.index(meeting), *fields.values()]
-        mine = torch.tensor(numbers + [0] * (_NUM_FIELDS - len(numbers)), dtype=torch.int64)
+        numbers += [0] * (_NUM_FIELDS - len(numbers))
+        mine = torch.tensor([*numbers, self.signals.before_meeting()], dtype=torch.int64)
         rows = [row.tolist() for row in self.links.of_each(mine)]
         for rank, row in enumerate(rows):
             if row[0] != rows[0][0]:
@@ -68,6 +73,8 @@ class RankGroup:
                         f"{name} must be the same on all ranks, and rank {rank} has not what rank 0 has: seed what draws random numbers, "
                         "with what is no time and no number of a process"
                     ))  # fmt: skip
+        if meeting == _ALL_MEETINGS[0]:
+            self.signals.after_meeting(functools.reduce(operator.or_, (row[-1] for row in rows)))
 
     def leave(self) -> None:
         """After the last meeting: no rank ends, and closes its connections, before all are through that."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Never
 
-from tightfit.capture.child_process import empty_stdin
+from tightfit.capture.child_process import program_stdin
 
 WHY = "it reads standard input, which only one process could: give it what it reads in a file or as an argument"
 
@@ -14,4 +14,4 @@ def refuse_input(refuse: Callable[[str], Exception]) -> None:
     def asked() -> Never:
         raise refuse(WHY)
 
-    empty_stdin.install(asked)
+    program_stdin.install(asked, None)

@@ -5,6 +5,7 @@ all the same, so that torchrun may start them in its stead (on several machines,
 """
 
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -20,6 +21,8 @@ LOST = 113
 """The exit code of a rank that has ended because another one had."""
 FOLDER = "TIGHTFIT_RANKS_FOLDER"
 SEED = "TIGHTFIT_RANKS_SEED"
+TAKEN = "signal-{}"
+"""The file, in the folder of the run, that says that the script has a function for the signal with this number."""
 # A rank that met the same error as the first one says so itself within this time.
 _GRACE_SECONDS, _KILL_SECONDS = 5.0, 3.0
 _POLL_SECONDS = 0.05
@@ -35,17 +38,32 @@ def run_ranks(command: Sequence[str], num_ranks: int, say: Callable[[str], None]
     with run_folder() as (folder, kept):
         environment = _environment(num_ranks, folder, on_cards=on_cards)
         ranks = [_started(command, rank, environment, folder, kept) for rank in range(num_ranks)]
-        with _ended_with(ranks):
+        with _ended_with(ranks, folder):
             try:
                 return _watch(ranks, folder, say)
             except KeyboardInterrupt:
                 for each in ranks:
                     _signal(each, signal.SIGINT)
-                # The first one says where it was.
-                _wait_for(ranks, _KILL_SECONDS)
-                _end(ranks)
-                code = ranks[0].returncode
-                return code if code > 0 else 130
+                return _ended_by_themselves(ranks)
+            except _Told:
+                for each in ranks:
+                    each.send_signal(signal.SIGTERM)
+                return _ended_by_themselves(ranks)
+
+
+class _Told(BaseException):
+    """This process was told to end (SIGTERM), and the script has a function for that."""
+
+
+def _ended_by_themselves(ranks: Sequence["subprocess.Popen[bytes]"]) -> int:
+    """The exit code of ranks that have got a signal, and save what they have, however long that takes; another signal ends them."""
+    try:
+        _wait_for(ranks, math.inf)
+    except (KeyboardInterrupt, _Told):
+        _end(ranks)
+    codes = [each.returncode for each in ranks]
+    code = codes[0] or next((code for code in codes if code not in (0, LOST)), 0)
+    return 128 - code if code < 0 else code
 
 
 def _environment(num_ranks: int, folder: Path, *, on_cards: bool) -> dict[str, str]:
@@ -134,10 +152,12 @@ def _why(file: Path, code: int) -> str:
 
 
 @contextlib.contextmanager
-def _ended_with(ranks: Sequence["subprocess.Popen[bytes]"]) -> Iterator[None]:
+def _ended_with(ranks: Sequence["subprocess.Popen[bytes]"], folder: Path) -> Iterator[None]:
     """However this process is left, all ranks have ended."""
 
     def terminated(number: int, _: object) -> None:
+        if (folder / TAKEN.format(number)).exists():
+            raise _Told
         _end(ranks)
         sys.exit(128 + number)
 

@@ -12,7 +12,7 @@ from tightfit.capture.processes.containment import linux
 from tightfit.capture.targets.target_kinds import Script, run_script
 from tightfit.errors import ApplyError, TightfitError, UsageError
 from tightfit.ranks.rank_input import refuse_input
-from tightfit.ranks.rank_launch import FOLDER, SEED
+from tightfit.ranks.rank_launch import FOLDER, SEED, TAKEN
 from tightfit.ranks.rank_plan import RankPlan
 from tightfit.torch_hooks import manifest
 
@@ -20,6 +20,23 @@ from tightfit.torch_hooks import manifest
 _OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # fmt: skip
 _WAIT = datetime.timedelta(minutes=5)
 _SIGTERM = 15
+
+
+def _card_of(local: int) -> str:
+    """What `CUDA_VISIBLE_DEVICES` is to name for the rank with this number on its machine.
+
+    Raises:
+        UsageError: it names fewer.
+    """
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is None:
+        return str(local)
+    visible = [word.strip() for word in named.split(",") if word.strip()]
+    if local >= len(visible):
+        raise UsageError(
+            f"CUDA_VISIBLE_DEVICES={named} leaves {len(visible)} GPUs, and rank {local} of this machine needs one more: name one for each, or give a smaller --gpus"
+        )
+    return visible[local]
 
 
 def run_rank(
@@ -43,9 +60,7 @@ def run_rank(
         raise UsageError(f"--gpus {num_ranks}, and the launcher has started {os.environ['WORLD_SIZE']} processes")
     if on_cards:
         # Before torch is imported: the script's "cuda" is this rank's card.
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        local = int(os.environ.get("LOCAL_RANK", rank))
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible[local] if local < len(visible) and visible[local] else str(local)
+        os.environ["CUDA_VISIBLE_DEVICES"] = _card_of(int(os.environ.get("LOCAL_RANK", rank)))
     if FOLDER in os.environ and sys.platform == "linux":
         # With whoever started it: a rank alone would wait for ever.
         linux.signal_at_parents_end(_SIGTERM)
@@ -74,6 +89,8 @@ def run_rank(
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
     if FOLDER in os.environ:
         _of_files(folder, rank)
+        if rank == 0:
+            group.signals.taken = lambda number: (folder / TAKEN.format(number)).touch()
         refuse_input(attachment.refuse)
     attachment.begin()
     try:

@@ -1,7 +1,7 @@
 """Follows modules, phases and steps while a program is recorded, through torch's own global hooks and those of `torch_hooks`.
 
 The hooks change nothing, so the run's results are the same. Each optimizer step is noted with the optimizer's number; which of them end a step of
-the program is decided when the run is over (`snapshots.notes`). `steps` has an estimate meanwhile.
+the program is decided when the run is over (`recordings.notes`). `steps` has an estimate meanwhile.
 """
 
 import itertools

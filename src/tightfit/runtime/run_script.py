@@ -4,7 +4,6 @@ The allocator's settings must be in the environment before torch is imported, so
 plan waits for the script's model and optimizers (`tightfit.runtime.attach`).
 """
 
-import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from importlib.metadata import PackageNotFoundError
@@ -12,6 +11,7 @@ from importlib.metadata import version as installed_version
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
+from tightfit.allocator.settings import add_to_environment
 from tightfit.capture.targets.target_kinds import Script, run_script
 from tightfit.errors import ApplyError, TightfitError, apply_error, forget_apply_errors
 from tightfit.errors.faults import noted
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from tightfit.techniques.session import Session
 
 Compiled = Callable[[bytes, str], CodeType | None]
-
-ALLOC_CONF = "PYTORCH_CUDA_ALLOC_CONF"
 
 
 def run(
@@ -47,8 +45,7 @@ def run(
     """
     for choice in plan.choices:
         if "alloc_conf" in choice.settings:
-            own = os.environ.get(ALLOC_CONF)
-            os.environ[ALLOC_CONF] = ",".join(part for part in (own, choice.settings["alloc_conf"]) if part)
+            add_to_environment(choice.settings["alloc_conf"])
     manifest.check()
     # Only now: this imports torch, which reads the allocator's settings.
     from tightfit.runtime.attach import Attachment

@@ -7,6 +7,7 @@ The owner of a training step or of a call of `generate` may make the call itself
 import functools
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 import torch
@@ -117,13 +118,10 @@ def on_generation(owner: GenerationOwner) -> Leave:
     Raises:
         ApplyError: this version of transformers has no such names.
     """
-    leaves = [_CACHE.enter(owner), _GENERATE.enter(owner)]
-
-    def leave() -> None:
-        for each in reversed(leaves):
-            each()
-
-    return leave
+    with ExitStack() as leaves:
+        leaves.callback(_CACHE.enter(owner))
+        leaves.callback(_GENERATE.enter(owner))
+        return leaves.pop_all().close
 
 
 class _Depth(threading.local):

@@ -5,6 +5,7 @@ A graph does not list its hooks, and a backward pass that is run again would cal
 
 import functools
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from tightfit.torch_hooks.manifest import RETAIN_GRAD, TENSOR_HOOK
@@ -22,13 +23,10 @@ def on_tensor_hooks(owner: object) -> Leave:
     Raises:
         ApplyError: this torch has no such methods.
     """
-    leaves = [replaced.enter(owner) for replaced in _REPLACED]
-
-    def leave() -> None:
-        for each in leaves:
-            each()
-
-    return leave
+    with ExitStack() as leaves:
+        for replaced in _REPLACED:
+            leaves.callback(replaced.enter(owner))
+        return leaves.pop_all().close
 
 
 def is_hooked(node: Any) -> bool:

@@ -26,7 +26,9 @@ class _Twice(Block):
         return self.narrow(functional.gelu(self.wide(self.norm(x)))) + 0.1 * self.narrow(functional.gelu(self.wide(x)))
 
 
-@attack("changes", "weights are cached over two forwards and their backward pass, in every second step (parametrize.cached)")
+@attack(
+    "changes", "weights are cached over two forwards and their backward pass, in every second step (parametrize.cached)"
+)
 def cached_over_two_forwards(t: Trial) -> None:
     model = Net()
     for block in model.blocks:

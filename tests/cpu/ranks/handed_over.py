@@ -1,6 +1,8 @@
 """Programs that hang hooks on their weights, and whose models write to what they are called with."""
 
 import copy
+import os
+import signal
 import types
 from typing import Any
 
@@ -129,3 +131,20 @@ def checkpoints_that_are_kept() -> Any:
     for number, state in loaded["state"].items():
         found |= {f"loaded.{number}.{name}": value.clone() for name, value in state.items()}
     return found
+
+
+@program(compares=False)
+def interrupted_at_other_times() -> Any:
+    """Ctrl-C comes to one rank in its third step, and to the other one in its fourth; what is saved then is of one step."""
+    model, losses = mlp(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    try:
+        for step, (x, y) in enumerate(data(9)):
+            losses.append(functional.cross_entropy(model(x), y).item())
+            functional.cross_entropy(model(x), y).backward()
+            if step == 2 + int(os.environ.get("TEST_RANK", "0")):
+                os.kill(os.getpid(), signal.SIGINT)
+            optimizer.step()
+    except KeyboardInterrupt:
+        losses.append(-1)
+    return result_of(model, losses=losses)

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from tightfit.capture.after_steps.conditional_expressions import is_whole_number
+from tightfit.capture.after_steps.named_lambdas import given_name
 from tightfit.capture.after_steps.rewriting import called
 
 _GROWS = (ast.Add, ast.Mult, ast.LShift, ast.Pow)
@@ -33,6 +34,8 @@ class Sizes:
             self._parents.update((id(child), node) for child in ast.iter_child_nodes(node))
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 self._parameters[node.name] = [each.arg for each in node.args.args if each.arg != "self"]
+            elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Lambda):
+                self._parameters[given_name(node)] = [each.arg for each in node.value.args.args]
         # What a function of the program reads as a size is one where it is called, and there it may be a parameter again.
         for _ in range(3):
             for node in (node for tree in trees for node in ast.walk(tree)):
@@ -92,7 +95,9 @@ class Sizes:
         """What a part gives a size to; empty if to none."""
         text = ast.unparse(part)
         node: ast.AST = part
+        is_in_lambda = False
         while not isinstance(node, ast.stmt):
+            is_in_lambda |= isinstance(node, ast.Lambda)
             parent = self._parents.get(id(node))
             if parent is None:
                 return ""
@@ -102,6 +107,8 @@ class Sizes:
         if isinstance(node, ast.Return) and node.value is not None and not isinstance(node.value, ast.Call):
             return f"a size of {text}" if self._gives_a_size(node) else ""
         targets = node.targets if isinstance(node, ast.Assign) else []
+        if is_in_lambda:
+            return f"a size of {text}" if given_name(node) in self._read else ""
         return next((f"{ast.unparse(target)} = {text}" for target in targets if _name(target) in self._read), "")
 
     def _gives_a_size(self, node: ast.AST) -> bool:

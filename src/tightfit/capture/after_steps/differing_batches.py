@@ -12,18 +12,31 @@ from tightfit.capture.patches.loading import loaders
 from tightfit.tape import Category, Phase, SpanKind
 from tightfit.units import format_bytes
 
+# A few bytes more are an index or a count.
+_LARGER = 1.01
+_MIN_SORTED = 3
+
 
 def told_of_batches(recorder: Recorder) -> str:
     """What is to be said where the batches of the traced steps differ in size; empty where they do not, or where no step has one."""
     for batches in _batches(recorder):
         first, last = min(batches), max(batches)
-        # A few bytes more are an index or a count.
-        if last.distinct_bytes >= 1.01 * first.distinct_bytes:
+        if last.distinct_bytes >= _LARGER * first.distinct_bytes:
+            low, high = sorted((first.num_bytes, last.num_bytes))
             looks = "--largest-batch looks for it, " if loaders.num_examples else ""
             return (
-                f"batches differ in size from step to step: those of the traced steps have {format_bytes(first.num_bytes)} to {format_bytes(last.num_bytes)}; "
+                f"batches differ in size from step to step: those of the traced steps have {format_bytes(low)} to {format_bytes(high)}; "
                 f"a larger one needs more memory ({looks}--steps N traces more)"
             )
+    return ""
+
+
+def growing_batches(recorder: Recorder) -> str:
+    """In words, the sizes of the batches of the traced steps where each has a larger one than the step before: examples that are sorted by their length."""
+    for batches in _batches(recorder):
+        is_sorted = all(b.distinct_bytes >= _LARGER * a.distinct_bytes for a, b in itertools.pairwise(batches))
+        if len(batches) >= _MIN_SORTED and is_sorted:
+            return f"those of the traced steps grow from {format_bytes(batches[0].num_bytes)} to {format_bytes(batches[-1].num_bytes)}"
     return ""
 
 

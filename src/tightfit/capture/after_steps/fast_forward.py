@@ -159,6 +159,7 @@ class FastForward:
             not_reached=tuple(
                 dict.fromkeys(
                     (
+                        *self.training.later,
                         *self._others.grows,
                         *not_reached(
                             self.program, tuple(self.training.left), self._stack, is_stopped=bool(self._stopped)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from tightfit.capture.after_steps.conditional_expressions import ConditionalParts
+from tightfit.capture.after_steps.named_lambdas import given_name, named_lambdas
 
 LEAVE, LEFT, STEPS, SEEN = "__tightfit_leave__", "__tightfit_left__", "__tightfit_steps__", "__tightfit_seen__"
 UNTIL, LEAVING = "__tightfit_until__", "__tightfit_leaving__"
@@ -46,7 +47,8 @@ class UserLoop:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """Statements that run on a condition: a branch of `if`, a handler of an exception, or the body of a function.
+    """Statements that run on a condition: a branch of `if`, a handler of an exception, or the body of a function (a lambda's is that of the name that was
+    given it, or its table).
 
     `test` is the condition of a branch; `loops` are the loops around it in its own function.
     """
@@ -139,6 +141,21 @@ class Rewriter:
             return self._branch("branch", [ast.copy_location(ast.Expr(part), part)], condition, test, around)
 
         ConditionalParts(SEEN, mark_of).visit(statement)
+        for function in named_lambdas(statement):
+            self._lambda(function, given_name(statement), statement)
+
+    def _lambda(self, function: ast.Lambda, name: str, statement: ast.stmt) -> None:
+        if _OTHER_COMPILERS.search(name):
+            return
+        inside = _Around((function.lineno, name), name)
+        body = ast.copy_location(ast.Expr(function.body), function.body)
+        number = self._branch("function", [body], "", None, inside)
+        self._mark_parts(body, inside)
+        marked = _parsed(f"({SEEN}.__setitem__({number}, 1), None)[1]", statement)
+        assert isinstance(marked, ast.Expr) and isinstance(marked.value, ast.Subscript)
+        assert isinstance(marked.value.value, ast.Tuple)
+        marked.value.value.elts[1] = body.value
+        function.body = marked.value
 
     def _function(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         if any(_OTHER_COMPILERS.search(ast.unparse(d)) for d in function.decorator_list):

@@ -11,11 +11,12 @@ from types import FrameType
 
 import torch
 
-from tightfit.capture.after_steps.differing_batches import told_of_batches
+from tightfit.capture.after_steps.differing_batches import growing_batches, told_of_batches
+from tightfit.capture.after_steps.growing_steps import growth_of_steps
 from tightfit.capture.after_steps.rewritten_program import LoopLeft, RewrittenProgram
 from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.capture.observe.attribution import is_of_another_library, is_user_file, short
-from tightfit.tape import SpanKind
+from tightfit.tape import NotReached, SpanKind
 
 AFTER = "after the steps"
 MAX_UNSEEN_STEPS = 8
@@ -68,6 +69,8 @@ class TrainingLoops:
         self._with_gradients: dict[int, list[weakref.ref[torch.Tensor]]] = {}
         self.patience = Patience()
         self._num_steps_looked_at = 0
+        self.later: list[NotReached] = []
+        """What later steps would do: leave more and more allocated, or train more of the model."""
 
     def step_ended(self) -> None:
         """A training step has ended."""
@@ -137,11 +140,14 @@ class TrainingLoops:
         self.left.setdefault(number)
         self._training_left(f"{short(loop.file)}:{loop.line}", around)
 
-    def framework_leaves(self) -> bool:
-        """Whether the training loop of a framework, which has taken enough steps, is to end before its time."""
+    def framework_leaves(self, later: str) -> bool:
+        """Whether the training loop of a framework, which has taken enough steps, is to end before its time; `later` would run in another epoch."""
         if is_in_last_step(self._gpu):
             return False
-        self._training_left(self._gpu.attribution.where(), self._program.around(sys._getframe(1)))
+        place = self._gpu.attribution.where()
+        if later:
+            self.later.append(NotReached(what=later, where=place, condition="in a later epoch"))
+        self._training_left(place, self._program.around(sys._getframe(1)))
         return True
 
     def _training_left(self, place: str, around: Iterable[int]) -> None:
@@ -153,10 +159,17 @@ class TrainingLoops:
         )
         # The loop around is left behind an evaluation, whose batches are of another size.
         num_steps = sum(kind == SpanKind.STEP for _, kind, *_ in recorder.spans)
-        differing = told_of_batches(recorder) if num_steps > self._num_steps_looked_at else ""
+        if num_steps > self._num_steps_looked_at:
+            differing = told_of_batches(recorder)
+            if differing:
+                recorder.assume(place, differing)
+                growing = growing_batches(recorder)
+                if growing:
+                    self.later.append(NotReached(what="larger batches", where=place, condition=growing))
+            growth = growth_of_steps(recorder, self._gpu.storages.indices(), place)
+            if growth is not None:
+                self.later.append(growth)
         self._num_steps_looked_at = num_steps
-        if differing:
-            recorder.assume(place, differing)
         self.around.update(around)
         self.patience.begin(self._num_steps + MAX_UNSEEN_STEPS)
         recorder.span(AFTER, SpanKind.ASIDE)

@@ -11,6 +11,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from tightfit.capture.after_steps.changing_sizes import Sizes
+from tightfit.capture.after_steps.function_tables import FunctionTables
+from tightfit.capture.after_steps.named_lambdas import given_name
 from tightfit.capture.after_steps.names_of_modules import last_name, names_of_modules
 from tightfit.capture.after_steps.rewriting import called
 from tightfit.capture.after_steps.rewritten_program import RewrittenProgram
@@ -192,11 +194,14 @@ class _Source:
         self._works: dict[str, bool] = {}
         for tree in program.trees.values():
             self._read(tree)
+        self.tables = FunctionTables(program.trees.values(), self.functions)
 
     def _read(self, tree: ast.Module) -> None:
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 self.functions.setdefault(node.name, []).append(node)
+            elif isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Lambda):
+                self.functions.setdefault(given_name(node), []).append(node.value)
             elif isinstance(node, ast.AugAssign):
                 self.changing.add(last_name(node.target))
             elif isinstance(node, ast.For | ast.While):
@@ -204,7 +209,7 @@ class _Source:
                     is_bound = isinstance(inside, ast.Name | ast.Attribute) and isinstance(inside.ctx, ast.Store)
                     self.changing |= {last_name(inside)} if is_bound else set()
 
-    def works(self, statements: Iterable[ast.stmt]) -> Iterator[ast.expr]:
+    def works(self, statements: Iterable[ast.AST]) -> Iterator[ast.expr]:
         """The calls in `statements`, in order, that can use the GPU, and where weights are unfrozen; a call inside of another one is part of it."""
         for statement in statements:
             yield from self._works_in(statement)
@@ -261,7 +266,7 @@ class _Source:
     def _leads_to_work(self, name: str) -> bool:
         if name not in self._works:
             self._works[name] = False  # of a function that calls itself
-            nodes = [body for function in self.functions[name] for body in getattr(function, "body", [])]
+            nodes = [node for function in self.functions[name] for node in _statements(function)]
             # A class is constructed: what its constructor does counts.
             nodes += [
                 inner
@@ -275,15 +280,39 @@ class _Source:
         return self._works[name]
 
     def calls(self, nodes: Iterable[ast.AST]) -> set[str]:
-        """The names of the program's functions that `nodes` call, and what these call."""
-        waiting, found = list(nodes), set()
+        """The names of the program's functions that `nodes` call or have in tables, and what these call."""
+        return self._walked(nodes)[0]
+
+    def selected(self, nodes: Sequence[ast.AST]) -> set[str]:
+        """The names of the functions in tables from which `nodes`, or what they call, select by what can change; those of lambdas are the tables'."""
+        in_loop = {id(inner) for node in nodes for inner in ast.walk(node)}
+        found = set[str]()
+        for node in self._walked(nodes)[1]:
+            taken = self.tables.selected_by(node)
+            if taken is None:
+                continue
+            name, index = taken
+            # In a function it may be an argument.
+            may_be_given = id(node) not in in_loop and name not in self.tables.by_text
+            if any(
+                last_name(part) in self.changing or (may_be_given and isinstance(part, ast.Name))
+                for part in ast.walk(index)
+                if isinstance(part, ast.Name | ast.Attribute)
+            ):
+                found |= {name for name, _ in self.tables.functions_of(ast.Name(name))}
+        return found
+
+    def _walked(self, nodes: Iterable[ast.AST]) -> tuple[set[str], list[ast.AST]]:
+        waiting, found, seen = list(nodes), set[str](), list[ast.AST]()
         while waiting:
             for node in ast.walk(waiting.pop()):
+                seen.append(node)
                 name = called(node) if isinstance(node, ast.Call) else ""
-                if name in self.functions and name not in found:
-                    found.add(name)
-                    waiting += self.functions[name]
-        return found
+                functions = [(name, each) for each in self.functions.get(name, ())]
+                new = [each for each in (*functions, *self.tables.functions_of(node)) if each[0] not in found]
+                found |= {name for name, _ in new}
+                waiting += [each for _, each in new]
+        return found, seen
 
     def can_change(self, test: ast.expr, *, in_loop: bool) -> bool:
         """Whether a condition may be true in a later turn and was not until now. `in_loop`: it stands in the loop itself, not in a function."""
@@ -296,6 +325,10 @@ class _Source:
             return False
         # In a function, a number that is compared may be an argument that differs from call to call.
         return any(_is_of_numbers(node) for node in ast.walk(test))
+
+
+def _statements(function: ast.AST) -> Sequence[ast.AST]:
+    return [function.body] if isinstance(function, ast.Lambda) else getattr(function, "body", [])
 
 
 def _unfreezes(call: ast.Call) -> bool:
@@ -343,12 +376,13 @@ def _later(program: RewrittenProgram, source: _Source, left: Sequence[int]) -> I
     iterating = [each for name in ("__iter__", "__next__") for each in source.functions.get(name, ())]
     loops = [loop for _, loop in _nodes_of(program, lost)]
     called_there = source.calls([*loops, *iterating]) | {"__iter__", "__next__"}
+    selected = source.selected(loops)
     for number, branch in enumerate(program.branches):
         in_loop = bool(lost & set(branch.loops))
         is_on_the_way = in_loop or branch.function in called_there
         if branch.kind == "function":
-            continue
-        if branch.test is None:
+            can_run = branch.function in selected
+        elif branch.test is None:
             # A handler around the loop waits for its end.
             can_run = is_on_the_way or branch.file in files
         else:

@@ -12,7 +12,7 @@ from tightfit.capture.after_steps.fast_forward import EndOfCapture, FastForward
 from tightfit.capture.after_steps.running_again import larger_when_run_again
 from tightfit.capture.after_steps.running_lines import places_of
 from tightfit.capture.after_steps.unreached import run_early_alone
-from tightfit.capture.child_process import empty_stdin
+from tightfit.capture.child_process import program_stdin
 from tightfit.capture.child_process.exit_handlers import SECONDS_FOR_THREADS, ExitHandlers, wait_for_threads
 from tightfit.capture.child_process.last_statement import is_behind_all
 from tightfit.capture.child_process.weights_on_card import WeightsOnCard
@@ -228,7 +228,7 @@ class CaptureSession:
             raise CaptureError("the function did not yield: set up, then `yield` once per step")
         if not self.watch.num_ended and not self.watch.has_ended:
             raise NoStep(
-                f"the workload ended without a step: no optimizer stepped and no backward pass was run; {_why_no_step(target)}{empty_stdin.hint()}"
+                f"the workload ended without a step: no optimizer stepped and no backward pass was run; {_why_no_step(target)}{program_stdin.hint()}"
             )
         self.watch.settle()
         if not self.recorder.storages["num_bytes"]:

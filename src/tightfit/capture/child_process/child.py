@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from tightfit.capture.child_process import early_end, empty_stdin
+from tightfit.capture.child_process import early_end, program_stdin
 from tightfit.capture.child_process.time_after_steps import TimeAfterSteps
 from tightfit.capture.collectives.world import World
 from tightfit.capture.patches import manifest, nvidia_smi
@@ -75,6 +75,7 @@ class Request:
     runs_all_batches: bool = True
     num_alike_turns: int = 0
     world: dict[str, Any] | None = None
+    standard_input: list[Any] | None = None
 
 
 def main(path: str, parent: str) -> None:
@@ -167,10 +168,10 @@ def _failure(label: str, error: BaseException, said: str) -> dict[str, Any]:
     own: TightfitError | None = faults.noted() or apply_error() or faults.our_error(error, "the capture")
     if own is None:
         if isinstance(error, SystemExit):
-            own = CaptureError(_ended_itself(label, error.code, said) + programs.assumed(error) + empty_stdin.hint())
+            own = CaptureError(_ended_itself(label, error.code, said) + programs.assumed(error) + program_stdin.hint())
         else:
             line = programs.one_line(label, error)
-            own = ProgramError(line if programs.NO_STDIN in line else line + empty_stdin.hint())
+            own = ProgramError(line if programs.NO_STDIN in line else line + program_stdin.hint())
             own.trace = programs.program_trace(error)
     details = {name: value for name, value in vars(own).items() if name != "trace" and not name.startswith("__")}
     trace = own.trace or "".join(traceback.format_exception(error))
@@ -222,8 +223,9 @@ def _trace(request: Request, path: str, closed_in: ClosedIn) -> dict[str, Any]:
     early_end.provide(lambda error: leave(path, {**_failure(request.label, error, ""), "notes": closed_in.end()}))
     report = prepare(request.preparation)
     where = session.gpu.attribution.where
-    empty_stdin.install(
-        lambda: session.recorder.assume(where(), "standard input, which the program reads, is empty in a trace")
+    program_stdin.install(
+        lambda: session.recorder.assume(where(), "standard input, which the program reads, is empty in a trace"),
+        request.standard_input,
     )
     _answer_as_nvidia_smi(session, f"{path}.bin")
     visible_devices.show(session.num_cards)
@@ -388,7 +390,7 @@ def quiet(show_output: bool) -> Iterator[Callable[[], str]]:
     """The script's own output goes to stderr, or nowhere: stdout belongs to the answer. Yields a function for the last line that it has written to
     stderr, which is empty where the output is shown."""
     # A fault inside autograd ends the process without an exception: its traceback goes to the real stderr, from
-    # which the parent names the line (`capture.progress.user_place`).
+    # which the parent names the line (`processes.trace_progress.user_place`).
     faulthandler.enable(os.dup(2))
     sink = os.dup(2) if show_output else os.open(os.devnull, os.O_WRONLY)
     os.dup2(sink, 1)

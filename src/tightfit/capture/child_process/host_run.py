@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tightfit.capture.child_process import program_stdin
 from tightfit.capture.child_process.child import leave, prepare, quiet, raise_what_was_swallowed, target_of
 from tightfit.capture.child_process.host_script import ScriptOnHost
 from tightfit.capture.patches import eager, on_host
@@ -48,6 +49,7 @@ class HostRequest:
     card: str | None
     preparation: dict[str, Any] | None
     containment: dict[str, Any] | None = None
+    standard_input: list[Any] | None = None
 
 
 def main(path: str, parent: str) -> None:
@@ -85,6 +87,8 @@ def _failure(error: BaseException) -> dict[str, Any]:
 
 def _run(request: HostRequest, closed_in: ClosedIn, done: Callable[[Callable[[], dict[str, Any]]], None]) -> None:
     process_role.begin_proof()
+    if request.standard_input is not None:
+        program_stdin.install(lambda: None, request.standard_input)
     eager.keep_compiler_out()
     on_host.install(None if request.card is None else find(request.card))
     if request.card is not None:

@@ -1,5 +1,6 @@
 """Records the operators that run on the virtual GPU: a row of the tape for each, their outputs, their scratch memory, and what is known of values."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -129,7 +130,7 @@ class OperatorLog:
         bytes_read = bytes_written = 0
         dtype = None
         for tensor in tensors(args):
-            bytes_read += sparse.num_bytes(tensor)
+            bytes_read += _bytes_read_of(tensor)
             if dtype is None and tensor.is_floating_point():
                 dtype = tensor.dtype
         for tensor in outputs or written(func, args, kwargs):
@@ -177,3 +178,12 @@ class OperatorLog:
             self.on_write(targets)
         self._known_values.forget_written(targets)
         self._conditions.written(targets)
+
+
+def _bytes_read_of(tensor: torch.Tensor) -> int:
+    """What a kernel loads from memory of `tensor`: of one that is expanded, the elements that there are, which caches hand out again."""
+    num_bytes = sparse.num_bytes(tensor)
+    if tensor.layout == torch.strided and num_bytes and 0 in tensor.stride():
+        repeats = math.prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if not stride)
+        return num_bytes // repeats
+    return num_bytes

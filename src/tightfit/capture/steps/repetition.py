@@ -2,7 +2,7 @@
 
 A call is repeated when the same module is called without gradients from the same line with arguments of the same shapes. Once three such calls
 in a row have left the same events on the tape, further ones return new outputs of the same shapes and run nothing. The call's peak is on the
-tape already; its events are repeated whenever the allocated memory around it has grown since.
+tape already; its events are repeated whenever the allocated memory around it has grown since, and its operators where its seconds count.
 """
 
 import dataclasses
@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from tightfit.capture.dispatch.virtual import VirtualGpu
+from tightfit.capture.observe.repeated_rows import repeat_operators
 from tightfit.capture.steps.recurring_calls import REPEATED
 from tightfit.tape import EventKind
 
@@ -44,10 +45,11 @@ class _Output:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Call:
-    """What a call did: its rows of events, its outputs, and the sizes of what autocast's cache retained."""
+    """What a call did: its rows of events, its operators, its outputs, and the sizes of what autocast's cache retained."""
 
     begin: int
     end: int
+    operators: tuple[int, int]
     sizes: tuple[int, ...]
     outputs: tuple[_Output, ...]
     structure: TreeSpec
@@ -82,8 +84,11 @@ class Repetition:
         """Follows the end of autocast contexts, where the cached half-precision copies of weights are freed."""
         self._gpu.casts.when_cleared += [self._called_in_context.clear, self._kept.clear]
 
-    def call(self, module: torch.nn.Module, args: Any, kwargs: Any, run: Callable[[], Any], *, turn: int) -> Any:
-        """The result of calling `module` without gradients; `run` runs it. A loop of calls is within one `turn` of the training loop."""
+    def call(
+        self, module: torch.nn.Module, args: Any, kwargs: Any, run: Callable[[], Any], *, turn: int, is_timed: bool
+    ) -> Any:
+        """The result of calling `module` without gradients; `run` runs it. A loop of calls is within one `turn` of the training loop. `is_timed`: its seconds
+        count."""
         # `torch.jit.trace` (TensorBoard's `add_graph`) names values after the variables of the functions that it finds on the stack, and compares
         # the names of two runs.
         key = None if torch.jit.is_tracing() else self._key(module, args, kwargs)
@@ -98,7 +103,7 @@ class Repetition:
         alive = self._gpu.storages.alive_bytes()
         self._called_in_context.add(id(module))
         if history.call is not None and history.num_alike >= NUM_CALLS_TRACED:
-            return self._answer(module, history, alive)
+            return self._answer(module, history, alive, is_timed=is_timed)
         return self._trace(history, alive, run)
 
     def _key(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Key | None:
@@ -116,8 +121,9 @@ class Repetition:
     def _trace(self, history: _History, alive: int, run: Callable[[], Any]) -> Any:
         recorder = self._gpu.recorder
         begin, first_storage = len(recorder.events["kind"]), len(recorder.storages["num_bytes"])
+        first_operator = recorder.num_operators
         result = run()
-        call = self._observe(result, begin, first_storage)
+        call = self._observe(result, begin, first_storage, (first_operator, recorder.num_operators))
         if call is None:
             history.num_alike = 0
         else:
@@ -126,7 +132,7 @@ class Repetition:
         history.call = call
         return result
 
-    def _observe(self, result: Any, begin: int, first_storage: int) -> _Call | None:
+    def _observe(self, result: Any, begin: int, first_storage: int, operators: tuple[int, int]) -> _Call | None:
         """The record of the call, or None if it did something that cannot be repeated without running it."""
         recorder = self._gpu.recorder
         kinds, storages = recorder.events["kind"][begin:], recorder.events["storage"][begin:]
@@ -152,7 +158,15 @@ class Repetition:
             num_bytes[s] if k == EventKind.ALLOCATE else first_storage - s - 1
             for k, s in zip(kinds, storages, strict=True)
         )
-        return _Call(begin=begin, end=begin + len(kinds), sizes=sizes, outputs=outputs, structure=structure, kept=kept)
+        return _Call(
+            begin=begin,
+            end=begin + len(kinds),
+            operators=operators,
+            sizes=sizes,
+            outputs=outputs,
+            structure=structure,
+            kept=kept,
+        )
 
     def _outputs(self, leaves: Sequence[Any], alive: set[int]) -> tuple[_Output, ...] | None:
         groups: dict[int, int] = {}
@@ -181,15 +195,16 @@ class Repetition:
             )
         return tuple(outputs)
 
-    def _answer(self, module: torch.nn.Module, history: _History, alive: int) -> Any:
+    def _answer(self, module: torch.nn.Module, history: _History, alive: int, *, is_timed: bool) -> Any:
         call, recorder = history.call, self._gpu.recorder
         assert call is not None
         recorder.assume(
             self._gpu.attribution.where(),
             f"calls of {type(module).__name__} without gradients repeat themselves here: {NUM_CALLS_TRACED} were traced, the others give tensors of the same shapes",
         )
-        name = recorder.strings.intern(f"{type(module).__name__} {REPEATED}")
-        recorder.operator(name, name, self._gpu.attribution.line(), 0, 0, 0, 0)
+        if not (is_timed and repeat_operators(recorder, *call.operators)):
+            name = recorder.strings.intern(f"{type(module).__name__} {REPEATED}")
+            recorder.operator(name, name, self._gpu.attribution.line(), 0, 0, 0, 0)
         if alive > history.max_bytes * (1 + MIN_GROWTH):
             history.max_bytes = alive
             self._repeat_events(call)

@@ -233,14 +233,19 @@ class StepHooks:
                 # Inside a step each call has its seconds.
                 if not (self._watch.by_yield or self._watch.is_in_step or torch.is_grad_enabled()):
                     is_answered, returned = False, None
-                    # What a script does that only predicts counts, with its seconds.
+                    # The seconds of a script that only predicts count.
                     if self._marks.optimizers:
                         is_answered, returned = growing.call(
                             module, args, kwargs, lambda: inside(module, *args, **kwargs)
                         )
                     if not is_answered:
                         returned = repetition.call(
-                            module, args, kwargs, lambda: inside(module, *args, **kwargs), turn=self._watch.num_ended
+                            module,
+                            args,
+                            kwargs,
+                            lambda: inside(module, *args, **kwargs),
+                            turn=self._watch.num_ended,
+                            is_timed=not self._marks.optimizers,
                         )
                     self._watch.after_prediction(with_gradients=False)
                     return returned

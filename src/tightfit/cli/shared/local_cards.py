@@ -6,16 +6,20 @@ import subprocess
 import sys
 
 from tightfit.devices.catalogue import find
+from tightfit.devices.visible_cards import visible_cards
 from tightfit.errors import UnknownDevice, UsageError
 from tightfit.units import MIB
 
-_QUERY = ("--query-gpu=name,memory.total,memory.used", "--format=csv,noheader")
+_QUERY = ("--query-gpu=uuid,name,memory.total,memory.used", "--format=csv,noheader")
+# Without persistence mode the driver initialises every GPU first, which takes seconds on a large machine.
+_MAX_SECONDS = 30
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LocalCard:
-    """A GPU of this machine: the name that the driver reports, its memory in bytes and what all processes hold of it, and its name in the catalogue."""
+    """A GPU of this machine: what the driver knows it by, the name that it reports, its memory in bytes and what all processes hold of it, and its name in the catalogue."""
 
+    uuid: str
     name: str
     total_bytes: int
     used_bytes: int
@@ -23,26 +27,35 @@ class LocalCard:
 
 
 def local_cards() -> list[LocalCard]:
-    """The GPUs that `nvidia-smi` lists; none where that program is not installed or finds no driver."""
+    """The GPUs that `nvidia-smi` lists, in its order; none where that program is not installed, finds no driver or does not answer."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
-    # 30 s: without persistence mode the driver initialises every GPU first, which takes seconds on a large machine.
-    answer = subprocess.run([program, *_QUERY], capture_output=True, text=True, timeout=30, check=False)
+    try:
+        answer = subprocess.run([program, *_QUERY], capture_output=True, text=True, timeout=_MAX_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        print(f"nvidia-smi has not answered in {_MAX_SECONDS} s", file=sys.stderr)
+        return []
     if answer.returncode != 0:
         reason = (answer.stdout + answer.stderr).strip().partition("\n")[0]
         print(f"nvidia-smi does not answer: {reason}", file=sys.stderr)
         return []
-    return [_local_card(line) for line in answer.stdout.splitlines() if line.strip()]
+    # Other lines are remarks of the driver's.
+    return [_local_card(line) for line in answer.stdout.splitlines() if line.count(",") >= 3]
+
+
+def seen_cards() -> list[LocalCard]:
+    """Those that a program started from here sees, its `cuda:0` first."""
+    return visible_cards(local_cards(), uuid_of=lambda card: card.uuid, name_of=lambda card: card.name)
 
 
 def own_card() -> str:
-    """The name of this machine's first GPU, for a command without `--device`.
+    """The name of the first GPU that a program started from here sees, for a command without `--device`.
 
     Raises:
         UsageError: there is none.
     """
-    cards = local_cards()
+    cards = seen_cards()
     if not cards:
         raise UsageError(
             'which GPU? There is none on this machine: name one, such as --device "RTX 4090" (tightfit devices lists them)'
@@ -52,14 +65,15 @@ def own_card() -> str:
 
 def _local_card(line: str) -> LocalCard:
     # From the right, as a product name may have a comma.
-    name, *amounts = line.rsplit(",", 2)
+    uuid, _, rest = line.partition(",")
+    name, *amounts = rest.rsplit(",", 2)
     total_bytes, used_bytes = map(_mebibytes, amounts)
     name = name.strip()
     try:
         known_as = find(name).name
     except UnknownDevice:
         known_as = None
-    return LocalCard(name=name, total_bytes=total_bytes, used_bytes=used_bytes, known_as=known_as)
+    return LocalCard(uuid=uuid.strip(), name=name, total_bytes=total_bytes, used_bytes=used_bytes, known_as=known_as)
 
 
 def _mebibytes(text: str) -> int:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,12 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Group, Parameter
 
+from tightfit.allocator.settings import add_to_environment
 from tightfit.capture.targets.target_kinds import Script, run_script
 from tightfit.cli.arguments.options import SEVERAL
 from tightfit.cli.arguments.plan_files import plan_in
 from tightfit.cli.arguments.programs import exit_code_of
 from tightfit.cli.arguments.sizes import Size, with_unit
-from tightfit.cli.shared.local_cards import LocalCard, local_cards
+from tightfit.cli.shared.local_cards import LocalCard, seen_cards
 from tightfit.devices.catalogue import find
 from tightfit.errors import UsageError
 from tightfit.errors.private_names import installed_torch
@@ -50,7 +50,6 @@ class Guarding:
 
 
 UNGUARDED = Guarding()
-_ALLOC_CONF = "PYTORCH_CUDA_ALLOC_CONF"
 # What the CUDA context of a GPU that is not in the catalogue takes.
 _CONTEXT_BYTES = GIB // 2
 
@@ -110,7 +109,7 @@ def _limit(budget: str) -> None:
     """
     from tightfit.guarding.memory.process_budget import allocator_setting
 
-    cards = local_cards()
+    cards = seen_cards()
     if not cards:
         raise UsageError("--budget is what the process may hold on a GPU, and there is none on this machine")
     if installed_torch() < (2, 10):
@@ -120,8 +119,7 @@ def _limit(budget: str) -> None:
     card = cards[0]
     budget_bytes, outside_bytes = parse(budget, whole_bytes=card.total_bytes), _outside(card)
     setting = allocator_setting(budget_bytes, capacity_bytes=card.total_bytes, outside_bytes=outside_bytes)
-    own = os.environ.get(_ALLOC_CONF)
-    os.environ[_ALLOC_CONF] = ",".join(part for part in (own, setting) if part)
+    add_to_environment(setting)
     say(
         f"guard: at most {format_bytes(budget_bytes)} of {card.name}: {format_bytes(budget_bytes - outside_bytes)} for tensors, about {format_bytes(outside_bytes)} for the CUDA context"
     )

@@ -12,7 +12,7 @@ from cyclopts import Group, Parameter
 
 from tightfit.capture.targets.target_kinds import Script
 from tightfit.cli.arguments.programs import exit_code_of
-from tightfit.cli.shared.local_cards import local_cards
+from tightfit.cli.shared.local_cards import seen_cards
 from tightfit.errors import UsageError
 from tightfit.layouts.exports.own_ranks import ranks_refusal
 from tightfit.layouts.layout import Layout
@@ -70,9 +70,9 @@ def run_on_ranks(
     asked = RankPlan() if plan is None else _layout_of(plan, ranks, is_said=not is_rank())
     if is_rank():
         return _run_rank(script, ranks.gpus, allow, check_steps, asked, on_cards=on_cards)
-    if on_cards and len(local_cards()) < ranks.gpus:
+    if on_cards and len(seen_cards()) < ranks.gpus:
         raise UsageError(
-            f"--gpus {ranks.gpus}, and this machine has {len(local_cards()) or 'no'} GPUs: for several machines start it with torchrun on each "
+            f"--gpus {ranks.gpus}, and this machine has {len(seen_cards()) or 'no'} GPUs: for several machines start it with torchrun on each "
             "(torchrun --nnodes ... -m tightfit run --gpus N train.py), or try it here with --on cpu"
         )
     if plan is None:
@@ -113,7 +113,7 @@ def _layout_of(plan: Path, ranks: Ranks, *, is_said: bool) -> RankPlan:
         raise UsageError(
             f"--plan {plan} does not say which {layout.num_recomputed} blocks are recomputed: make it anew with tightfit plan --gpus {ranks.gpus} --export tightfit"
         )
-    cards = {card.known_as for card in local_cards()} if ranks.on == "gpu" else set()
+    cards = {card.known_as for card in seen_cards()} if ranks.on == "gpu" else set()
     if cards and found.get("device") not in cards:
         raise UsageError(
             f"--plan {plan} is for {found.get('device')}, and this machine has {', '.join(sorted(map(str, cards)))}"

@@ -15,8 +15,8 @@ import os
 import sys
 import types
 import weakref
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from tightfit.effects.identities import identities
 from tightfit.effects.outside_calls import NAMES
 from tightfit.effects.reachable.cells import Cell, contents
 from tightfit.effects.reachable.classes_of_libraries import BAGS, COUNTING, STATELESS
+from tightfit.effects.reachable.containers import items_in, wrapped_by
 from tightfit.effects.reachable.drawn import Drawn, drawn, objects_of
 from tightfit.effects.reachable.library_objects import StoredOnLibraries, is_followed, made_by
 from tightfit.effects.reachable.named_in_code import named_in
@@ -39,8 +40,9 @@ from tightfit.effects.users_code import is_users_class, is_users_file, is_users_
 # Bounds for programs that keep a data set or a tokeniser on the model: a snapshot is taken in every call, and
 # its cost must stay far below that of a block.
 _MAX_OBJECTS = 20_000
-_MAX_ITEMS = 4_096
 _IN_GRAPH = object()
+# Of values within values; the stack of Python has a thousand frames, and each takes about four.
+_DEEPEST = 64
 # Source: torch/nn/modules/module.py, torch 2.6 to 2.13.
 _HOOKS_OF_ALL_MODULES = (
     *("_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks", "_global_backward_hooks"),
@@ -248,17 +250,32 @@ def _methods(kind: type) -> list[str]:
 
 
 class _CodeWalk(abc.ABC):
-    """The part of a walk that goes through the user's code; `_value` goes on with what the code refers to."""
+    """The part of a walk that goes through the user's code; `_look` goes on with what the code refers to."""
 
     def __init__(self) -> None:
         self.collected = _Collected()
         # All attributes that the code of the region names.
         self.named_attributes = set[str]()
         self.stored = StoredOnLibraries()
+        self._depth = 0
+        self._waiting: deque[tuple[str, Any]] = deque()
 
     @abc.abstractmethod
+    def _look(self, path: str, value: Any) -> None:
+        """Looks at a value of any type."""
+
     def _value(self, path: str, value: Any) -> None:
-        """A value of any type."""
+        """A value of any type. What lies deep (a list of nodes that each have the next one) waits, so that Python's stack is enough for all of it."""
+        if self._depth == _DEEPEST:
+            self._waiting.append((path, value))
+            return
+        self._depth += 1
+        try:
+            self._look(path, value)
+            while self._depth == 1 and self._waiting:
+                self._look(*self._waiting.popleft())
+        finally:
+            self._depth -= 1
 
     def users_class(self, kind: type, path: str) -> None:
         """The code of a class's `forward`, and of the methods that it calls on `self`; of a helper's class, all methods."""
@@ -434,8 +451,7 @@ class _Walk(_CodeWalk):
                 self.found.tensor_paths.append(path if leaf is value else f"{path}[{number}]")
         self._value(path, value)
 
-    def _value(self, path: str, value: Any) -> None:
-        """A value of any type."""
+    def _look(self, path: str, value: Any) -> None:
         if isinstance(value, type):
             self._class(path, value)
             return
@@ -485,9 +501,9 @@ class _Walk(_CodeWalk):
                 self.found.tensor_paths.append(path)
         elif isinstance(value, dict | list | deque | tuple | set | frozenset):
             self.collected.hold_container(path, value)
-            for place, inner in _items_in(path, value):
+            for place, inner in items_in(path, value):
                 self._value(place, inner)
-        elif (wrapped := _wrapped_by(value)) is not None:
+        elif (wrapped := wrapped_by(value)) is not None:
             if isinstance(value, functools._lru_cache_wrapper):
                 self.found.caches.append((path, value))
             for inner in wrapped:
@@ -554,30 +570,6 @@ class _Walk(_CodeWalk):
         call = vars(kind).get("__call__")
         if isinstance(call, types.FunctionType):
             self.function(f"{kind.__name__}.__call__", call)
-
-
-def _items_in(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The items of a container, and the keys that may refer to others, by their places."""
-    if isinstance(value, dict):
-        for name, inner in itertools.islice(list(value.items()), _MAX_ITEMS):
-            yield f"{path}[{name!r}]", inner
-            if not is_plain(name):
-                yield f"{path}[{name!r}]", name
-        if isinstance(value, defaultdict):
-            yield f"{path}.default_factory", value.default_factory
-    else:
-        for number, inner in enumerate(itertools.islice(value, _MAX_ITEMS)):
-            yield f"{path}[{number}]", inner
-
-
-def _wrapped_by(value: Any) -> Sequence[Any] | None:
-    """What a wrapper of functions, or of another container, refers to; None of anything else."""
-    if isinstance(value, functools._lru_cache_wrapper):
-        return (value.__wrapped__,)
-    if isinstance(value, functools.partial):
-        return (value.func, *value.args, *value.keywords.values())
-    inner = inner_container(value)
-    return None if inner is None else (inner,)
 
 
 def _names_held(found: Reach) -> set[str]:

@@ -18,6 +18,7 @@ class KnownStorages:
         self._lock = lock
         # By address, which another storage has after the first is gone.
         self._storages: dict[int, weakref.ref[SavedStorage]] = {}
+        self._num_looked_at = 0
 
     def saved_of(self, call: BlockCall, tensor: torch.Tensor, *, is_made: bool) -> SavedStorage | None:
         """The storage of `tensor`; None if it stays where it is: what no node has made is a weight, a buffer or a batch, and not of the block, unless it
@@ -42,8 +43,12 @@ class KnownStorages:
 
     def forget_gone(self) -> None:
         """Drops the storages that nothing is saved of any more."""
+        # Asked at the border of each block: what is looked at pays for itself by what was added since.
+        if len(self._storages) < 2 * self._num_looked_at:
+            return
         # No weak dictionary, whose callbacks are code in which an interrupt could be lost.
         self._storages = {key: reference for key, reference in self._storages.items() if reference() is not None}
+        self._num_looked_at = len(self._storages)
 
 
 def _is_made_by_none(tensor: torch.Tensor) -> bool:

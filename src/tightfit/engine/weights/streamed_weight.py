@@ -43,6 +43,8 @@ class StreamedWeight:
     def __init__(self, parameter: torch.Tensor, part: Part | PartOfFile, device: torch.device) -> None:
         self.parameter = parameter
         self.part = part
+        self.block = 0
+        """The number of the block that it is of."""
         self.residence = Residence.CARD
         self.num_bytes = parameter.untyped_storage().nbytes()
         # Nothing is at the host yet, but what is in a file.

@@ -38,6 +38,8 @@ class StreamedBlock:
     def __init__(self, number: int, weights: Sequence[StreamedWeight]) -> None:
         self.number = number
         self.weights = list(weights)
+        for weight in weights:
+            weight.block = number
         self.num_calls = 0
         """How many calls of it are under way."""
 
@@ -132,6 +134,8 @@ class StreamedWeights:
             self.files = WeightFiles(slab, copies)
         self._traffic = WeightTraffic(copies, statistics, when_unchanged)
         self._blocks: list[StreamedBlock] = []
+        # The numbers of those with weights that are on the card or coming: a use of one block does not look at all others.
+        self._blocks_here: set[int] = set()
         self._order = UseOrder()
         # The backward pass runs in threads of autograd's own.
         self._lock = threading.RLock()
@@ -185,14 +189,16 @@ class StreamedWeights:
         spends(HostWork.STREAMED_CALL)
         spends(HostWork.STREAMED_PARAMETER, len(block.weights))
         with self._lock:
-            # Where the program has set other data (another dtype, another device), that is the weight from now on.
-            block.weights = [weight for weight in block.weights if weight.is_ours()]
             # Those of the block before have had the time of this one's.
             self._traffic.gradients_leave()
             self._order.learn(use)
             following = self._order.block_after(use)
             ahead = block if following is None else self._blocks[following]
+            for each in (block, ahead):
+                # Where the program has set other data (another dtype, another device), that is the weight from now on.
+                each.weights = [weight for weight in each.weights if weight.is_ours()]
             self._drop_all_but((block, ahead))
+            self._blocks_here |= {block.number, ahead.number}
             for weight in (*block.weights, *ahead.weights):
                 if weight.residence is Residence.HOST:
                     self._traffic.fetch(weight)
@@ -288,17 +294,20 @@ class StreamedWeights:
                     if saved.is_parameter
                     else saved.tensor(weight.on_card.copied(self._traffic.copies))
                 )
+            self._blocks_here.add(weight.block)
             self._traffic.have(weight)
             self._traffic.have_gradient(weight)
             return saved.tensor(weight.on_card.whole)
 
     def _drop_all_but(self, kept: Collection[StreamedBlock]) -> None:
-        for block in self._blocks:
+        for number in sorted(self._blocks_here):
+            block = self._blocks[number]
             if block not in kept and not block.num_calls:
                 # A forward may have set other data as well.
                 block.weights = [weight for weight in block.weights if weight.is_ours()]
                 for weight in block.weights:
                     self._traffic.drop(weight)
+                self._blocks_here.discard(number)
 
 
 @contextmanager

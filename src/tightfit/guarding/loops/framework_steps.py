@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from tightfit.errors.ends import end_all
 from tightfit.guarding.attempted_step import run_step
 from tightfit.guarding.attempts import Attempts
 from tightfit.guarding.loops.outside_effects import OutsideEffects
@@ -179,10 +180,7 @@ class FrameworkGuard(StepOwner):
 
     def end(self, why_unguarded: str = "") -> None:
         """Takes everything off the model, its optimizers and the process. Says on stderr that no step was guarded, and why, if that is so and a reason is given."""
-        self._leave()
-        self._effects.end()
-        self.told_to_end.end()
-        self._attempts.end()
+        end_all(self._leave, self._effects.end, self._attempts.end, self.told_to_end.end)
         if why_unguarded and not self.statistics["steps"]:
             sys.stderr.write(f"tightfit: guard: no step of this training was guarded: {why_unguarded}\n")
 

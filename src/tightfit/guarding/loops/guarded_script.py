@@ -5,7 +5,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType
@@ -13,23 +13,23 @@ from typing import Any
 
 import torch
 
-from tightfit.errors import ApplyError
+from tightfit.errors.ends import end_all, ended_by
 from tightfit.guarding.attempts import Attempts
 from tightfit.guarding.loops.find_loops import GuardedProgram, training_loops
 from tightfit.guarding.loops.framework_steps import STEPS, run_framework_step
 from tightfit.guarding.loops.guarded_loops import LoopGuard
 from tightfit.guarding.loops.outside_effects import OutsideEffects
 from tightfit.guarding.loops.rewrite_loops import GUARD, rewrite
+from tightfit.guarding.loops.script_models import ScriptModels
 from tightfit.guarding.memory.ballast import Ballast
 from tightfit.guarding.memory.out_of_memory import is_out_of_memory
 from tightfit.guarding.plan_on_model import Put
 from tightfit.guarding.rungs import CALM_STEPS, Rungs
 from tightfit.planner.plan import Plan
-from tightfit.runtime.apply import apply, session_on
+from tightfit.runtime.apply import apply
 from tightfit.torch_hooks.calls import StepOwner, on_new_optimizer, on_outermost_call, on_training_step
 from tightfit.torch_hooks.manifest import Name
 from tightfit.torch_hooks.replaced import Leave
-from tightfit.torch_hooks.weak_references import WeakTable
 
 
 class GuardedScript(StepOwner):
@@ -50,23 +50,22 @@ class GuardedScript(StepOwner):
         ballast_bytes: int = 0,
     ) -> None:
         self._program = GuardedProgram.of(Path(path))
-        self._models: WeakTable[torch.nn.Module, None] = WeakTable()
-        self._optimizers: WeakTable[torch.optim.Optimizer, None] = WeakTable()
+        self._models = ScriptModels()
         rungs = Rungs(
             plans,
-            self._model,
-            self._own_optimizers,
-            first=lambda: session_on(self._model()),
+            self._models.planned,
+            self._models.optimizers_of_planned,
+            first=self._models.session,
             has_first=has_first,
             put=put,
             calm_steps=calm_steps,
         )
         self._attempts = Attempts(
             None,
-            _Living(self._optimizers),
+            self._models.optimizers,
             rungs=rungs,
             folder=folder,
-            models=lambda: list(self._models),
+            models=self._models.all,
             ballast=Ballast(ballast_bytes, _current_card, calm_steps=calm_steps),
         )
         self._guard = LoopGuard(self._attempts, OutsideEffects())
@@ -92,28 +91,26 @@ class GuardedScript(StepOwner):
             code = self._compiled(loader.get_data(path), path) if self._is_own(path) else None
             return plain(loader, fullname) if code is None else code
 
-        leaves = [on_new_optimizer(self), on_outermost_call(self)]
-        setattr(builtins, GUARD, self._guard)
-        SourceFileLoader.get_code = get_code  # type: ignore[method-assign]
-        self._guard.effects.begin()
-        try:
-            yield self._compiled
-        except (RuntimeError, MemoryError) as error:
-            if is_out_of_memory(error) and not any("tightfit:" in n for n in getattr(error, "__notes__", ())):
-                why = "the error was raised outside of the turns of a training loop"
-                self._attempts.post_mortem.added_to(error, step=self._attempts.num_steps, tried=[], why=why)
-            raise
-        finally:
-            self._guard.effects.end()
-            SourceFileLoader.get_code = plain  # type: ignore[method-assign]
-            delattr(builtins, GUARD)
-            for leave in (*leaves, *self._frameworks.values()):
-                leave()
-            self._attempts.end()
+        with ExitStack() as leaves, ended_by(self._guard.effects.end, leaves.close, self._attempts.end):
+            leaves.callback(on_new_optimizer(self))
+            leaves.callback(on_outermost_call(self))
+            leaves.callback(lambda: end_all(*self._frameworks.values()))
+            setattr(builtins, GUARD, self._guard)
+            leaves.callback(delattr, builtins, GUARD)
+            SourceFileLoader.get_code = get_code  # type: ignore[method-assign]
+            leaves.callback(setattr, SourceFileLoader, "get_code", plain)
+            self._guard.effects.begin()
+            try:
+                yield self._compiled
+            except (RuntimeError, MemoryError) as error:
+                if is_out_of_memory(error) and not any("tightfit:" in n for n in getattr(error, "__notes__", ())):
+                    why = "the error was raised outside of the turns of a training loop"
+                    self._attempts.post_mortem.added_to(error, step=self._attempts.num_steps, tried=[], why=why)
+                raise
 
     def after_optimizer_was_made(self, optimizer: torch.optim.Optimizer) -> None:
         """Its steps are covered from the next turn on."""
-        self._optimizers[optimizer] = None
+        self._models.made(optimizer)
         # A script imports its framework late, but before its trainer makes an optimizer.
         for name in STEPS:
             if name.module in sys.modules and name not in self._frameworks:
@@ -128,7 +125,7 @@ class GuardedScript(StepOwner):
 
     def before_outermost_call(self, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """The models of the script are those that it calls."""
-        self._models.setdefault(module, None)
+        self._models.called(module)
 
     def _is_own(self, path: str) -> bool:
         return os.path.realpath(path) in self._program.trees
@@ -149,32 +146,7 @@ class GuardedScript(StepOwner):
         self._guard.names += names
         return code
 
-    def _own_optimizers(self) -> list[torch.optim.Optimizer]:
-        held = {id(parameter) for parameter in self._model().parameters()}
-        return [o for o in self._optimizers if any(id(p) in held for group in o.param_groups for p in group["params"])]
-
-    def _model(self) -> torch.nn.Module:
-        """The model that a plan goes on: the one with most parameters that are trained."""
-        trained = {id(p) for o in self._optimizers for group in o.param_groups for p in group["params"]}
-        sizes = {model: sum(p.numel() for p in model.parameters() if id(p) in trained) for model in self._models}
-        if not any(sizes.values()):
-            raise ApplyError("no model with an optimizer was called yet")
-        return max(sizes, key=lambda model: sizes[model])
-
 
 def _current_card() -> torch.device | None:
     """The GPU that the script uses, once it uses one."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else None
-
-
-class _Living(Sequence[torch.optim.Optimizer]):
-    """The optimizers of a program that are alive now."""
-
-    def __init__(self, table: WeakTable[torch.optim.Optimizer, None]) -> None:
-        self._table = table
-
-    def __getitem__(self, index: Any) -> Any:
-        return list(self._table)[index]
-
-    def __len__(self) -> int:
-        return len(self._table)

@@ -40,16 +40,14 @@ class PostMortem:
         self._optimizers = optimizers
 
     def added_to(self, error: BaseException, *, step: int, tried: Sequence[str], why: str) -> BaseException:
-        """The error with notes that say what was tried, after the file was written."""
-        release_memory()
-        models = self._models()
-        notes = [
-            f"tightfit: step {step}: {why}",
-            f"tightfit: {explain(bytes_by_holder(models, self._optimizers))}",
-        ]
+        """The error with notes that say what was tried, after the file was written. What fails in that is a note of its own, whatever it is."""
+        error.add_note(f"tightfit: step {step}: {why}")
         if tried:
-            notes.append("tightfit: tried: " + "; ".join(tried))
+            error.add_note("tightfit: tried: " + "; ".join(tried))
         try:
+            release_memory()
+            models = self._models()
+            error.add_note(f"tightfit: {explain(bytes_by_holder(models, self._optimizers))}")
             path = write_post_mortem(
                 self._folder,
                 error,
@@ -59,11 +57,12 @@ class PostMortem:
                 optimizers=self._optimizers,
                 plans=self._plans,
             )
-            notes += [f"tightfit: what would have fitted: {_command()}", f"tightfit: more in {path}"]
+            error.add_note(f"tightfit: what would have fitted: {_command()}")
+            error.add_note(f"tightfit: more in {path}")
         except OutputError as failed:
-            notes.append(f"tightfit: {failed}")
-        for note in notes:
-            error.add_note(note)
+            error.add_note(f"tightfit: {failed}")
+        except Exception as failed:  # noqa: BLE001 - a card that has failed raises anything from here on, and the program's error is the one to be seen
+            error.add_note(f"tightfit: no file was written about it: {type(failed).__name__}: {failed}")
         return error
 
 
@@ -101,7 +100,7 @@ def write_post_mortem(
     if requested := _REQUESTED.search(str(error)):
         found["requested_bytes"] = parse_bytes(requested[1] + requested[2].removesuffix("bytes"))
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        for index in range(torch.cuda.device_count()):
+        for index in _cards():
             found["devices"].setdefault(f"cuda:{index}", {}).update(_counters(index))
     path = folder / f"tightfit-out-of-memory-{step}.json"
     write_text(path, json.dumps(found, indent=1))
@@ -119,7 +118,9 @@ def bytes_by_holder(
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         kinds |= {gradient.untyped_storage()._cdata: "gradients" for gradient in gradients if _is_dense(gradient)}
     for optimizer in optimizers:
-        states = (value for state in optimizer.state.values() for value in state.values())
+        # A program may keep a count there as well. Of the dict's own class: one that makes values when it is read would take memory for them.
+        entries = optimizer.state.values()
+        states = [value for each in entries for value in (dict.values(each) if isinstance(each, dict) else (each,))]
         kinds |= {value.untyped_storage()._cdata: "optimizer_state" for value in states if _is_dense(value)}
     found: dict[str, Counter[str]] = {}
     seen = set[int]()
@@ -180,6 +181,12 @@ def _largest_tensors() -> list[dict[str, Any]]:
         {"device": key[0], "dtype": key[1], "shape": key[2], "num_tensors": counts[key], "bytes": num_bytes}
         for key, num_bytes in sizes.most_common(_MOST_KINDS)
     ]
+
+
+def _cards() -> list[int]:
+    """Those that this process uses: what is asked of another one makes a context there, for which there may be no memory."""
+    current = torch.cuda.current_device()
+    return [n for n in range(torch.cuda.device_count()) if n == current or torch.cuda.memory_reserved(n)]
 
 
 def _counters(index: int) -> dict[str, int]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tightfit.guarding.memory.held_contents import HeldContents
 from tightfit.guarding.memory.retried_operators import RetriedOperators
 from tightfit.techniques.session import Session
 from tightfit.torch_hooks.manifest import NUM_DISPATCH_MODES
@@ -83,7 +84,7 @@ class UpdateRetries:
         if self.stops_before:
             raise UpdateReached
         self._when_begun()
-        states = {parameter: dict(state) for parameter, state in optimizer.state.items()}
+        states = HeldContents(optimizer.state)
         again = RetriedOperators(self.freed)
         try:
             with again:
@@ -92,11 +93,7 @@ class UpdateRetries:
             return result
         except BaseException:
             if not again.has_written:
-                for parameter in [p for p in optimizer.state if p not in states]:
-                    del optimizer.state[parameter]
-                for parameter, state in states.items():
-                    optimizer.state[parameter].clear()
-                    optimizer.state[parameter].update(state)
+                states.restore()
             else:
                 self.half_done = f"the step of {type(optimizer).__name__} had updated some of its weights, and not all"
             raise

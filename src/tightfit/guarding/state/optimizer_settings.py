@@ -52,8 +52,16 @@ def states_beside_weights(optimizers: Sequence[torch.optim.Optimizer]) -> Iterat
 
 
 def _states(optimizers: Sequence[torch.optim.Optimizer]) -> list[Any]:
+    return [value for optimizer in optimizers for value in _contents(list(optimizer.state.values()))]
+
+
+def _contents(value: Any) -> Iterator[Any]:
+    if type(value) is dict or type(value) is list:
+        for each in value.values() if type(value) is dict else value:
+            yield from _contents(each)
     # Those that a plan keeps in a form of its own are dicts of its own.
-    return [v for o in optimizers for state in o.state.values() if type(state) is dict for v in state.values()]
+    elif not isinstance(value, dict):
+        yield value
 
 
 def _versions(states: list[Any]) -> list[int]:

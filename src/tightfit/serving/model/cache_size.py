@@ -40,11 +40,6 @@ class CacheSize:
         """Bytes of a request that do not grow."""
         return sum(self._scaled(t, t.fixed_bytes) for t in self.tensors)
 
-    @property
-    def has_windows(self) -> bool:
-        """Whether some layers keep only the last tokens."""
-        return any(t.max_tokens is not None for t in self.tensors)
-
     def request_bytes(self, num_tokens: int, num_encoder_tokens: int = 0) -> int:
         """Bytes of a request of `num_tokens` on one rank, in whole pages."""
         paged = math.ceil(num_tokens / self.block_tokens) * self.block_tokens

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from tightfit.effects.values.value_checks import has_values
 from tightfit.errors import ApplyError
 from tightfit.techniques.micro_batches.loaded_batch import LoadedBatch, num_examples
 from tightfit.techniques.micro_batches.logged_parts import LoggedParts
@@ -195,7 +196,21 @@ def _unseen(module: torch.nn.Module, logged: LoggedParts) -> Iterator[None]:
                 elif isinstance(value, dict):
                     value.clear()
                     value.update(content)
-                own[name] = content if isinstance(value, torch.Tensor) else value
+                elif isinstance(value, torch.Tensor):
+                    _put_back(value, content)
+                # The same object: others may hold it as well.
+                own[name] = value
+
+
+def _put_back(tensor: torch.Tensor, content: torch.Tensor) -> None:
+    """Gives a tensor back the content that it had, if it has another one."""
+    if not has_values(tensor) or (tensor.shape == content.shape and torch.equal(tensor, content)):
+        return
+    with torch.inference_mode(tensor.is_inference()):
+        if tensor.shape == content.shape:
+            tensor.data.copy_(content)
+        else:
+            tensor.data = content
 
 
 def _plain_state(attributes: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -203,7 +218,7 @@ def _plain_state(attributes: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     kept: dict[str, tuple[Any, Any]] = {}
     for name, value in attributes.items():
         if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
-            kept[name] = (value, value.clone())
+            kept[name] = (value, value.detach().clone())
         elif isinstance(value, bool | int | float | None) and name != "training":
             kept[name] = (value, value)
         elif isinstance(value, list) or (isinstance(value, dict) and not name.startswith("_")):

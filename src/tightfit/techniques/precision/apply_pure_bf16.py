@@ -32,7 +32,6 @@ from tightfit.torch_hooks.optimizer_step_hooks import is_stepped
 _NAME = "pure_bf16"
 # What a reference from Python to a storage counts, beside those of its tensors.
 _USES_OF_A_NAME = 1
-# What errors of torch's and numpy's say where an operator does not know a type, or two do not go together.
 
 
 class MasterWeights(Protocol):

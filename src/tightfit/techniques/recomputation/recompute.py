@@ -73,11 +73,8 @@ from tightfit.torch_hooks.manifest import GRAPH_TASK_ID
 from tightfit.torch_hooks.saved_tensor_hooks import is_of_torch_offload, programs_hooks
 from tightfit.torch_hooks.saving_functions import on_saving_functions
 
-Refusal = Callable[[str], ApplyError]
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
-# Batch norm's operator writes to these although its schema does not say so: the tensors' versions stay as they were.
-_CHANGED_UNSEEN = frozenset({"running_mean", "running_var"})
 _OTHER_THINGS = "did other things when it was run a second time"
 # The number of a backward pass where there is none.
 _NO_TASK = -1

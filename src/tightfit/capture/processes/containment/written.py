@@ -46,8 +46,10 @@ def dropped_notes(shared: Path) -> list[tuple[str, str]]:
         return []
     named = ", ".join(os.path.relpath(file) if _is_near(file) else file for file in files[:_MAX_NAMED])
     more = f" and {len(files) - _MAX_NAMED} more" if len(files) > _MAX_NAMED else ""
-    were = "1 file that the program wrote was" if len(files) == 1 else f"{len(files)} files that the program wrote were"
-    return [("", f"{were} dropped after the trace: {named}{more}; --allow-writes makes them real")]
+    were, them = f"{len(files)} files that the program wrote were", "them"
+    if len(files) == 1:
+        were, them = "1 file that the program wrote was", "it"
+    return [("", f"{were} dropped after the trace: {named}{more}; --allow-writes makes {them} real")]
 
 
 def _is_near(file: str) -> bool:

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_leaves
 
 from tightfit.capture.observe.host_python import spends
 from tightfit.cost.host_python import HostWork
@@ -36,6 +35,7 @@ from tightfit.techniques.lazy_tensors.retained_graphs import (
     told_of_gradients,
 )
 from tightfit.techniques.optimizer.updates.common_states import CommonStates
+from tightfit.techniques.optimizer.updates.given_tensors import GivenTensors
 from tightfit.techniques.optimizer.updates.optimizer_steps import UpdateOne, groups_by_parameter, update_within_step
 from tightfit.techniques.session import Session
 from tightfit.techniques.wrappers.first_order import are_transforms_active
@@ -160,17 +160,23 @@ class _Steps:
     """Runs within the steps of the optimizers: a second backward pass, in which parameters are updated one by one."""
 
     def __init__(
-        self, session: Session, steppers: Mapping[torch.optim.Optimizer, _Stepper], passes: _KeptPasses
+        self,
+        session: Session,
+        steppers: Mapping[torch.optim.Optimizer, _Stepper],
+        passes: _KeptPasses,
+        given: GivenTensors,
     ) -> None:
         self.session = session
         self._steppers = steppers
         self._passes = passes
+        self._given = given
         self._num_checked = 0
         self._reads_later = False
         self._common_states = CommonStates()
 
     def step(self, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, None]:
         """Runs within a step; returns the parameters that are updated already."""
+        self._given.end_step()
         stepper, groups = self._steppers[optimizer], groups_by_parameter(optimizer)
         for parameter in groups:
             deferred = deferred_gradient(parameter)
@@ -310,12 +316,12 @@ class Updates:
             for optimizer, update in updates.items()
         }
         self._passes = _KeptPasses()
-        self._inputs: list[torch.Tensor] = []  # of the model's calls since the last backward pass
+        self._given = GivenTensors()
         self._question = ClassQuestion(session.model)
         self._states = RegionStates()
         self._reduced = ReducedGradients()
         self._forms = GradientForms()
-        self._steps = _Steps(session, self._steppers, self._passes)
+        self._steps = _Steps(session, self._steppers, self._passes, self._given)
         self.is_over = False
 
     def install(self) -> None:
@@ -433,8 +439,9 @@ class Updates:
         # The pass may read frozen weights and the batch too; a write to one of them changes what the second
         # pass would compute.
         frozen = [parameter for parameter in model.parameters() if parameter not in reached]
-        kept = KeptPass(backward, list(model.buffers()), [*frozen, *self._inputs], _weakly(self), self._forms, code)
-        self._inputs.clear()
+        kept = KeptPass(
+            backward, list(model.buffers()), [*frozen, *self._given.take()], _weakly(self), self._forms, code
+        )
         result = kept.run_first(reached, zeroed, make_all)
         self._passes.kept.append(kept)
         return result
@@ -464,11 +471,14 @@ class Updates:
         )
         return next(filter(None, reasons), "")
 
-    def model_is_given(self, given: Any) -> None:
-        """Remembers the tensors that the model is called with."""
+    def call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of the model with gradients."""
         # A graph whose gradients the program has cleared, as after a step that was skipped or run again, is not held while the next one grows.
         self._passes.forget_done()
-        self._inputs += [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+        result = forward(*args, **kwargs)
+        if not self._passes.why_kept:
+            self._given.add((args, kwargs), result)
+        return result
 
 
 def _expecting_nothing(_: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
@@ -579,5 +589,5 @@ class _Inputs(OnlyHere):
             and not torch.compiler.is_compiling()
             and not are_transforms_active()
         ):
-            updates.model_is_given((args, kwargs))
+            return updates.call(forward, args, kwargs)
         return forward(*args, **kwargs)

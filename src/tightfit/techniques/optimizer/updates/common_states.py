@@ -6,13 +6,14 @@ import torch
 
 from tightfit.techniques.lazy_tensors.lazy_tensor import LazyTensor
 from tightfit.techniques.optimizer.updates.optimizer_steps import overlap
+from tightfit.torch_hooks.weak_references import WeakTable
 
 
 class CommonStates:
     """Asked at each step; what was looked at once is not looked at again while the states are the same tensors."""
 
     def __init__(self) -> None:
-        self._without: dict[torch.optim.Optimizer, list[int]] = {}
+        self._without: WeakTable[torch.optim.Optimizer, list[int]] = WeakTable()
 
     def has_any(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether two states of this optimizer share a byte."""

@@ -1,0 +1,55 @@
+"""Whether each training step leaves more allocated than the one before: a list of outputs, a sum of losses with their graphs. The steps that were traced fit then,
+and a later one may not.
+
+A program grows where storages of one size, made at one line, are alive that were born in each of the last three steps, and as much more is allocated after each:
+names that the next turn binds anew hold those of one step or two, a prefetcher as many batches after each step.
+"""
+
+import collections
+from collections.abc import Sequence
+
+import numpy as np
+
+from tightfit.capture.observe.recorder import Recorder
+from tightfit.tape import Category, EventKind, NotReached, SpanKind
+from tightfit.units import format_bytes
+
+_NUM_STEPS = 3
+_MIN_GROWTH_BYTES = 1024
+_MIN_SHARE = 0.9
+
+
+def growth_of_steps(recorder: Recorder, alive: Sequence[int], place: str) -> NotReached | None:
+    """What later steps of the loop at `place` leave, if those that were traced left more and more; `alive` are the storages that are alive now."""
+    spans = recorder.spans
+    steps = [number for number, (_, kind, *_) in enumerate(spans) if kind == SpanKind.STEP][-_NUM_STEPS:]
+    if len(steps) < _NUM_STEPS:
+        return None
+    ends = [span[2:] for span in spans[1:]] + [(len(recorder.events["kind"]), recorder.num_operators)]
+    columns = recorder.storages
+    left: list[collections.Counter[tuple[int, int]]] = []
+    for number in steps:
+        begin, end = spans[number][3], ends[number][1]
+        left.append(
+            collections.Counter(
+                (columns["num_bytes"][index], int(recorder.operators["line"][columns["operator"][index]]))
+                for index in alive
+                if begin <= columns["operator"][index] < end and columns["category"][index] != Category.INPUTS
+            )
+        )
+    of_each = {key: min(counts[key] for counts in left) for key in left[0]}
+    growth = sum(num_bytes * count for (num_bytes, _), count in of_each.items())
+    after = _alive_bytes(recorder)[[ends[number][0] for number in steps]]
+    if growth < _MIN_GROWTH_BYTES or (np.diff(after) < _MIN_SHARE * growth).any():
+        return None
+    _, line = max(of_each, key=lambda key: key[0] * of_each[key])
+    what = f"each leaves {format_bytes(growth)} more allocated, made at {recorder.strings.texts[line]}"
+    return NotReached(what=f"steps after the first {len(steps)}", where=place, condition=what)
+
+
+def _alive_bytes(recorder: Recorder) -> np.ndarray:
+    """The bytes that are allocated before each event, and after the last."""
+    kinds, storages = np.asarray(recorder.events["kind"]), np.asarray(recorder.events["storage"])
+    signs = (kinds == EventKind.ALLOCATE).astype(np.int64) - (kinds == EventKind.FREE)
+    sizes = np.asarray(recorder.storages["num_bytes"], dtype=np.int64)[np.where(signs != 0, storages, 0)]
+    return np.concatenate([[0], np.cumsum(signs * sizes)])
