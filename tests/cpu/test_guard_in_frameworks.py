@@ -292,7 +292,7 @@ def test_what_hooks_do_in_the_thread_of_a_cards_backward_pass_is_of_the_turn() -
     effects = OutsideEffects()
 
     def log(_: torch.Tensor) -> None:
-        Path("log.txt").touch()
+        Path("log.txt").write_text("of the hook")
         print("of the hook")
 
     weight.register_hook(log)

@@ -56,6 +56,13 @@ TAKEN_BACK = {
             update(mean_square(x, y))
             losses.append(group["lr"])
         """,
+    "an evaluation whose loader has workers": """
+        for x, y in DataLoader(data, batch_size=8, shuffle=True):
+            optimizer.zero_grad()
+            held_out = DataLoader(data, batch_size=12, shuffle=True, num_workers=1, multiprocessing_context="fork")
+            losses.append([rows.sum().item() for rows, _ in held_out])
+            update(mean_square(x, y))
+        """,
     "the state of a module of the program": """
         import noted
         noted.history.clear()
@@ -160,6 +167,20 @@ REFUSED = {
             for x, y in DataLoader(data, batch_size=8):
                 log.write("a line")
                 update(mean_square(x, y))
+        """,
+    "started a process": """
+        import os
+        for x, y in DataLoader(data, batch_size=8):
+            if not (child := os.fork()):
+                os._exit(0)
+            os.waitpid(child, 0)
+            update(mean_square(x, y))
+        """,
+    "took something from another thread": """
+        items = queue.Queue()
+        threading.Thread(target=lambda: [items.put(batch) for batch in DataLoader(data, batch_size=8)]).start()
+        for _ in range(3):
+            update(mean_square(*items.get()))
         """,
     "gave something to another thread": """
         writer = queue.Queue()

@@ -18,6 +18,7 @@ from tightfit.ranks.own_part import OwnPart
 from tightfit.ranks.rank_batch import RankBatch, shares
 from tightfit.ranks.rank_group import RankGroup, number_of
 from tightfit.ranks.values.content_hash import content_hash
+from tightfit.ranks.values.structures import attributes_of
 from tightfit.techniques.micro_batches.split_forward import SplitForward
 from tightfit.techniques.micro_batches.split_outputs import Outputs, Sums, find_loss
 from tightfit.techniques.wrappers.first_order import Refuse
@@ -47,7 +48,11 @@ class RankMicroBatches(RankBatch):
         self._rank = rank
         if any(tensor.requires_grad for tensor in self.tensors()):
             raise ApplyError("an argument wants a gradient of its own, which micro-batches do not give it")
-        changeable = [type(each).__name__ for each in (*args, *kwargs.values()) if isinstance(each, Mapping | list)]
+        changeable = [
+            type(each).__name__
+            for each in (*args, *kwargs.values())
+            if isinstance(each, Mapping | list) or attributes_of(each) is not None
+        ]
         if changeable:
             raise ApplyError(
                 f"an argument is a {changeable[0]}, which the model may change, and each micro-batch has a copy of it: give the model its tensors one by one"

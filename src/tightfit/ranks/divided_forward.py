@@ -21,7 +21,7 @@ from tightfit.errors import ApplyError, TightfitError
 from tightfit.ranks.accumulated_part import AccumulatedPart, loss_of
 from tightfit.ranks.divided_call import WRITTEN, DividedCall, Joined, Whole
 from tightfit.ranks.own_part import OwnPart, PartRun, RaisesInPart
-from tightfit.ranks.rank_batch import OF_MICRO_BATCHES, RankBatch, shares
+from tightfit.ranks.rank_batch import RankBatch, shares
 from tightfit.ranks.rank_group import RankGroup, number_of
 from tightfit.ranks.same_memory import Places, one_memory, places_of
 from tightfit.ranks.values.content_hash import content_hash
@@ -37,6 +37,7 @@ from tightfit.ranks.values.divided_outputs import (
 from tightfit.ranks.values.structures import leaves_of, mapped
 from tightfit.techniques.micro_batches.loss_means import LossWatch
 from tightfit.techniques.micro_batches.split_forward import (
+    OF_MICRO_BATCHES,
     Numbers,
     refuse_code_in_backward,
     refuse_hooks,
@@ -89,7 +90,9 @@ class DividedForward(OnlyHere):
                 refuse=self._refuse,
             )
         self._checks_left = self._check_steps = check_steps
-        self._has_divided = False
+        self.has_divided = False
+        # How many examples a call but the first had that was too small to be divided; 0 where none was.
+        self.fewest = 0
         # The names of arguments that all examples share.
         self._shared: set[str] = set()
         self._num_readings_left = _READINGS
@@ -138,10 +141,7 @@ class DividedForward(OnlyHere):
         is_compared = self._agree(batch)
         if batch.num_examples < self._group.size:
             # A first look with one example says nothing of the batches to come.
-            if not self._has_divided and self._num_calls > 1:
-                raise self._refuse(
-                    f"a batch of {batch.num_examples} cannot be divided over {self._group.size} ranks: give each at least one example"
-                )
+            self.fewest = batch.num_examples if self._num_calls > 1 else 0
             return forward(*args, **kwargs)
         self._shared |= batch.of_other_rows()
         parts = shares(batch.num_examples, self._group.size)
@@ -218,7 +218,7 @@ class DividedForward(OnlyHere):
 
     def _end_call(self) -> None:
         self._hint = ""
-        self._has_divided, self._checks_left = True, max(0, self._checks_left - 1)
+        self.has_divided, self._checks_left = True, max(0, self._checks_left - 1)
 
     def _raised(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
         """What raises for a part raises for the whole too, with all that the program sees of it, or is refused."""

@@ -16,14 +16,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from tightfit.errors import ApplyError, TightfitError
 from tightfit.ranks.divided_call import AskedGradients
 from tightfit.ranks.divided_forward import DividedForward
-from tightfit.ranks.rank_batch import OF_MICRO_BATCHES
 from tightfit.ranks.rank_group import RankGroup
 from tightfit.ranks.rank_plan import RankPlan
 from tightfit.ranks.sharded.sharded_states import ShardedStates
 from tightfit.ranks.values.content_hash import content_hash
 from tightfit.runtime.apply import innermost, root_of
 from tightfit.runtime.attach import Attachment
-from tightfit.techniques.micro_batches.split_forward import WRAPPERS
+from tightfit.techniques.micro_batches.split_forward import OF_MICRO_BATCHES, WRAPPERS
 from tightfit.techniques.wrappers.forwards import wrap_forward
 from tightfit.techniques.wrappers.traced_calls import is_looked_at
 from tightfit.torch_hooks.backward import on_backward
@@ -65,7 +64,8 @@ class RankAttachment:
         self._techniques = Attachment(self._choices, tell=tell, check_steps=2 * check_steps)
         self._leaves: list[Leave] = []
         self._failure: ApplyError | None = None
-        self._models: WeakTable[torch.nn.Module, None] = WeakTable()
+        self._models: WeakTable[torch.nn.Module, DividedForward] = WeakTable()
+        self._has_divided = False
         self.num_models = 0
 
     def begin(self) -> None:
@@ -73,7 +73,7 @@ class RankAttachment:
         asked = on_backward(self._gradients), on_tensor_hooks(self._gradients)
         self._leaves = [on_outermost_call(self), on_new_optimizer(self), on_swap(self), *asked]
         # What was swallowed must not be followed by an update.
-        self._leaves.append(register_optimizer_step_pre_hook(lambda *_: self._check()).remove)
+        self._leaves.append(register_optimizer_step_pre_hook(lambda *_: self._before_update()).remove)
         if self._choices:
             self._leaves.append(self._techniques.install())
 
@@ -93,6 +93,18 @@ class RankAttachment:
         """
         if self.failure is not None:
             raise self.failure
+
+    def _before_update(self) -> None:
+        self._check()
+        if self._has_divided:
+            return
+        met = [divided for _, divided in self._models.items()]
+        self._has_divided = any(divided.has_divided for divided in met)
+        # The turns of an agent say nothing of the batches to come; what an update is made of does.
+        if not self._has_divided and (fewest := max((divided.fewest for divided in met), default=0)):
+            raise self.refuse(
+                f"a batch of {fewest} cannot be divided over {self._group.size} ranks: give each at least one example"
+            )
 
     def end(self) -> None:
         """At the end of the script, which all ranks are to reach with the same weights.
@@ -192,6 +204,6 @@ class RankAttachment:
         wrap_forward(module, divided).put_on()
         for part in module.modules():
             self._met[part] = None
-        self._models[module] = None
+        self._models[module] = divided
         self.num_models += 1
         self._tell(f"on {type(module).__name__}: each batch divided over {self._group.size} ranks, gradients summed")

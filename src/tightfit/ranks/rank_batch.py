@@ -7,13 +7,11 @@ import torch
 
 from tightfit.errors import ApplyError
 from tightfit.ranks.values.divided_outputs import Unused
-from tightfit.ranks.values.structures import mapped
+from tightfit.ranks.values.structures import attributes_of, mapped
 from tightfit.ranks.values.written_arguments import CopiedArguments
 from tightfit.techniques.micro_batches.batches import AbstractBatch, Instead, check_rows, whole_argument
 
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
-OF_MICRO_BATCHES = "; leave micro_batches out"
-"""What a proof says of the technique that it was written for."""
 # Of arguments that may be shared: each is tried with a run of a part.
 _MOST_READINGS = 4
 
@@ -26,7 +24,7 @@ def shares(num_examples: int, num_ranks: int) -> list[tuple[int, int]]:
 
 
 class RankBatch(AbstractBatch):
-    """Tensors whose first dimension is that of the first tensor are split, also in lists, tuples and dicts; all others are shared, and those whose names are in `shared`.
+    """Tensors whose first dimension is that of the first tensor are split, also in lists, tuples, dicts and dataclasses; all others are shared, and those whose names are in `shared`.
 
     That is no guess: whether a part, with what it shares, gives what the whole gives is proved of either. Other than in micro-batches an argument may want a gradient: its rows are leaves of the part,
     and `wanting` has the tensors that they are of.
@@ -63,7 +61,7 @@ class RankBatch(AbstractBatch):
                 raise ApplyError(leaf.why)
             elif not isinstance(leaf, _PLAIN):
                 raise ApplyError(
-                    f"argument {name} is a {type(leaf).__name__}, which is not known how to split: give the model tensors, also in tuples, lists and dicts"
+                    f"argument {name} is a {type(leaf).__name__}, which is not known how to split: give the model tensors, also in tuples, lists, dicts and dataclasses"
                 )
         self.wanting: list[torch.Tensor] = []
         self.leaves: list[torch.Tensor] = []
@@ -160,6 +158,8 @@ def _named(value: Any) -> Iterator[tuple[str, Any]]:
         held: Iterable[tuple[Any, Any]] = value.items()
     elif isinstance(value, list | tuple):
         held = enumerate(value)
+    elif (attributes := attributes_of(value)) is not None:
+        held = attributes.items()
     else:
         yield "", value
         return

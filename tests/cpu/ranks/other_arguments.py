@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tests.cpu.ranks.programs import program
+from tests.cpu.ranks.programs import data, mlp, program, result_of, trained
 from torch import nn
 from torch.nn import functional
 
@@ -60,6 +60,63 @@ def returns_a_dataclass() -> dict[str, Any]:
         lambda model, x: _Found(model.net(x), types.SimpleNamespace(hidden=model.net[0](x), kind="text")),
         loss=lambda found, y: functional.cross_entropy(found.logits, y) + found.inner.hidden.pow(2).mean(),
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """What a loader collates, with what a model notes."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+    name: str
+    seen: list[Any]
+    found: Any = None
+
+
+class TakesDataclass(nn.Module):
+    """Is called with one argument, and marks it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        object.__setattr__(batch, "name", None)
+        return functional.cross_entropy(self.inner(batch.x), batch.y)
+
+
+@program()
+def batch_that_is_a_dataclass() -> dict[str, Any]:
+    model, names = TakesDataclass(), []
+
+    def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        batch = Batch(x, y, "first", [])
+        loss = model(batch)
+        names.append(batch.name is None)
+        return loss
+
+    found = trained(model, data(4), None, loss_of)
+    assert all(names)
+    return found
+
+
+@program()
+def an_agent_acts_before_it_is_trained() -> dict[str, Any]:
+    """Its turns are calls with one example each, and with gradients."""
+    model = mlp()
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for _ in range(3):
+        seen, turns = torch.randn(8), []
+        for _ in range(5):
+            action = model(seen[None]).detach().argmax()
+            turns.append((seen, action))
+            seen = seen * 0.9 + action * 0.1 + torch.randn(8) * 0.1
+        loss = functional.cross_entropy(model(torch.stack([x for x, _ in turns])), torch.stack([y for _, y in turns]))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return result_of(model, losses=losses)
 
 
 @program()

@@ -7,6 +7,7 @@ import io
 import mmap
 import random
 import re
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -32,7 +33,7 @@ def state_of(value: Any) -> State | None:
         return lambda: position(value), None
     if isinstance(value, _SCANNER):
         return object, None
-    return _state_in_array(value) or _state_of_view(value) or _state_of_memory(value)
+    return _state_in_array(value) or _state_of_view(value) or _state_of_memory(value) or _state_of_processes(value)
 
 
 def _state_in_array(value: Any) -> State | None:
@@ -80,6 +81,29 @@ def _state_of_stream(value: Any) -> State | None:
         # Those of variable length have no size of their own.
         return value.digest if value.digest_size else lambda: value.digest(32), None
     return (lambda: _place_in_file(value), None) if isinstance(value, io.IOBase) else None
+
+
+def _state_of_processes(value: Any) -> State | None:
+    # What several processes share is looked at, and never put back. Without these modules a program has none of it.
+    if isinstance(value, _of_module("multiprocessing.sharedctypes", "SynchronizedBase")):
+        return lambda: _digest(value.get_obj()), None
+    if isinstance(value, _of_module("multiprocessing.synchronize", "Event")):
+        return value.is_set, None
+    if isinstance(value, _of_module("multiprocessing.synchronize", "Semaphore")):
+        # Its number is shown, and has no public name.
+        return value.__repr__, None
+    if isinstance(value, _of_module("multiprocessing.shared_memory", "SharedMemory")):
+        return lambda: _digest(value.buf), None
+    return None
+
+
+def _of_module(module: str, name: str) -> type | tuple[()]:
+    return getattr(sys.modules.get(module), name, ())
+
+
+def _digest(memory: Any) -> Any:
+    """What is compared of memory; None once it is closed."""
+    return None if memory is None else hash(bytes(memory))
 
 
 def _place_in_file(file: Any) -> Any:

@@ -1,10 +1,12 @@
-"""What a model does to the dicts and lists that it is called with: it takes labels out, fills in metrics, appends losses. It was given copies, with its rows."""
+"""What a model does to the dicts, lists and dataclasses that it is called with: it takes labels out, fills in metrics, appends losses. It was given copies, with its rows."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
 
 import torch
+
+from tightfit.ranks.values.structures import attributes_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +28,7 @@ class CopiedArguments:
             self._add(original, made)
 
     def _add(self, original: Any, made: Any) -> None:
-        if not isinstance(original, MutableMapping | list | tuple):
+        if not isinstance(original, MutableMapping | list | tuple) and attributes_of(original) is None:
             return
         own, before = _items(original), _items(made)
         if not isinstance(original, tuple):
@@ -59,7 +61,12 @@ def _is_object(value: Any) -> bool:
 
 
 def _items(container: Any) -> list[tuple[Any, Any]]:
-    return list(container.items()) if isinstance(container, MutableMapping) else list(enumerate(container))
+    if isinstance(container, list | tuple):
+        return list(enumerate(container))
+    if isinstance(container, MutableMapping):
+        return list(container.items())
+    # A dataclass or a namespace, of which the model may have set an attribute more; those with slots have none.
+    return list((getattr(container, "__dict__", None) or attributes_of(container) or {}).items())
 
 
 def _put(container: Any, items: list[tuple[Any, Any]]) -> None:
@@ -67,6 +74,14 @@ def _put(container: Any, items: list[tuple[Any, Any]]) -> None:
         container[:] = [value for _, value in items]
         return
     kept = dict(items)
+    if not isinstance(container, MutableMapping):
+        for key, _ in _items(container):
+            if key not in kept:
+                object.__delattr__(container, key)
+        for key, value in items:
+            # Of a frozen one too.
+            object.__setattr__(container, key, value)
+        return
     for key in [key for key in container if key not in kept]:
         del container[key]
     for key, value in items:

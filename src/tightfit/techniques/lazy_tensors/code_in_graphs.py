@@ -42,6 +42,8 @@ class CodeInGraph:
                 return "the backward pass of a function of the program's may write something"
             if _holds_code(vars(node)):
                 return "the backward pass of a function of the program's has code at hand that may write something"
+        if _uses_up_saved(node):
+            return "compiled code takes the memory of what it has saved in its backward pass (donated buffers)"
         return self.reason_of_hooks(node)
 
     def reason_of_hooks(self, node: Any) -> str:
@@ -80,6 +82,18 @@ def _is_own(node: Any) -> bool:
         return False
     kind: Any = type(node)
     return not _is_of_torch(kind._forward_cls.__module__)
+
+
+def _uses_up_saved(node: Any) -> bool:
+    """Whether a node is compiled code whose backward pass may run once: it was compiled with the forward, as with dynamic shapes. What is compiled by the first
+    pass itself is compiled for several (torch/_functorch/_aot_autograd/runtime_wrappers.py, `saved_tensors_use_once`)."""
+    if not isinstance(node, torch.autograd.function.BackwardCFunction):
+        return False
+    kind: Any = type(node)
+    compiled = vars(kind._forward_cls)
+    if compiled.get("compiled_bw") is None or not kind._forward_cls.__module__.startswith("torch._functorch."):
+        return False
+    return bool(getattr(compiled.get("metadata"), "bw_donated_idxs", None))
 
 
 def _is_of_torch(module: str) -> bool:

@@ -183,13 +183,7 @@ class LazyTensor(torch.Tensor, metaclass=SeenAsTensor):
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         # Tools that measure memory (torch.distributed's memory trackers, and our own recorder) look inside of
         # wrapper subclasses by these names. So does the compiler, to trace through them.
-        if _is_asked_by_compiler(sys._getframe(1)):
-            # By this the compiler leaves the code to Python, which it does for whatever it cannot trace.
-            leave_to_python()
-            raise NOT_TRACED.value()(
-                "a tensor that is not computed is given to code that torch.compile takes apart; give it a copy (p.grad.clone()), "
-                "or leave the technique out of the plan"
-            )
+        _keep_from_compiler(sys._getframe(1))
         return ["first_held", "second_held"][: len(self.source.held())], None
 
     @staticmethod
@@ -239,10 +233,22 @@ class LazyTensor(torch.Tensor, metaclass=SeenAsTensor):
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """As `torch.Tensor.untyped_storage`."""
+        # It describes the gradients of all weights that it meets, also where the code reads none.
+        _keep_from_compiler(sys._getframe(1))
         return self.whole().untyped_storage()
 
     def __dlpack__(self, **kwargs: Any) -> Any:
         return self.whole().__dlpack__(**kwargs)
+
+
+def _keep_from_compiler(caller: types.FrameType) -> None:
+    """Has the compiler leave the code to Python, which it does for whatever it cannot trace."""
+    if _is_asked_by_compiler(caller):
+        leave_to_python()
+        raise NOT_TRACED.value()(
+            "a tensor that is not computed is given to code that torch.compile takes apart; give it a copy (p.grad.clone()), "
+            "or leave the technique out of the plan"
+        )
 
 
 def _is_asked_by_compiler(frame: types.FrameType | None) -> bool:

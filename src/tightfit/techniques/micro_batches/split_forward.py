@@ -43,6 +43,8 @@ from tightfit.torch_hooks.saved_tensor_hooks import packs_by_itself
 
 WRAPPERS = frozenset({"OptimizedModule", "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"})
 """Modules that do their own work around the forward and the backward pass of the one inside."""
+OF_MICRO_BATCHES = "; leave micro_batches out"
+"""What a refusal says of this technique."""
 
 Forward = Callable[..., Any]
 
