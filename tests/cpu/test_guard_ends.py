@@ -1,5 +1,7 @@
 """How a guard ends: all that it has put there is taken off, and what fails in that, or in the file about a failed step, never replaces the program's own error."""
 
+import signal
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +10,15 @@ import torch
 from benchmarks.guard import Failing
 from tests.cpu import applied
 from tests.cpu.guarded_scripts import Scripts
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tightfit
 from tightfit.errors.ends import end_all, ended_by
 from tightfit.guarding.loops.guarded_script import GuardedScript
 from tightfit.guarding.memory import post_mortem
 from tightfit.guarding.memory.post_mortem import PostMortem
+from tightfit.guarding.state.step_gradients import StepGradients
+from tightfit.guarding.told_to_end import ToldToEnd
 
 
 @pytest.fixture
@@ -126,3 +131,111 @@ def test_the_file_about_a_step_never_replaces_its_error(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "empty_cache", fails)
     mortem.added_to(error, step=3, tried=[], why="it was the last")
     assert "no file was written about it" in error.__notes__[-1]
+
+
+SKIPPING = """
+import torch
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+done, skipped = 0, 0
+while done < 3:
+    try:
+        for number in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            done += 1
+    except torch.OutOfMemoryError:
+        skipped += 1
+"""
+
+
+@pytest.mark.parametrize("method", ["begin", "succeeded"])
+def test_a_turn_that_has_no_memory_for_its_copies_is_over(
+    method: str, scripts: Scripts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = scripts.write(SKIPPING)
+    guarded = GuardedScript(str(path), [], has_first=False, folder=scripts.folder)
+    attempts = guarded._attempts
+    plain = getattr(attempts, method)
+    calls: list[bool] = []
+
+    def first_fails(*args: Any, **kwargs: Any) -> Any:
+        calls.append(attempts.is_running)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(attempts, method, first_fails)
+    former = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    try:
+        handler = signal.getsignal(signal.SIGTERM)
+        found: dict[str, Any] = {"__name__": "__main__"}
+        with guarded.running() as compiled:
+            code = compiled(path.read_bytes(), str(path))
+            assert code is not None
+            exec(code, found)
+        assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, former)
+    assert found["skipped"] == 1
+    assert not any(calls) if method == "begin" else all(calls)
+
+
+def test_a_signal_whose_handler_is_not_pythons_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    former = signal.getsignal(signal.SIGTERM)
+    told = ToldToEnd(lambda: None)
+    with monkeypatch.context() as patched:
+        patched.setattr(signal, "getsignal", lambda number: None)
+        told.begin()
+    told.end()
+    try:
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, former)
+
+
+def test_loaders_that_are_left_early_are_dropped() -> None:
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    held: list[weakref.ref[Any]] = []
+    with tightfit.guard(model, optimizer) as guarded:
+        for _ in range(3):
+            batches = guarded.batches([torch.ones(2, 4)] * 3)
+            held.append(weakref.ref(batches))
+
+            def step(batches: Any = batches) -> None:
+                optimizer.zero_grad()
+                model(next(batches)).sum().backward()
+                optimizer.step()
+
+            guarded.step(step)
+            del step
+        assert [reference() is None for reference in held] == [True, True, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
+def test_gradients_that_are_zeroed_in_place_are_looked_at_without_memory(dtype: torch.dtype) -> None:
+    leaf = torch.zeros(64, 32, dtype=dtype, requires_grad=True)
+    for last, is_zero in ((0, True), (-1, False), (float("nan"), False), (float("inf"), False), (-0.0, True)):
+        leaf.grad = torch.ones_like(leaf)
+        gradients = StepGradients([leaf])
+        leaf.grad.zero_()[-1, -1] = last
+        with SizesOfResults() as made:
+            gradients._look()
+        assert made.most <= 1
+        gradients.is_seen = True
+        assert (gradients.obstacle() == "") == is_zero
+
+
+class SizesOfResults(TorchDispatchMode):
+    """The elements of the largest tensor of its own that an operator inside has made."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage()._cdata for t in args if isinstance(t, torch.Tensor)}
+        if isinstance(result, torch.Tensor) and result.untyped_storage()._cdata not in given:
+            self.most = max(self.most, result.numel())
+        return result

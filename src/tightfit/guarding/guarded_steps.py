@@ -10,6 +10,7 @@ the error it had, and says why.
 """
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,7 +65,8 @@ class GuardedSteps:
         self.statistics = self._attempts.statistics
         self._backward = AdaptiveBackward(model, self._attempts)
         self._has_plans = bool(plans)
-        self._batches: list[ReplayedBatches[Any]] = []
+        # The program decides how long a loader lives, and its workers with it.
+        self._batches: list[weakref.ref[ReplayedBatches[Any]]] = []
 
     def step(self, function: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Result:
         """Runs `function(*args, **kwargs)`, one step of the loop, to its end, and returns its result.
@@ -80,7 +82,7 @@ class GuardedSteps:
             functools.partial(function, *args, **kwargs),
             {"the step": function, **{f"argument {n}": a for n, a in enumerate(args, 1)}, **kwargs},
             names_data=lambda: "data" in attributes_named_by(function),
-            sources=self._batches,
+            sources=[batches for reference in self._batches if (batches := reference()) is not None],
         )
         self.told_to_end.at_border()
         return result
@@ -157,7 +159,7 @@ class GuardedSteps:
     def batches(self, loader: Iterable[Batch]) -> ReplayedBatches[Batch]:
         """An iterator over `loader` for steps that call `next` themselves: a step that is run again gets the same batches."""
         found = ReplayedBatches(loader)
-        self._batches.append(found)
+        self._batches = [*(each for each in self._batches if each() is not None), weakref.ref(found)]
         return found
 
     def end(self) -> None:

@@ -19,6 +19,8 @@ class ToldToEnd:
     def __init__(self, on_terminate: Callable[[], object] | None = None) -> None:
         self._on_terminate = on_terminate
         self._is_told = False
+        self._is_taken = False
+        # None for one that is no function of Python's.
         self._former: Any = None
         self._own = self._note
 
@@ -35,15 +37,16 @@ class ToldToEnd:
         former = signal.getsignal(signal.SIGTERM)
         # Without a function of the program's the signal ends the process at once, as it should.
         if former is not self._own and (self._on_terminate is not None or callable(former)):
-            self._former = former
+            self._is_taken, self._former = True, former
             signal.signal(signal.SIGTERM, self._own)
 
     def end(self) -> None:
         """Gives the signal back, and tells what has not been told."""
-        if self._former is not None:
-            former, self._former = self._former, None
+        if self._is_taken:
+            former, self._is_taken, self._former = self._former, False, None
             if signal.getsignal(signal.SIGTERM) is self._own:
-                signal.signal(signal.SIGTERM, former)
+                # One that was set from C cannot be put back: the process ends at the signal then, as without any.
+                signal.signal(signal.SIGTERM, signal.SIG_DFL if former is None else former)
             if self._on_terminate is None:
                 self._tell(lambda: former(signal.SIGTERM, sys._getframe()))
 

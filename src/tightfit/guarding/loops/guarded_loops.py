@@ -3,12 +3,13 @@
 import builtins
 import threading
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from tightfit.effects.users_code import is_users_class, is_users_file
+from tightfit.errors.ends import end_all, ended_by
 from tightfit.guarding.attempts import Attempt, Attempts
 from tightfit.guarding.loops.names_of_turn import TurnNames
 from tightfit.guarding.loops.outside_effects import OutsideEffects
@@ -136,12 +137,19 @@ class Turn:
             guard.attempts.num_steps += 1
         reached = {name: value for name, value in self.variables.at_begin.items() if name not in self._drawn}
         reached |= guard.effects.clear()
-        self._attempt = guard.attempts.begin(
-            reached,
-            attributes=self._names.attributes,
-            names_data=lambda: "data" in self._names.attributes or _name_data(reached.values(), self._names.attributes),
-            sources=self._loop.sources,
-        )
+        try:
+            self._attempt = guard.attempts.begin(
+                reached,
+                attributes=self._names.attributes,
+                names_data=lambda: (
+                    "data" in self._names.attributes or _name_data(reached.values(), self._names.attributes)
+                ),
+                sources=self._loop.sources,
+            )
+        except BaseException as error:
+            # There was no memory for its copies, say: there is no turn, and the program may go on behind the error.
+            with ended_by(*self._ends(is_good=False)):
+                raise error
 
     def next(self, iterator: Any, *default: Any) -> Any:
         """`next(iterator, *default)`: the item comes again when the turn does."""
@@ -165,17 +173,24 @@ class Turn:
         """The turn is over, whatever its end."""
         if self._attempt is None:
             return
-        if self._is_good:
-            self._guard.attempts.succeeded(self._attempt)
-        self._guard.attempts.leave(self._attempt)
-        if not self.has_failed:
-            self._guard.effects.printed.stop()
-            self._attempt = None
-            self.variables.at_begin.clear()
+        is_good, attempts = False, self._guard.attempts
+        try:
             if self._is_good:
-                self._loop.succeeded()
-            self._guard.leave(self, is_good=self._is_good)
-            self._guard.told_to_end.end()
+                attempts.succeeded(self._attempt)
+            is_good = self._is_good
+        finally:
+            attempts.leave(self._attempt)
+            if not self.has_failed:
+                end_all(*self._ends(is_good=is_good))
+
+    def _ends(self, *, is_good: bool) -> Sequence[Callable[[], object]]:
+        """What is done when the turn is over, and is not taken back."""
+        self._attempt = None
+        self.variables.at_begin.clear()
+        if is_good:
+            self._loop.succeeded()
+        guard = self._guard
+        return guard.effects.printed.stop, lambda: guard.leave(self, is_good=is_good), guard.told_to_end.end
 
     def abandon(self) -> None:
         """A turn of a loop inside of this one begins: this one is not taken back."""

@@ -73,8 +73,11 @@ def _largest(gradient: torch.Tensor) -> torch.Tensor:
     gradient = gradient.detach()
     if gradient.layout != torch.strided:
         return torch.ones(())
+    if gradient.is_complex():
+        gradient = torch.view_as_real(gradient.resolve_conj())
     with torch.no_grad():
-        return gradient.abs().amax() if gradient.numel() else torch.zeros(())
+        # In one pass, without a tensor of that size: there is least memory to spare right before the backward pass.
+        return torch.linalg.vector_norm(gradient, float("inf")) if gradient.numel() else torch.zeros(())
 
 
 def _copy(gradient: torch.Tensor) -> torch.Tensor:
