@@ -19,9 +19,13 @@ rank_launch._KILL_SECONDS = 0.2
 sys.exit(rank_launch.run_ranks([sys.executable, "-c", sys.argv[1]], 2, lambda line: None, on_cards=False))
 """
 RANK = f"""\
-import os, pathlib, signal, sys, time
+import os, pathlib, signal, subprocess, sys, time
+worker = subprocess.Popen(["sleep", "60"])
 def save(*_):
     time.sleep(1)
+    # It would have ended, and the rank with it, before the ranks meet.
+    assert worker.poll() is None
+    worker.kill()
     print("saved", flush=True)
     sys.exit(int(os.environ["RANK"]) and {113})
 if HANDLES:

@@ -42,22 +42,21 @@ def run_ranks(command: Sequence[str], num_ranks: int, say: Callable[[str], None]
             try:
                 return _watch(ranks, folder, say)
             except KeyboardInterrupt:
-                for each in ranks:
-                    _signal(each, signal.SIGINT)
-                return _ended_by_themselves(ranks)
+                return _told(ranks, signal.SIGINT)
             except _Told:
-                for each in ranks:
-                    each.send_signal(signal.SIGTERM)
-                return _ended_by_themselves(ranks)
+                return _told(ranks, signal.SIGTERM)
 
 
 class _Told(BaseException):
     """This process was told to end (SIGTERM), and the script has a function for that."""
 
 
-def _ended_by_themselves(ranks: Sequence["subprocess.Popen[bytes]"]) -> int:
-    """The exit code of ranks that have got a signal, and save what they have, however long that takes; another signal ends them."""
+def _told(ranks: Sequence["subprocess.Popen[bytes]"], number: int) -> int:
+    """The exit code of ranks that get a signal, and save what they have, however long that takes; another signal ends them."""
     try:
+        for each in ranks:
+            # Not its workers: they would be gone before the rank meets the others, and handles it.
+            each.send_signal(number)
         _wait_for(ranks, math.inf)
     except (KeyboardInterrupt, _Told):
         _end(ranks)
