@@ -211,7 +211,7 @@ class OwnPart:
         """Around a run of the model: models inside are not divided once more, and what each rank would do to files and optimizers is refused."""
         is_watched = device.type == "cpu" or self._proofs.names_outside
         outside = without_outside_calls(lambda why: self._refuse(f"the model {why}"), is_on=is_watched)
-        with outside, no_steps(self._refuse), self._group.inside():
+        with outside, no_steps(self._refuse, self.model), self._group.inside():
             yield
 
     @contextlib.contextmanager

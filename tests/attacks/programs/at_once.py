@@ -49,6 +49,31 @@ def tasks_take_turns(t: Trial) -> None:
     asyncio.run(both())
 
 
+@attack("gradients", "two models are trained by two threads at once, each with an optimizer of its own")
+def threads_train_beside_each_other(t: Trial) -> None:
+    pairs = []
+    for _ in range(2):
+        model = Net()
+        optimizer = sgd(model)
+        t.apply(model, optimizer)
+        pairs.append((model, optimizer))
+
+    def trained(number: int) -> list[torch.Tensor]:
+        model, optimizer = pairs[number]
+        losses = []
+        for step in range(3):
+            loss = model(*tokens(step + 10 * number))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        return losses
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        t.note("losses", list(pool.map(trained, range(2))))
+    t.end_step()
+
+
 @attack(
     "gradients",
     "the training step is a generator that the loop advances: forward, backward pass and step lie in other calls",

@@ -158,7 +158,16 @@ def _run(
         # Next to where the command was given, wherever the script goes.
         folder = guarding.post_mortems.resolve()
         found.append(
-            GuardedScript(script.path, plans, has_first=has_plan, folder=folder, put=put, ballast_bytes=ballast_bytes)
+            GuardedScript(
+                script.path,
+                plans,
+                has_first=has_plan,
+                folder=folder,
+                # As `python -m` does.
+                imports_from=Path.cwd() if script.module else None,
+                put=put,
+                ballast_bytes=ballast_bytes,
+            )
         )
         return found[0].running()
 

@@ -6,7 +6,7 @@ Functions are told apart by their names alone, so that more loops may be found t
 
 import ast
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 Loop = ast.For | ast.While
@@ -23,10 +23,11 @@ class GuardedProgram:
     functions: Mapping[str, tuple[ast.AST, ...]]
 
     @classmethod
-    def of(cls, path: Path) -> "GuardedProgram":
-        """The file at `path`, and what it imports from its own folder."""
+    def of(cls, path: Path, folder: Path | None = None) -> "GuardedProgram":
+        """The file at `path`, and what it imports from `folder`, by default its own, or relatively to itself."""
+        folder = path.resolve().parent if folder is None else folder.resolve()
         trees: dict[str, ast.Module] = {}
-        waiting = [path.resolve()]
+        waiting = [path.resolve(), *_packages(path.resolve(), folder)]
         while waiting and len(trees) < _MOST_FILES:
             each = waiting.pop()
             if str(each) in trees:
@@ -37,7 +38,7 @@ class GuardedProgram:
                 # Python says it when it comes to run it.
                 continue
             trees[str(each)] = tree
-            waiting += _imported(tree, path.resolve().parent)
+            waiting += _imported(tree, each, folder)
         functions: dict[str, list[ast.AST]] = {}
         for tree in trees.values():
             for node in ast.walk(tree):
@@ -117,16 +118,31 @@ def own_nodes(node: ast.AST) -> Iterator[ast.AST]:
             yield from own_nodes(child)
 
 
-def _imported(tree: ast.Module, folder: Path) -> Iterator[Path]:
+def _imported(tree: ast.Module, path: Path, folder: Path) -> Iterator[Path]:
     for node in ast.walk(tree):
         names: list[str] = []
+        base = folder
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            module = node.module or ""
-            names = [module, *(f"{module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module or ''}.{alias.name}".strip(".") for alias in node.names]
+            if node.level > len(path.parents):
+                continue
+            if node.level:
+                base = path.parents[node.level - 1]
+                yield from _files(base.parent, [base.name])
         for name in names:
-            place = folder.joinpath(*name.split("."))
-            for file in (place.with_suffix(".py"), place / "__init__.py"):
-                if file.is_file():
-                    yield file
+            yield from _files(base, name.split("."))
+
+
+def _files(base: Path, parts: Sequence[str]) -> Iterator[Path]:
+    """The files that Python runs to import a name below a folder: those of the packages that it is in too."""
+    for number in range(1, len(parts) + 1):
+        place = base.joinpath(*parts[:number])
+        yield from (file.resolve() for file in (place.with_suffix(".py"), place / "__init__.py") if file.is_file())
+
+
+def _packages(path: Path, folder: Path) -> list[Path]:
+    """The files of the packages between a folder and a module that is run with `python -m`."""
+    places = path.parents[: path.parents.index(folder)] if folder in path.parents else ()
+    return [place / "__init__.py" for place in places if (place / "__init__.py").is_file()]

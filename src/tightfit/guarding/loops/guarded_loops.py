@@ -88,9 +88,9 @@ class GuardedLoop:
         is_again, self._is_again = self._is_again, False
         return is_again
 
-    def begin(self, drawn: Sequence[str]) -> "Turn":
-        """A turn begins. `drawn` are the variables whose iterators it asks for items by `next`."""
-        return Turn(self, frozenset(drawn))
+    def begin(self, drawn: Sequence[str], own_next: Callable[..., Any] = builtins.next) -> "Turn":
+        """A turn begins. `drawn` are the variables whose iterators it asks for items by `next`, which is `own_next` there: a program may import one from anywhere."""
+        return Turn(self, frozenset(drawn) if own_next is builtins.next else frozenset(), own_next)
 
     def source(self, iterator: Any) -> ReplayedBatches[Any]:
         """What hands out the items of an iterator."""
@@ -114,13 +114,14 @@ class GuardedLoop:
 class Turn:
     """One attempt at a turn of a loop. The rewritten loop calls it, and hands its `variables` over."""
 
-    def __init__(self, loop: GuardedLoop, drawn: frozenset[str]) -> None:
+    def __init__(self, loop: GuardedLoop, drawn: frozenset[str], own_next: Callable[..., Any]) -> None:
         self.has_failed = False
         self.number = loop.number
         self._loop = loop
         self._guard = loop.guard
         self._names = loop.guard.names[loop.number]
         self._drawn = drawn
+        self._own_next = own_next
         self.variables = TurnVariables(self._names)
         self._attempt: Attempt | None = None
         self._error: BaseException | None = None
@@ -151,10 +152,10 @@ class Turn:
             with ended_by(*self._ends(is_good=False)):
                 raise error
 
-    def next(self, iterator: Any, *default: Any) -> Any:
+    def next(self, iterator: Any, *default: Any, **others: Any) -> Any:
         """`next(iterator, *default)`: the item comes again when the turn does."""
-        if self._attempt is None:
-            return builtins.next(iterator, *default)
+        if self._attempt is None or self._own_next is not builtins.next:
+            return self._own_next(iterator, *default, **others)
         # Making a batch is not done again: what it prints and opens is none of the turn's.
         with self._guard.effects.apart():
             return builtins.next(self._loop.source(iterator), *default)

@@ -33,7 +33,7 @@ from tightfit.torch_hooks.replaced import Leave
 
 
 class GuardedScript(StepOwner):
-    """The guard of one script. `plans` are tried in turn, each applied by `put`; the first of them is on already, where `has_first`.
+    """The guard of one script, which finds what it imports in `imports_from`, by default its own folder. `plans` are tried in turn, each applied by `put`; the first of them is on already, where `has_first`.
 
     `is_found` is whether the script has a training loop that can be guarded; `statistics` counts steps, errors, replays.
     """
@@ -45,11 +45,12 @@ class GuardedScript(StepOwner):
         *,
         has_first: bool,
         folder: Path,
+        imports_from: Path | None = None,
         put: Put = apply,
         calm_steps: int = CALM_STEPS,
         ballast_bytes: int = 0,
     ) -> None:
-        self._program = GuardedProgram.of(Path(path))
+        self._program = GuardedProgram.of(Path(path), imports_from)
         self._models = ScriptModels()
         rungs = Rungs(
             plans,

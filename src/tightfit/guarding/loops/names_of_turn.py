@@ -35,6 +35,21 @@ def names_of_turn(body: Sequence[ast.stmt]) -> TurnNames:
     )
 
 
+def binds(scope: ast.Module | ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> bool:
+    """Whether a module or a function binds a name of its own."""
+    if not isinstance(scope, ast.Module):
+        given = scope.args
+        arguments = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
+        if any(argument is not None and argument.arg == name for argument in arguments):
+            return True
+    definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    # What these bind inside is none of the scope's.
+    return any(
+        statement.name == name if isinstance(statement, definitions) else name in _bound(statement)
+        for statement in scope.body
+    )
+
+
 def _in_order(body: Sequence[ast.stmt]) -> Iterator[tuple[ast.AST, bool]]:
     """Each statement, and whether all that it binds is bound whenever it is run to its end; the parts of `with` one by one."""
     for statement in body:

@@ -23,7 +23,7 @@ import ast
 from collections.abc import Sequence
 
 from tightfit.guarding.loops.find_loops import Loop, own_nodes
-from tightfit.guarding.loops.names_of_turn import TurnNames, names_of_turn
+from tightfit.guarding.loops.names_of_turn import TurnNames, binds, names_of_turn
 
 # Among the builtins while a guarded script runs, since every module of the program sees these.
 GUARD = "__tightfit_guard__"
@@ -42,6 +42,30 @@ class _Rewriter(ast.NodeTransformer):
         self._chosen = {id(loop) for loop in loops}
         self._first = first
         self.names: list[TurnNames] = []
+        # Whether the scopes around a node bind a `next` of their own, from the module on.
+        self._own_next: list[bool] = []
+
+    def visit_Module(self, node: ast.Module) -> ast.AST:
+        # What a function declares to be global it may bind there.
+        is_global = any(isinstance(each, ast.Global) and "next" in each.names for each in ast.walk(node))
+        self._own_next.append(is_global or binds(node, "next"))
+        return self.generic_visit(node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        return self._scope(node)
+
+    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> ast.AST:
+        return self._scope(node)
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
+        # Its methods do not see what it binds; loops of its own body are not told apart.
+        return self.generic_visit(node)
+
+    def _scope(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.AST:
+        self._own_next.append(binds(node, "next"))
+        self.generic_visit(node)
+        self._own_next.pop()
+        return node
 
     def visit_For(self, node: ast.For) -> ast.AST | list[ast.stmt]:
         return self._loop(node)
@@ -58,8 +82,9 @@ class _Rewriter(ast.NodeTransformer):
         names = names_of_turn(node.body)
         self.names.append(names)
         loop, turn = f"__tightfit_loop_{number}__", f"__tightfit_turn_{number}__"
-        drawn = sorted(_drawn_from(node.body))
-        changes = _ChangedBody(turn)
+        is_own = any(self._own_next)
+        drawn = [] if is_own else sorted(_drawn_from(node.body))
+        changes = _ChangedBody(turn, replaces_next=not is_own)
         body = [changes.visit(statement) for statement in node.body]
         if isinstance(node, ast.For):
             node.iter = _call(f"{loop}.turns", node.iter)
@@ -70,7 +95,7 @@ class _Rewriter(ast.NodeTransformer):
         shell.body = body
         seen = "".join(_SEEN.format(turn=turn, name=name) for name in sorted(names.read | names.bound))
         node.body = [
-            *_parsed(f"{turn} = {loop}.begin({drawn!r})\n{seen}{turn}.enter()", node),
+            *_parsed(f"{turn} = {loop}.begin({drawn!r}{', next' if drawn else ''})\n{seen}{turn}.enter()", node),
             shell,
             *_parsed(_taken_back(turn, sorted(names.bound)), node),
         ]
@@ -129,13 +154,14 @@ def _call(function: str, *arguments: ast.expr) -> ast.Call:
 class _ChangedBody(ast.NodeTransformer):
     """Replaces `next(NAME)`, whose items come again when the turn does, and takes out `global` and `nonlocal`: they stand before all uses of their names, ours among them."""
 
-    def __init__(self, turn: str) -> None:
+    def __init__(self, turn: str, *, replaces_next: bool) -> None:
         self.declared: list[ast.stmt] = []
         self._turn = turn
+        self._replaces_next = replaces_next
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
-        if _is_next(node):
+        if self._replaces_next and _is_next(node):
             node.func = ast.copy_location(ast.parse(f"{self._turn}.next", mode="eval").body, node)
             for each in ast.walk(node.func):
                 ast.copy_location(each, node)

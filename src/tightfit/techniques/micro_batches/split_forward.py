@@ -6,6 +6,7 @@ pass only scales those sums and returns them. The caller's loop sees one forward
 
 import contextlib
 import copy
+import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol, Self
@@ -178,7 +179,7 @@ class SplitForward:
         with (
             without_outside_calls(self._refuse_outside, is_on=is_watched),
             _GradientsAside(self.model) as aside,
-            no_steps(self._refuse),
+            no_steps(self._refuse, self.model),
         ):
             checks_before = self._checks_left
             sums, outputs = self._run_led(forward, batch, aside)
@@ -392,10 +393,15 @@ class Numbers(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def no_steps(refuse: Refuse) -> Iterator[None]:
-    """Refuses optimizer steps inside: they would run once for each part, with the gradients of some."""
+def no_steps(refuse: Refuse, model: torch.nn.Module) -> Iterator[None]:
+    """Refuses optimizer steps inside: they would run once for each part, with the gradients of some. Another thread's steps are of its own models."""
+    thread = threading.get_ident()
 
-    def refuse_step(*_: Any) -> None:
+    def refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if threading.get_ident() != thread:
+            own = {id(parameter) for parameter in model.parameters()}
+            if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+                return
         raise refuse("an optimizer is stepped within the forward of the model; leave micro_batches out")
 
     handle = register_optimizer_step_pre_hook(refuse_step)
