@@ -186,3 +186,21 @@ def test_what_processes_share_is_looked_at() -> None:
         assert not differences(before, again(before))
         change()
         assert any(each.is_in_place for each in differences(before, again(before)))
+
+
+@pytest.mark.parametrize(
+    ("module", "is_noted"),
+    [
+        ("torch._inductor.codecache", False),
+        ("tqdm._monitor", False),
+        ("torch.utils.data.dataloader", False),
+        ("torch.utils.tensorboard.writer", True),
+        ("program", True),
+    ],
+)
+def test_what_libraries_do_for_themselves_is_not_noted(module: str, is_noted: bool, effects: OutsideEffects) -> None:
+    library: dict[str, Any] = {"__name__": module}
+    exec("import threading\ndef start():\n    threading.Thread(target=int).start()", library)
+    effects.clear()
+    library["start"]()
+    assert bool(effects.first) == is_noted

@@ -64,7 +64,9 @@ _EVENTS = {
 _HEARD = frozenset({*_EVENTS, "open"})
 # The frames between an effect and what notes it.
 _WATCHES = (__name__, "tightfit.torch_hooks.audit_events", "tightfit.torch_hooks.library_calls")
-_FOR_THEMSELVES = re.compile(r"(torch\._(inductor|dynamo)|torch\.multiprocessing\.reductions|triton|tightfit)(\.|$)")
+_FOR_THEMSELVES = re.compile(
+    r"(torch\._(inductor|dynamo)|torch\.multiprocessing\.reductions|tqdm\._monitor|triton|tightfit)(\.|$)"
+)
 _LOADER = re.compile(r"torch\.utils\.data\.(dataloader|_utils)(\.|$)")
 # Of a worker that is not forked it is not known whether it reaches outside.
 _OF_LOADERS = frozenset([_FORKED, STARTED_THREAD, GAVE_TO_THREAD, GAVE_TO_PROCESS, TOOK_FROM_THREAD, TOOK_FROM_PROCESS])
