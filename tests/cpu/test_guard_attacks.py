@@ -481,3 +481,39 @@ def test_nothing_is_left_in_a_thread_that_steps_the_optimizer() -> None:
             for rows in ROWS[:2]:
                 guarded.step(step, rows)
         assert pool.submit(torch._C._len_torch_dispatch_stack).result() == 0
+
+
+class Wrapped(torch.nn.Module):
+    """As what torch.compile returns: it asks the module inside for its length, which has none."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def __len__(self) -> int:
+        raise TypeError("Linear does not support len()")
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.inner(rows)
+
+
+def test_a_model_whose_length_cannot_be_asked_is_guarded() -> None:
+    def wraps(fail: Fails, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+        wrapped = Wrapped(model)
+
+        def step(rows: torch.Tensor) -> float:
+            optimizer.zero_grad()
+            loss = wrapped(rows).square().sum()
+            fail()
+            loss.backward()
+            optimizer.step()
+            return loss.item()
+
+        return step
+
+    assert all(map(same, train(wraps, guarded=False), train(wraps, 2, guarded=True)))
+    model, optimizer = network()
+    wrapped = Wrapped(model)
+    with tightfit.guard(wrapped, optimizer) as guarded:
+        guarded.step(lambda: wrapped(ROWS[0]).sum().backward())
+    assert guarded.statistics["steps"] == 1

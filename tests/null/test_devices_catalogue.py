@@ -116,6 +116,11 @@ def test_an_unknown_name_lists_the_nearest_first(query: str, nearest: str) -> No
         find(query)
 
 
+def test_a_size_alone_names_no_gpu() -> None:
+    with pytest.raises(UnknownDevice, match=r"no GPU is called '24GB'; name one: .* have that much memory, such as "):
+        find("24GB")
+
+
 @pytest.mark.parametrize("query", ["cuda", "cuda:0", "GPU", "cpu", "0", ""])
 def test_a_device_of_torch_is_not_the_name_of_a_card(query: str) -> None:
     with pytest.raises(UnknownDevice, match="leave --device out for the GPU of this machine"):

@@ -69,12 +69,15 @@ def find(text: str | os.PathLike[str]) -> Device:
         for device in all_devices():
             if query in (words(name) for name in (device.name, *device.aliases)):
                 return device
-        # Without a number a query such as "rtx" or "ti" would match half of the catalogue.
-        if any(word[0].isdigit() for word in query):
+        # Without a number a query such as "rtx" or "ti" would match half of the catalogue, and a size as many.
+        if any(word[0].isdigit() and not word.endswith("gb") for word in query):
             for device in all_devices():
                 if query <= _all_words(device) and not words(device.name) & _VARIANTS - query:
                     return device
     nearest = _HOW_TO_NAME if _TORCH_NAME.fullmatch(str(text)) else _nearest(str(text))
+    of_size = [device.name for device in all_devices() if query and query <= {_size_of(device)}]
+    if of_size:
+        nearest = f"name one: {len(of_size)} have that much memory, such as {', '.join(of_size[:_NUM_NEAREST])}"
     if "," in str(text):
         nearest = "give --device once for each GPU"
     raise UnknownDevice(f"no GPU is called '{text}'; {nearest} (all of them: tightfit devices)")
@@ -86,8 +89,11 @@ def words(text: str) -> frozenset[str]:
 
 
 def _all_words(device: Device) -> frozenset[str]:
-    size = f"{round(device.nominal_bytes / GIB)}gb"
-    return frozenset({size}).union(*(words(name) for name in (device.name, *device.aliases)))
+    return frozenset({_size_of(device)}).union(*(words(name) for name in (device.name, *device.aliases)))
+
+
+def _size_of(device: Device) -> str:
+    return f"{round(device.nominal_bytes / GIB)}gb"
 
 
 def _read_file(path: Path) -> Device:

@@ -44,7 +44,7 @@ class Attempts:
         self.rungs = rungs
         self.post_mortem = PostMortem(folder, models, optimizers, rungs.plans)
         begin_plan()
-        self._session = Session(model=model or torch.nn.Module(), optimizers=optimizers)
+        self._session = Session(model=torch.nn.Module() if model is None else model, optimizers=optimizers)
         self._ballast = ballast
         self._restoration = Restoration(model, optimizers, self._session, ballast.release_all)
         self.updates = self._restoration.updates

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tests.cpu.ranks.programs import data, program, result_of
@@ -62,6 +62,27 @@ def rows_kept_by_the_model() -> dict[str, Any]:
     return _trained(
         _Keeping(_keep), lambda model, logits, y: functional.cross_entropy(logits, y) + model.kept.abs().mean()
     )
+
+
+class Kept(NamedTuple):
+    """What a model keeps of a forward."""
+
+    hidden: torch.Tensor
+    both: tuple[torch.Tensor, str]
+
+
+@program(check_steps=0)
+def tuple_of_rows_kept_by_the_model() -> dict[str, Any]:
+    """The features of all rows and their norms, in tuples, one of them named."""
+
+    def keep(model: Any, hidden: torch.Tensor) -> None:
+        model.kept = Kept(hidden, (hidden.detach().norm(dim=1), "norms"))
+
+    return _trained(
+        _Keeping(keep),
+        lambda model, logits, y: functional.cross_entropy(logits, y) + (model.kept.hidden.std(0) * model.kept.both[0].max()).mean(),
+        lambda model, *_: float(model.kept.hidden.sum()) + len(model.kept.both[0]),
+    )  # fmt: skip
 
 
 @program(check_steps=0)

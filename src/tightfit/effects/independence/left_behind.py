@@ -48,7 +48,8 @@ class Left:
 
     def is_steady(self) -> bool:
         """Whether nothing has changed but tensors that came where there were such before: the next run begins as this one did."""
-        is_all = not self.filled and len(self.values) == len(self.tensors)
+        num_values = sum(max(1, len(tree_leaves(value))) for _, value in self.values)
+        is_all = not self.filled and num_values == len(self.tensors)
         is_alike = all(each.was == signature_of(each.tensor) for each in self.tensors)
         return is_all and is_alike and not any(each.is_in_place for each in self.found)
 

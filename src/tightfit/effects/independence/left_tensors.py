@@ -1,4 +1,4 @@
-"""Tensors that a run of some code has put into attributes, dicts and lists that it can reach: features that a hook keeps, an auxiliary loss."""
+"""Tensors that a run of some code has put into attributes, dicts and lists that it can reach, also in tuples there: features that a hook keeps, an auxiliary loss."""
 
 import dataclasses
 import functools
@@ -32,7 +32,11 @@ class LeftTensor:
     def put(self, other: Any) -> bool:
         """Puts something else in its place; whether that could be done."""
         content = self.holder.content(is_kept=False)
-        self.holder.put(self.holder.with_replaced(content, {id(self.tensor): other}))
+        others = {id(self.tensor): other}
+        for value in content.values() if isinstance(content, dict) else content:
+            if (changed := _replaced(value, self.tensor, other)) is not value:
+                others[id(value)] = changed
+        self.holder.put(self.holder.with_replaced(content, others))
         return all(value is not self.tensor for _, value in _items(self.holder.content(is_kept=False)))
 
 
@@ -64,6 +68,34 @@ def _names_of_fakes() -> frozenset[str]:
 
 
 def _items(content: Any) -> list[tuple[Any, Any]]:
+    """What a holder has, tuples item by item: other containers are holders of their own."""
     if isinstance(content, dict):
-        return list(content.items())
-    return list(enumerate(content)) if isinstance(content, list) else []
+        named: Iterable[tuple[Any, Any]] = content.items()
+    else:
+        named = enumerate(content) if isinstance(content, list) else ()
+    return [pair for name, value in named for pair in _within(name, value)]
+
+
+def _within(name: Any, value: Any) -> Iterator[tuple[Any, Any]]:
+    if not _is_tuple(value):
+        yield name, value
+        return
+    for number, item in enumerate(value):
+        yield from _within(f"{name}[{number}]", item)
+
+
+def _is_tuple(value: Any) -> bool:
+    """Whether it is a tuple that can be made anew of other items."""
+    return type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_fields"))
+
+
+def _replaced(value: Any, one: torch.Tensor, other: Any) -> Any:
+    """The same value, or a tuple with `other` in the place of `one`."""
+    if value is one:
+        return other
+    if not _is_tuple(value):
+        return value
+    items = [_replaced(item, one, other) for item in value]
+    if all(item is before for item, before in zip(items, value, strict=True)):
+        return value
+    return type(value)(*items) if hasattr(value, "_fields") else tuple(items)

@@ -151,7 +151,9 @@ class StepStates:
         """
         of_function = snapshot_of_arguments(reached, attributes=attributes, reads_weights=False)
         known = [] if self._model is None else [self._model]
-        self._know([*known, *filter(None, (reference() for reference in of_function.reach.modules))])
+        reached_modules = (reference() for reference in of_function.reach.modules)
+        # By identity: a module that was compiled has a length only where the one inside has.
+        self._know([*known, *(module for module in reached_modules if module is not None)])
         snapshots = [of_function, *self._of_modules()]
         parameters = self._parameters()
         return StepBeginning(
