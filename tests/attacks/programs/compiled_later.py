@@ -52,8 +52,6 @@ def compiled_anew_for_other_sizes(t: Trial) -> None:
 def branches_by_an_operator(t: Trial) -> None:
     class Branching(Block):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + torch.cond(
-                x.sum() > 0, lambda given: self.inner(given), lambda given: self.inner(given) * 0.5, (x,)
-            )
+            return x + torch.cond(x.sum() > 0, self.inner, lambda given: self.inner(given) * 0.5, (x,))
 
     train(t, Net([Branching(), Branching()]), num_steps=3)
