@@ -1,7 +1,7 @@
 """Parts of a program that are compiled, or compiled anew, while gradients of the step before stand on the weights; by AOTAutograd, as torch's default backend does."""
 
 import torch
-from tests.attacks.models import Net, sgd, tokens
+from tests.attacks.models import Block, Net, sgd, tokens, train
 from tests.attacks.places import EXACT
 from tests.attacks.registry import attack
 from tests.attacks.trial import Trial
@@ -42,3 +42,16 @@ def compiled_anew_for_other_sizes(t: Trial) -> None:
         t.note("loss", loss)
         optimizer.step()
         t.end_step()
+
+
+@attack(
+    "recomputation",
+    "blocks branch by torch.cond",
+    only=("checkpointing", "checkpointing, all but the last", "nested checkpointing", "offloaded checkpointing"),
+)
+def branches_by_an_operator(t: Trial) -> None:
+    class Branching(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.cond(x.sum() > 0, self.inner, lambda given: self.inner(given) * 0.5, (x,))
+
+    train(t, Net([Branching(), Branching()]), num_steps=3)

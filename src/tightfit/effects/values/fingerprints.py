@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -61,6 +62,8 @@ class Fingerprints(TorchDispatchMode):
         """The addresses of storages, also of those that are written to past torch's versions, through `.data`."""
         self._is_paused = False
 
+    supports_higher_order_operators = True
+
     def __enter__(self) -> "Fingerprints":
         _entered().append(self)
         return super().__enter__()
@@ -79,6 +82,9 @@ class Fingerprints(TorchDispatchMode):
     ) -> Any:
         """Runs the operator unchanged, and takes the fingerprint of its result."""
         result = func(*args, **(kwargs or {}))
+        if not isinstance(func, OpOverload):
+            # A branch or a loop of code (`torch.cond`): its results are compared where they are used.
+            return result
         name = func.overloadpacket.__name__
         if func._schema.is_mutable and not self._is_paused:
             self.written += _targets(func, args, kwargs or {})
