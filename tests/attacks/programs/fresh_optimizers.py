@@ -302,3 +302,21 @@ def own_accumulators(t: Trial) -> None:
             p.grad = total
         optimizer.step()
         t.end_step()
+
+
+@attack("gradients", "a count of steps stands beside the states of parameters, and is in the checkpoint that is loaded")
+def count_among_states(t: Trial) -> None:
+    model = Net()
+    optimizer = adamw(model)
+
+    def count(stepped: Any, *_: Any) -> None:
+        stepped.state["num_steps"] = stepped.state.get("num_steps", 0) + 1
+
+    optimizer.register_step_post_hook(count)
+
+    def after(step: int) -> None:
+        t.note("count", optimizer.state["num_steps"])
+        if step == 2:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+    _loop(t, model, optimizer, after=after)

@@ -67,15 +67,16 @@ def apply_low_bit_offload(session: Session, chosen: Sequence[ChosenOption]) -> N
 def _drop_residuals(optimizers: Sequence[torch.optim.Optimizer]) -> None:
     for optimizer in optimizers:
         for state in optimizer.state.values():
-            state.pop(RESIDUAL, None)
+            if isinstance(state, dict):
+                state.pop(RESIDUAL, None)
 
 
 def _without_residuals(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """A checkpoint as a plain run's: with the rest of each weight cut off, as its model's is."""
     states = {
-        index: {name: value for name, value in state.items() if name != RESIDUAL}
+        index: {name: value for name, value in state.items() if name != RESIDUAL} if isinstance(state, dict) else state
         for index, state in state_dict["state"].items()
         # Of an optimizer without states (SGD's) there is nothing else.
-        if set(state) != {RESIDUAL}
+        if not isinstance(state, dict) or set(state) != {RESIDUAL}
     }
     return {**state_dict, "state": states}

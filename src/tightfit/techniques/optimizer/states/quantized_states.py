@@ -269,14 +269,16 @@ class EncodedStates:
 
     def saved(self, _optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """A checkpoint with dequantised states, on the host."""
-        states = {index: {n: _on_host(v) for n, v in dict.items(state)} for index, state in state_dict["state"].items()}
-        for index, state in state_dict["state"].items():
+        # A program may keep other things beside the states of parameters, such as a count.
+        of_parameters = {index: state for index, state in state_dict["state"].items() if isinstance(state, dict)}
+        states = {index: {n: _on_host(v) for n, v in dict.items(state)} for index, state in of_parameters.items()}
+        for index, state in of_parameters.items():
             for name, value in dict.items(state):
                 if isinstance(value, LazyTensor):
                     if isinstance(value.source, EncodedState):
                         states[index][name] = value.source.given.the_one(states[index][name])
                     _SAVED_FROM[states[index][name]] = weakref.ref(value.source), self._num_updates_on_host
-        return {**state_dict, "state": states}
+        return {**state_dict, "state": {**state_dict["state"], **states}}
 
     def loads(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         """Checks that what is loaded is no checkpoint in memory of a state that has changed since.
@@ -286,7 +288,7 @@ class EncodedStates:
         """
         own = {id(value.source) for state in optimizer.state.values() for value in _lazy(state)}
         for state in state_dict["state"].values():
-            for value in dict.values(state):
+            for value in dict.values(state) if isinstance(state, dict) else ():
                 saved_from, num_updates = (
                     _SAVED_FROM.get(value, _NOT_SAVED) if isinstance(value, torch.Tensor) else _NOT_SAVED
                 )
@@ -324,8 +326,12 @@ def _write_to_held(state: dict[str, Any], held: Mapping[str, LazyTensor], places
             dict.__setitem__(state, name, lazy)
 
 
-def _lazy(state: dict[str, Any]) -> Iterator[LazyTensor]:
-    return (value for value in dict.values(state) if isinstance(value, LazyTensor))
+def _lazy(state: Any) -> Iterator[LazyTensor]:
+    return (
+        (value for value in dict.values(state) if isinstance(value, LazyTensor))
+        if isinstance(state, dict)
+        else iter(())
+    )
 
 
 @torch.inference_mode(False)
@@ -377,8 +383,9 @@ def encode_now(session: Session, optimizer: torch.optim.Optimizer, encoded: Enco
     """Quantises the states that there are, and has checkpoints of the optimizer as without it, until the session is undone."""
 
     def undo() -> None:
-        for parameter in list(optimizer.state):
-            encoded.decode(parameter)
+        for parameter, state in list(dict.items(optimizer.state)):
+            if isinstance(state, dict):
+                encoded.decode(parameter)
 
     session.when_undone(undo)
     encoded.loaded(optimizer)
