@@ -64,6 +64,7 @@ def test_options_are_numbers_within_the_run(name: str, tapes: Tapes) -> None:
             assert all(o.technique == name and o.exact <= technique(name).exact for o in options)
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("name", list(techniques()))
 def test_the_traced_saving_is_the_promised_one(name: str, tapes: Tapes) -> None:
     found = saving_of(name, tapes)
@@ -135,6 +136,7 @@ def test_random_combinations_train_the_same(seed: int, tapes: Tapes) -> None:
     _same(plain, trained, bitwise=bitwise)
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize(
     "models", [list(MODELS)[::2], pytest.param(list(MODELS)[1::2], marks=pytest.mark.slow)], ids=["", "more"]
 )

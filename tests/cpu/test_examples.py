@@ -26,6 +26,7 @@ def test_every_example_is_tried_here() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.py")} == {*SMALL, "out_of_memory"}
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("name", [name for name in SMALL if name != "train_resnet"])
 def test_an_example_is_estimated_without_a_card(name: str, tmp_path: Path) -> None:
     stdout, stderr = io.StringIO(), io.StringIO()

@@ -44,6 +44,7 @@ def no_other_tests_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, name)
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("name", [*LEAKING, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_LEAKING)])
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
 def test_class_line_and_holder_of_a_leak(name: str) -> None:

@@ -117,7 +117,7 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
     return json.loads(out.read_text())
 
 
-@pytest.mark.by_turns(3)
+@pytest.mark.by_turns(4)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_it_is_trained_right_or_refused(name: str, verdicts: dict[str, str]) -> None:
     if name in REFUSED:

@@ -62,6 +62,7 @@ def test_every_script_is_described_in_the_readme() -> None:
     assert described == set(SMALL_ARGUMENTS)
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize(
     "script",
     # It takes longer than all others, and Accelerate is estimated as an example too.

@@ -96,6 +96,7 @@ def test_every_script_is_here() -> None:
     assert {path.stem for path in SCRIPTS.glob("*.py")} == EXPECTED.keys()
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_three_steps_are_estimated(runs: Any, name: str) -> None:
     said = answer(runs, name)

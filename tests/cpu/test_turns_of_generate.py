@@ -164,6 +164,7 @@ def _without_scratch(tape: Tape) -> Tape:
     return dataclasses.replace(tape, storages=dataclasses.replace(tape.storages, **sizes))
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("name", _PROGRAMS)
 def test_the_tape_has_all_turns(name: str, tmp_path: Path) -> None:
     num_tokens = _NUM_TOKENS.get(name, 26)
@@ -176,6 +177,7 @@ def test_the_tape_has_all_turns(name: str, tmp_path: Path) -> None:
     assert tape_differences(_without_scratch(everything), _without_scratch(made)) == []
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("name", _ALL_RUN)
 def test_all_turns_are_run_where_something_sees_each(name: str, tmp_path: Path) -> None:
     assert _num_left_out(_tape(tmp_path, _LLAMA + _ALL_RUN[name], _ENOUGH)) == 0

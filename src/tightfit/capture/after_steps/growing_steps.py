@@ -51,5 +51,7 @@ def _alive_bytes(recorder: Recorder) -> np.ndarray:
     """The bytes that are allocated before each event, and after the last."""
     kinds, storages = np.asarray(recorder.events["kind"]), np.asarray(recorder.events["storage"])
     signs = (kinds == EventKind.ALLOCATE).astype(np.int64) - (kinds == EventKind.FREE)
-    sizes = np.asarray(recorder.storages["num_bytes"], dtype=np.int64)[np.where(signs != 0, storages, 0)]
+    sizes = np.asarray(recorder.storages["num_bytes"], dtype=np.int64)[
+        np.where(signs != 0, storages, 0).astype(np.int64)
+    ]
     return np.concatenate([[0], np.cumsum(signs * sizes)])
