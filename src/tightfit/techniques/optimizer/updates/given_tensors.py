@@ -33,7 +33,8 @@ class GivenTensors:
         nodes: list[Any] = [tensor.grad_fn for tensor in _results(result) if tensor.grad_fn is not None]
         call = _Call()
         for node in nodes:
-            node.metadata.setdefault(_NOTE, []).append(call)
+            # A node that the program keeps is of its latest call.
+            node.metadata[_NOTE] = call
         if nodes or not isinstance(result, torch.Tensor):
             self._calls.append((weakref.ref(call) if nodes else None, list(_tensors(given))))
 
