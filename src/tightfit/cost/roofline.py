@@ -83,8 +83,8 @@ def operator_seconds(
     num_scattered_bytes = 2 * np.maximum(0, operators.bytes_read - operators.bytes_written)
     num_bytes = np.where(_by_name(tape, is_scatter), num_scattered_bytes, num_bytes)
     num_bytes = num_bytes * _by_name(tape, passes_over, np.float64)
-    # Two tensors of one shape and type are twice as many bytes as the result, a number and a tensor as many.
-    is_mixed = (operators.bytes_read > operators.bytes_written) & (operators.bytes_read < 2 * operators.bytes_written)
+    # Two tensors of one shape and type are twice as many bytes as the result, a number and a tensor as many, an expanded tensor fewer.
+    is_mixed = (operators.bytes_read != operators.bytes_written) & (operators.bytes_read < 2 * operators.bytes_written)
     num_bytes = np.where(is_mixed & _by_name(tape, is_pointwise_of_two), _MIXED_FACTOR * num_bytes, num_bytes)
     bytes_per_second = np.minimum(bytes_per_second, _channel_sum_limits(tape, device))
     seconds = np.maximum(operators.flops / flops_per_second, num_bytes / bytes_per_second) + fixed_seconds
