@@ -223,6 +223,9 @@ class StreamedWeights:
         """A backward pass is over: what it needed is dropped."""
         with self._lock:
             self._order.end_pass()
+            for block in self._blocks:
+                # The program may have set other data for weights that were away.
+                block.weights = [weight for weight in block.weights if weight.is_ours()]
             self._drop_all_but(())
             self._traffic.gradients_leave()
 

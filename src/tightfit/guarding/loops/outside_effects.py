@@ -30,7 +30,7 @@ from tightfit.torch_hooks.library_calls import (
     on_library_calls,
 )
 
-_FORKED = "started a process"
+_STARTED_PROCESS = "started a process"
 _SIGNALLED = "sent a signal"
 _EVENTS = {
     "os.remove": "removed a file",
@@ -41,10 +41,10 @@ _EVENTS = {
     "os.link": "made a link",
     "os.symlink": "made a link",
     "os.system": "ran a command",
-    "os.fork": _FORKED,
-    "os.forkpty": _FORKED,
-    "os.posix_spawn": "started a process",
-    "os.spawn": "started a process",
+    "os.fork": _STARTED_PROCESS,
+    "os.forkpty": _STARTED_PROCESS,
+    "os.posix_spawn": _STARTED_PROCESS,
+    "os.spawn": _STARTED_PROCESS,
     "os.exec": "ran another program",
     "os.chdir": "changed the working directory",
     "os.chmod": "changed the rights of a file",
@@ -55,7 +55,7 @@ _EVENTS = {
     "os.kill": _SIGNALLED,
     "os.killpg": _SIGNALLED,
     "signal.pthread_kill": _SIGNALLED,
-    "subprocess.Popen": "started a process",
+    "subprocess.Popen": _STARTED_PROCESS,
     "socket.connect": "opened a connection",
     "socket.sendto": "sent a message",
     "socket.sendmsg": "sent a message",
@@ -69,7 +69,9 @@ _FOR_THEMSELVES = re.compile(
 )
 _LOADER = re.compile(r"torch\.utils\.data\.(dataloader|_utils)(\.|$)")
 # Of a worker that is not forked it is not known whether it reaches outside.
-_OF_LOADERS = frozenset([_FORKED, STARTED_THREAD, GAVE_TO_THREAD, GAVE_TO_PROCESS, TOOK_FROM_THREAD, TOOK_FROM_PROCESS])
+_OF_LOADERS = frozenset(
+    [_STARTED_PROCESS, STARTED_THREAD, GAVE_TO_THREAD, GAVE_TO_PROCESS, TOOK_FROM_THREAD, TOOK_FROM_PROCESS]
+)
 # Of modules that are imported late Python writes the compiled code.
 _OF_PYTHON = "__pycache__"
 

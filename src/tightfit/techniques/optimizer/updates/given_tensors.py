@@ -1,7 +1,8 @@
 """The tensors that a model was called with: a backward pass that runs again may read them, and the program may write to them in between.
 
-They are held as long as the graph of their call is, and no longer: of a pass that torch runs by itself, or a validation that builds graphs, batches would
-collect to the end of the run.
+They are held as long as the graph of their call is: of a pass that torch runs by itself, or a validation that builds graphs, batches would collect to the
+end of the run. After that, as a loss may still lead to what was computed beside the result, they are known to the end of the step without being held: who
+writes to one has it.
 """
 
 import weakref
@@ -21,31 +22,43 @@ class _Call:
 
 
 class GivenTensors:
-    """The tensors of the calls whose graphs there are. Those of a call in whose result no node is found are held to the end of the step."""
+    """The tensors of the calls of a step."""
 
     def __init__(self) -> None:
-        self._calls: list[tuple[weakref.ref[_Call] | None, list[torch.Tensor]]] = []
+        # Of calls whose graphs there are, in whose results a node was found, and of the others.
+        self._held: list[tuple[weakref.ref[_Call], list[torch.Tensor]]] = []
+        self._known: list[weakref.ref[torch.Tensor]] = []
 
     def add(self, given: Any, result: Any) -> None:
         """Remembers the tensors in `given`, the arguments of a call with this result."""
-        self._calls = [(call, tensors) for call, tensors in self._calls if call is None or call() is not None]
+        self._let_go()
+        call = _Call()
         # `metadata` is the anomaly mode's dict (torch/csrc/autograd/python_anomaly_mode.h).
         nodes: list[Any] = [tensor.grad_fn for tensor in _results(result) if tensor.grad_fn is not None]
-        call = _Call()
         for node in nodes:
             # A node that the program keeps is of its latest call.
             node.metadata[_NOTE] = call
-        if nodes or not isinstance(result, torch.Tensor):
-            self._calls.append((weakref.ref(call) if nodes else None, list(_tensors(given))))
+        # Without nodes the call is gone with this function.
+        self._held.append((weakref.ref(call), list(_tensors(given))))
 
     def end_step(self) -> None:
-        """The optimizer has stepped."""
-        self._calls = [(call, tensors) for call, tensors in self._calls if call is not None]
+        """The optimizer steps: what was called before is over, but for graphs that there are."""
+        self._let_go()
+        self._known.clear()
 
     def take(self) -> list[torch.Tensor]:
         """All that there are, which are forgotten."""
-        calls, self._calls = self._calls, []
-        return [tensor for _, tensors in calls for tensor in tensors]
+        self._let_go()
+        held, self._held = self._held, []
+        known, self._known = self._known, []
+        alive = (reference() for reference in known)
+        return [*(tensor for _, tensors in held for tensor in tensors), *(t for t in alive if t is not None)]
+
+    def _let_go(self) -> None:
+        gone = [tensors for call, tensors in self._held if call() is None]
+        self._held = [each for each in self._held if each[0]() is not None]
+        self._known = [each for each in self._known if each() is not None]
+        self._known += [weakref.ref(tensor) for tensors in gone for tensor in tensors]
 
 
 def _tensors(values: Any) -> Iterable[torch.Tensor]:
