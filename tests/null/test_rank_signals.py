@@ -12,9 +12,11 @@ import pytest
 from tightfit.ranks.rank_launch import FOLDER, TAKEN
 from tightfit.ranks.rank_signals import RankSignals
 
+# Whoever starts the tests may have Ctrl-C ignored, as a shell has for what it runs in the background.
 LAUNCHER = """\
-import sys
+import signal, sys
 from tightfit.ranks import rank_launch
+signal.signal(signal.SIGINT, signal.default_int_handler)
 rank_launch._KILL_SECONDS = 0.2
 sys.exit(rank_launch.run_ranks([sys.executable, "-c", sys.argv[1]], 2, lambda line: None, on_cards=False))
 """
@@ -62,6 +64,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     found: list[int] = []
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     signal.signal(signal.SIGTERM, lambda number, _: found.append(number))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     yield found
     for number, handler in before.items():
         signal.signal(number, handler)
