@@ -9,6 +9,7 @@ from tests.cpu.guarded_scripts import Scripts
 # `fail()` raises once in a run: what it counts with is out of reach of the guard, as an allocator is.
 HEAD = """
 import queue, random, threading
+from tests.unseen_queue import unseen_queue
 import numpy as np
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
 data = TensorDataset(torch.randn(24, 8), torch.randn(24, 1))
-losses, calls = [], queue.SimpleQueue()
+losses, calls = [], unseen_queue()
 def fail():
     calls.put(1)
     if calls.qsize() in FAILS:
@@ -186,6 +187,12 @@ REFUSED = {
         writer = queue.Queue()
         for x, y in DataLoader(data, batch_size=8):
             writer.put(1)
+            update(mean_square(x, y))
+        """,
+    "written was drawn from": """
+        written = queue.SimpleQueue()
+        for x, y in DataLoader(data, batch_size=8):
+            written.put(1)
             update(mean_square(x, y))
         """,
     "a batch that it got from a data loader": """

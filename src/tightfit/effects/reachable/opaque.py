@@ -5,6 +5,7 @@ import ctypes
 import hashlib
 import io
 import mmap
+import queue
 import random
 import re
 import sys
@@ -77,6 +78,9 @@ def _state_of_stream(value: Any) -> State | None:
         return value.__repr__, None
     if isinstance(value, threading.Event):
         return value.is_set, None
+    if isinstance(value, queue.SimpleQueue):
+        # What it holds cannot be looked at; how much it holds can.
+        return value.qsize, None
     if isinstance(value, _HASHES):
         # Those of variable length have no size of their own.
         return value.digest if value.digest_size else lambda: value.digest(32), None
