@@ -202,6 +202,32 @@ REFUSED = {
         for step in range(3):
             update(mean_square(*batch()))
         """,
+    "lines was drawn from": """
+        import csv
+        lines = csv.reader(str(number) for number in range(100))
+        def line():
+            return int(next(lines)[0])
+        for x, y in DataLoader(data, batch_size=8):
+            update(mean_square(x * line(), y))
+        """,
+    "rows was drawn from": """
+        import sqlite3
+        rows = sqlite3.connect(":memory:").execute("select 1 union all select 2 union all select 3 union all select 4")
+        for x, y in DataLoader(data, batch_size=8):
+            update(mean_square(x * rows.fetchone()[0], y))
+        """,
+    "numbers was drawn from": """
+        import struct
+        numbers = struct.iter_unpack("B", bytes(range(100)))
+        for x, y in DataLoader(data, batch_size=8):
+            update(mean_square(x * numbers.__next__()[0], y))
+        """,
+    "memory was drawn from": """
+        import mmap
+        memory = mmap.mmap(-1, 100)
+        for x, y in DataLoader(data, batch_size=8):
+            update(mean_square(x + memory.read(1)[0], y))
+        """,
     "rng was drawn from": """
         rng = np.random.default_rng(1)
         for x, y in DataLoader(data, batch_size=8):

@@ -59,6 +59,9 @@ def _state_and_put(value: Any, is_users_class: Callable[[type], bool]) -> State 
         return value.__repr__ if isinstance(value, itertools.count) else lambda: operator.length_hint(value), None
     is_iterator = isinstance(value, Iterator) and not isinstance(value, io.IOBase)
     if (read := state_of(value)) is None and is_iterator and _is_librarys(type(value), is_users_class):
+        if not type(value).__dictoffset__:
+            # In C, such as a reader of CSV, a cursor of a database, or a reader of batches of Arrow's.
+            return lambda: position(value), None
         # Such as that of a DataLoader: what it counts is among its attributes.
         return lambda: {name: own for name, own in vars(value).items() if isinstance(own, PLAIN)}, None
     return read
@@ -94,10 +97,9 @@ def _state_of_array(value: np.ndarray) -> State:
 
 
 def _is_librarys(kind: type, is_users_class: Callable[[type], bool]) -> bool:
-    """Whether a class with attributes is of a library: the iterators of the user's own classes are looked through like other objects."""
+    """Whether a class is of a library: the iterators of the user's own classes are looked through like other objects."""
     # A mock says yes to every protocol, and is a bag of attributes.
-    is_other = kind.__module__.partition(".")[0] == "tightfit" or kind.__module__ in BAGS or is_users_class(kind)
-    return not is_other and bool(kind.__dictoffset__)
+    return not (kind.__module__.partition(".")[0] == "tightfit" or kind.__module__ in BAGS or is_users_class(kind))
 
 
 def _place(generator: types.GeneratorType) -> Any:

@@ -55,7 +55,7 @@ def _state_of_view(value: Any) -> State | None:
         return value.tobytes, None if value.readonly else lambda content: _put_in_view(value, content)
     if isinstance(value, mmap.mmap):
         # Others may have it mapped: it is looked at, and never put back.
-        return lambda: None if value.closed else hash(value[:]), None
+        return lambda: None if value.closed else (value.tell(), hash(value[:])), None
     return None
 
 
@@ -143,7 +143,8 @@ def position(iterator: Any) -> Any:
         with warnings.catch_warnings():
             # Copies of iterators are to go from Python 3.14 on.
             warnings.simplefilter("ignore", DeprecationWarning)
-            reduced = iterator.__reduce__()
+            # Of protocol 2, which says no where an object of C has more than its attributes.
+            reduced = iterator.__reduce_ex__(2)
     except TypeError:
         return object()
     return type(iterator).__name__, _parts(reduced[1:])
