@@ -12,9 +12,12 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
 # Views, and operators whose results have the device of their arguments and a kernel in C++ for tensors without data.
-_NAMES = frozenset(
-    ["alias", "as_strided", "detach", "diagonal", "expand", "permute", "select", "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unfold", "unsqueeze", "view", "_unsafe_view", "_reshape_alias", "add", "sub", "rsub", "mul", "div", "neg", "pow", "sqrt", "rsqrt", "reciprocal", "exp", "log", "log1p", "expm1", "abs", "sign", "sin", "cos", "tanh", "sigmoid", "silu", "gelu", "relu", "leaky_relu", "elu", "softplus", "hardtanh", "hardswish", "erf", "clamp", "clamp_min", "clamp_max", "minimum", "maximum", "eq", "ne", "lt", "le", "gt", "ge", "logical_not", "logical_and", "logical_or", "bitwise_not", "bitwise_and", "bitwise_or", "where", "addcmul", "addcdiv", "lerp", "tril", "triu", "mm", "bmm", "addmm", "baddbmm", "sum", "mean", "amax", "amin", "any", "all", "cumsum", "_softmax", "_log_softmax", "cat", "clone", "embedding"]
-)
+_OPERATORS = """alias as_strided detach diagonal expand permute select slice split split_with_sizes squeeze t transpose unbind unfold unsqueeze view
+    _unsafe_view _reshape_alias add sub rsub mul div neg pow sqrt rsqrt reciprocal exp log log1p expm1 abs sign sin cos tanh sigmoid silu gelu relu
+    leaky_relu elu softplus hardtanh hardswish erf clamp clamp_min clamp_max minimum maximum eq ne lt le gt ge logical_not logical_and logical_or
+    bitwise_not bitwise_and bitwise_or where addcmul addcdiv lerp tril triu mm bmm addmm baddbmm sum mean amax amin any all cumsum
+    _softmax _log_softmax cat clone embedding"""
+_NAMES = frozenset(_OPERATORS.split())
 
 
 class MetaKernels:
