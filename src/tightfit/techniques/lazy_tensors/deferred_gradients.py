@@ -97,10 +97,6 @@ class Deferred(AbstractElementSource):
         self._aliases.append(weakref.ref(tensor))
         return tensor
 
-    def has_alias_beside(self, tensor: torch.Tensor) -> bool:
-        """Whether there is a tensor of the same memory (`detach()`, `.data`) besides `tensor`."""
-        return any(alias is not None and alias is not tensor for each in self._aliases for alias in [each()])
-
     def sets_data(self, tensor: LazyTensor, value: torch.Tensor) -> bool:
         aliases = [alias for each in self._aliases if (alias := each()) is not None]
         if self._made is None or any(alias is tensor for alias in aliases):
@@ -208,12 +204,17 @@ def settle(parameter: torch.Tensor) -> None:
 
 def settle_held_zeros(parameter: torch.Tensor) -> None:
     """Materialises a lazy gradient of zeros that the program, or another parameter, refers to as well: a backward pass adds to that memory."""
-    deferred, gradient = deferred_gradient(parameter), parameter.grad
+    deferred = deferred_gradient(parameter)
     if deferred is None or deferred.state != "zero":
         return
-    if is_held(parameter) or deferred.has_alias_beside(gradient):
+    gradient = parameter.grad
+    if is_held(parameter) or any(_is_beside(alias(), gradient) for alias in deferred._aliases):
         deferred.whole()
         settle(parameter)
+
+
+def _is_beside(alias: torch.Tensor | None, gradient: torch.Tensor | None) -> bool:
+    return alias is not None and alias is not gradient
 
 
 def is_held(parameter: torch.Tensor) -> bool:
@@ -222,6 +223,7 @@ def is_held(parameter: torch.Tensor) -> bool:
     The gradient is not an argument, which has a reference of its own or not, by the release of Python.
     """
     gradient = parameter.grad
+    assert gradient is not None
     return TENSOR_USES.call(gradient) > _OWN_HANDLES or sys.getrefcount(gradient) > _OWN_REFERENCES
 
 

@@ -25,7 +25,6 @@ from tightfit.techniques.technique import ChosenOption
 from tightfit.torch_hooks.backward import BackwardPass, on_backward
 from tightfit.torch_hooks.manifest import STORAGE_USES
 
-
 # Uses of the storage of a gradient that only its parameter keeps: the gradient and a name.
 _OWN_USES = 2
 
