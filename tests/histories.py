@@ -3,9 +3,12 @@
 import dataclasses
 
 import numpy as np
+from tests.timelines import Copy, Kernel, priced_steps, read
 
 from tightfit.allocator.settings import AllocatorSettings
+from tightfit.devices.catalogue import find
 from tightfit.simulate.history import CATEGORIES, Blocks, History, HistorySpan
+from tightfit.simulate.step_tracks import step_tracks
 from tightfit.tape import Assumption
 
 MIB = 1 << 20
@@ -102,3 +105,9 @@ def nothing() -> History:
         spans=(),
         assumptions=(),
     )
+
+
+def with_a_predicted_step() -> History:
+    """A run whose last step is predicted: a copy for the next step beside two kernels, and a value that is read back."""
+    rows = (Copy(stream=1, seconds=0.002), Kernel(seconds=0.005), Kernel(seconds=0.003), read())
+    return dataclasses.replace(training(), step_tracks=step_tracks(priced_steps(rows), find("RTX 4090")))

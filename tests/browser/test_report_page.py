@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.browser.driver import Browser, browser
-from tests.histories import STACKS, history_with, nothing, training
+from tests.histories import STACKS, history_with, nothing, training, with_a_predicted_step
 from tests.hostile_text import DIRECTION_CONTROLS, HOSTILE_TEXTS
 
 from tightfit.devices.catalogue import find
@@ -349,6 +349,22 @@ class TestLightAndDark:
             chromium.open(write_page(dataclasses.replace(history, spans=spans), tmp_path / "long.html"))
             assert chromium.run("return document.documentElement.scrollWidth") <= width
             assert chromium.run("return document.getElementById('steps-table').textContent").count(names[0]) == 1
+        finally:
+            chromium.devtools("Emulation.clearDeviceMetricsOverride")
+
+    @pytest.mark.parametrize("width", [360, 1400])
+    def test_fits_the_window_with_a_predicted_step(self, chromium: Browser, tmp_path: Path, width: int) -> None:
+        chromium.devtools(
+            "Emulation.setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1, mobile=False
+        )
+        try:
+            chromium.open(write_page(with_a_predicted_step(), tmp_path / "step.html"))
+            assert chromium.logs("browser") == []
+            rows = chromium.run("return [...document.querySelectorAll('.step .name')].map(row => row.textContent)")
+            assert rows == ["host", "stream 0", "copy engine to the GPU"]
+            assert chromium.run("return document.documentElement.scrollWidth") <= width
+            bars = chromium.run("return [...document.querySelectorAll('.step rect')].map(bar => bar.getBBox().width)")
+            assert min(bars) > 0
         finally:
             chromium.devtools("Emulation.clearDeviceMetricsOverride")
 

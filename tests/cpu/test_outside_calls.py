@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tightfit.effects.outside_calls import OutsideCalls, without_outside_calls
+from tightfit.effects.outside_calls import OutsideCalls, Unwatched, without_outside_calls
 
 
 def seen_in(act: Callable[[], object]) -> str:
@@ -47,6 +47,28 @@ def test_what_writes_or_takes_away_is_seen_with_its_line(tmp_path: Path) -> None
             found = seen_in(act)
             assert found.partition(" ")[0] == name
             assert found.partition(" at ")[2].startswith("test_outside_calls.py:")
+
+
+def test_what_torch_does_is_left_out_and_what_follows_is_seen(tmp_path: Path) -> None:
+    def act() -> None:
+        with Unwatched():
+            os.listdir(tmp_path)
+            os.mkdir(tmp_path / "unseen")
+        os.mkdir(tmp_path / "seen")
+
+    assert seen_in(act).startswith("mkdir at test_outside_calls.py:")
+    with OutsideCalls() as calls, Unwatched():
+        os.mkdir(tmp_path / "another")
+    assert not calls.found
+    calls_of_program: list[str] = []
+    before = sys.getprofile()
+    sys.setprofile(lambda frame, event, _: calls_of_program.append(event))
+    try:
+        with OutsideCalls(), Unwatched():
+            os.getpid()
+    finally:
+        sys.setprofile(before)
+    assert "c_call" in calls_of_program
 
 
 def test_what_is_shown_logged_read_or_handed_to_a_pool_is_not_seen(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.histories import MIB, STACKS, nothing, training
+from tests.histories import MIB, STACKS, nothing, training, with_a_predicted_step
 
 from tightfit.allocator.settings import AllocatorSettings
 from tightfit.devices.catalogue import find
@@ -250,6 +250,20 @@ class TestThePage:
         assert [tag for tag, _ in tags.tags].count("script") == 2
         assert ATTACK in json.loads(tags.scripts[0])["texts"]
         assert "alert(1)</script>" not in page
+
+    def test_shows_what_runs_when_in_a_predicted_step(self) -> None:
+        history = with_a_predicted_step()
+        summary = summarize(history)
+        page = html_page(history, summary)
+        assert "Time of the last step, predicted: 258.0 ms" in page
+        # Two kernels after one another are one bar; the copy is not waited for.
+        assert page.count('class="critical"') == 2
+        assert "2 operators, most in other kernels" in page
+        assert [part["work"] for part in summary.to_json()["step"]["critical_path"]] == [
+            "the host reads values back",
+            "other kernels",
+        ]
+        assert "Time of the last step" not in html_page(training(), summarize(training()))
 
     def test_may_load_nothing_and_run_only_its_own_script(self) -> None:
         tags = _Tags()

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.histories import nothing, training
+from tests.histories import nothing, training, with_a_predicted_step
 
 from tightfit.errors import RecordingError
-from tightfit.reports.perfetto import merged, perfetto_text, trace_events
+from tightfit.reports.perfetto import STEP_PROCESS, merged, perfetto_text, trace_events
 
 BEGAN_US = 1_780_000_000_000_000
 BASE_NS = 1_779_999_000_000_000_000
@@ -107,3 +107,18 @@ class TestOverAProfile:
         profile = self.profile(tmp_path / "p.json", 0.0)
         with pytest.raises(RecordingError, match="no times to merge by"):
             merged(nothing(), profile, began_us=0)
+
+
+class TestAPredictedStep:
+    def test_has_a_thread_for_each_resource_from_where_the_last_step_begins(self) -> None:
+        history = with_a_predicted_step()
+        events = [event for event in trace_events(history) if event["pid"] == STEP_PROCESS]
+        threads = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+        assert list(threads.values()) == ["host", "stream 0", "copy engine to the GPU"]
+        slices = [event for event in events if event["ph"] == "X" and threads[event["tid"]] == "stream 0"]
+        begin = history.time_us[history.spans[-1].begin]
+        assert [(event["ts"] - begin, event["dur"]) for event in slices] == [(0, 5000), (5000, 3000)]
+        assert all(event["args"]["on the critical path"] for event in slices)
+
+    def test_is_not_there_for_a_recording(self) -> None:
+        assert not [event for event in trace_events(training()) if event["pid"] == STEP_PROCESS]

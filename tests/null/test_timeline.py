@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.random_steps import steps, waits
 from tests.timelines import (
     READ_SECONDS,
     Copy,
@@ -199,32 +200,6 @@ def test_pageable_memory_takes_longer_and_blocks(card: str) -> None:
     assert pageable > 1.9 * pinned
     rows = [Kernel(seconds=1.0), Copy(stream=1, seconds=pinned)]
     assert timeline(*rows).seconds == pytest.approx(1.0)
-
-
-small = st.sampled_from([0.0, 0.25, 0.5, 1.0, 2.0, 4.0])
-streams = st.integers(0, 2)
-kernels = st.builds(Kernel, seconds=small, stream=streams, issue=st.sampled_from([0.0, 0.5, 1.0]))
-copies = st.builds(
-    Copy,
-    seconds=st.sampled_from([0.25, 1.0, 3.0]),
-    stream=streams,
-    issue=st.sampled_from([0.0, 0.5]),
-    direction=st.sampled_from(CopyDirection),
-    is_blocking=st.booleans(),
-)
-numbers = st.integers(0, 3)
-waits = st.one_of(
-    st.builds(record, streams, numbers),
-    st.builds(wait, streams, numbers),
-    st.builds(read, streams),
-    st.builds(Wait, kind=st.just(WaitKind.HOST_FOR_EVENT), event=numbers),
-    st.builds(Wait, kind=st.just(WaitKind.HOST_FOR_STREAM), stream=streams),
-    st.just(Wait(kind=WaitKind.HOST_FOR_DEVICE)),
-    st.builds(update, st.integers(0, 3)),
-)
-steps = st.lists(st.one_of(kernels, kernels, copies, waits), min_size=1, max_size=14).filter(
-    lambda rows: not all(isinstance(row, Wait) for row in rows)
-)
 
 
 @given(steps)

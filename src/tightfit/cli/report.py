@@ -1,6 +1,7 @@
 """`tightfit report`: a recording, a saved run or a workload as an HTML page, as tracks for Perfetto, as JSON or as text; a plan as a page."""
 
 import contextlib
+import dataclasses
 import io
 import json as jsonlib
 import re
@@ -203,12 +204,17 @@ def _cards(own: "Device | None", names: Sequence[str]) -> "list[Device]":
 
 def _estimated(tape: "Tape", names: Sequence[str], alloc_conf: str | None) -> "tuple[History, Summary]":
     from tightfit import fit
+    from tightfit.cost.steps import step_operators
     from tightfit.devices.catalogue import find
     from tightfit.diagnosis.histories import history_of_tape
     from tightfit.reports.summary import fit_of_estimate, summarize
+    from tightfit.simulate.step_tracks import step_tracks
+    from tightfit.simulate.step_work import priced
 
     settings, own = fit.allocator_settings(alloc_conf), find(names[0] if names else tape.traced_for)
     history = history_of_tape(tape, own, settings)
+    if step_operators(tape):
+        history = dataclasses.replace(history, step_tracks=step_tracks(priced(tape, own), own))
     cards = [fit_of_estimate(fit.cost(tape, card, settings)) for card in _cards(own, names)]
     return history, summarize(history, cards=cards, versions=tape.versions, not_seen=tape.coverage.words)
 

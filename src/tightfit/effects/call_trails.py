@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tightfit.effects.dispatched import dispatched
+from tightfit.effects.outside_calls import Unwatched
 from tightfit.effects.users_code import FILES_OF_OURS
 from tightfit.effects.values.contents import content_of
 from tightfit.effects.values.lent_memory import HANDS_OUT, LentMemory, is_lent
@@ -197,13 +198,16 @@ class Operators(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        self._calls.note(func, args, kwargs)
-        if func is _MAKES_TENSOR:
-            # `torch.from_numpy` is no function that protocols see.
-            if args[0].nbytes <= _LARGEST_NUMBERS_BYTES:
-                self._calls.add_content(content_of(args[0]))
-            self._calls.lent.know(args[0])
-        return self._calls.made(func(*args, **kwargs) if kwargs else func(*args))
+        with Unwatched():
+            self._calls.note(func, args, kwargs)
+            if func is _MAKES_TENSOR:
+                # `torch.from_numpy` is no function that protocols see.
+                if args[0].nbytes <= _LARGEST_NUMBERS_BYTES:
+                    self._calls.add_content(content_of(args[0]))
+                self._calls.lent.know(args[0])
+        made = func(*args, **kwargs) if kwargs else func(*args)
+        with Unwatched():
+            return self._calls.made(made)
 
 
 def operators_at(device: torch.device, calls: CallTrail) -> contextlib.AbstractContextManager[Any]:

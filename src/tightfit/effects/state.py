@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tightfit.effects.holders import PLAIN, has_gone, has_lost_members, in_graphs, is_gone, other_objects
+from tightfit.effects.outside_calls import Unwatched
 from tightfit.effects.random_states import numpy_state, put_python_state, python_state
 from tightfit.effects.reachable.reach import Reach, reach_of, reach_of_arguments
 from tightfit.effects.values.contents import SMALL_BYTES, content_of
@@ -85,7 +86,8 @@ class RegionState:
 
         `reads_weights`: whether large weights at the host are read, to see writes that torch does not count; both snapshots that are compared must say the same.
         """
-        return _taken(*self._looked_through(module, is_kept=is_kept), reads_weights=reads_weights)
+        with Unwatched():
+            return _taken(*self._looked_through(module, is_kept=is_kept), reads_weights=reads_weights)
 
     def is_still(self, snapshot: Snapshot) -> bool:
         """Whether the state is that of a snapshot of this region, without making another one; False too where that takes one to tell: where a function was replaced

@@ -1,4 +1,5 @@
-"""A history as Chrome trace events for ui.perfetto.dev: counters of allocated, reserved and each category, the steps as slices, and the peak.
+"""A history as Chrome trace events for ui.perfetto.dev: counters of allocated, reserved and each category, the steps as slices, the peak, and what runs
+when in a predicted step.
 
 Times are microseconds. torch.profiler writes a trace's own beginning as `baseTimeNanoseconds`, Unix time, and `ts` from there on (libkineto,
 output_json.cpp and ChromeTraceBaseTime); torch's allocator stamps its events `time_us` with Unix time (c10/cuda/CUDACachingAllocator.cpp, through
@@ -18,13 +19,16 @@ from tightfit.errors import RecordingError
 from tightfit.reports.downsampled_timeline import Detail, category_timelines, timeline
 from tightfit.reports.summary import summarize
 from tightfit.simulate.history import CATEGORIES, History
+from tightfit.simulate.step_tracks import StepTracks
 from tightfit.tape import Column
 
 # A process ID that no trace of torch.profiler has: it uses PIDs for processes and indices for GPUs.
 PROCESS = 7_432_308
+STEP_PROCESS = PROCESS + 1
 # Perfetto's UI holds the trace in the browser's memory; beyond this a file has some 30 MB and more.
 MAX_WHOLE_EVENTS = 200_000
 _DETAIL = Detail(num_even=60_000, num_in_step=30_000, num_around_peak=4000, num_around_step_peaks=500, num_steps=16)
+_MICROSECONDS = 1e6
 # torch.profiler's export_chrome_trace compresses where the name ends in .gz.
 _GZIP = b"\x1f\x8b"
 
@@ -83,6 +87,38 @@ def trace_events(history: History, *, origin_us: float = 0.0) -> Iterator[dict[s
             held_bytes = dict(zip(names, held, strict=True))
             yield {"name": "bytes of", "ph": "C", **shared, "ts": at, "args": held_bytes}
     yield from _slices(history, times)
+    if history.step_tracks is not None:
+        steps = [span.begin for span in history.spans if span.kind == "step" and span.begin < history.num_events]
+        yield from _step_slices(history, history.step_tracks, float(times[steps[-1]]) if steps else 0.0)
+
+
+def _step_slices(history: History, step: StepTracks, begin_us: float) -> Iterator[dict[str, Any]]:
+    """The operators of the predicted step, one thread for each resource. Of very many those are left out that cannot be seen."""
+    name = f"last step on {history.device}, predicted"
+    yield {"name": "process_name", "ph": "M", "pid": STEP_PROCESS, "tid": 0, "args": {"name": name}}
+    shortest = step.seconds / MAX_WHOLE_EVENTS
+    for thread, track in enumerate(step.tracks):
+        shared = {"pid": STEP_PROCESS, "tid": thread}
+        yield {"name": "thread_name", "ph": "M", **shared, "args": {"name": track.resource}}
+        is_long = len(track.work) > MAX_WHOLE_EVENTS
+        for work in track.work:
+            length = work.end_seconds - work.begin_seconds
+            if is_long and length < shortest:
+                continue
+            yield {
+                "name": work.name or work.what,
+                "cat": work.what,
+                "ph": "X",
+                **shared,
+                "ts": round(begin_us + work.begin_seconds * _MICROSECONDS, 3),
+                "dur": round(length * _MICROSECONDS, 3),
+                "args": {
+                    "module": work.module,
+                    "phase": work.phase.name.lower(),
+                    "work": work.what,
+                    "on the critical path": work.is_critical,
+                },
+            }
 
 
 def _slices(history: History, times: Column) -> Iterator[dict[str, Any]]:

@@ -15,6 +15,7 @@ from tightfit.reports.blocks_by_site import line_and_function, module_name, plac
 from tightfit.reports.downsampled_timeline import category_timelines
 from tightfit.simulate.estimate import Estimate
 from tightfit.simulate.history import CATEGORIES, UNKNOWN, History
+from tightfit.simulate.step_tracks import StepTracks
 from tightfit.tape import Assumption, Column
 
 SCHEMA = 1
@@ -112,10 +113,28 @@ def _span_summary(history: History, name: str, kind: str, parts: list[tuple[int,
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CriticalSeconds:
+    """How long a step waits for work of one kind on one resource."""
+
+    work: str
+    resource: str
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepSeconds:
+    """A predicted step: its seconds, how long each resource is idle in it, and its critical path by kind of work, which adds up to `seconds`."""
+
+    seconds: float
+    idle_seconds: Mapping[str, float]
+    critical_path: tuple[CriticalSeconds, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
     """The figures of a report. `at_peak` has the bytes of each category then, and adds up with the cache to `peak_reserved_bytes`.
 
-    `not_seen` says what of the program the run does not show.
+    `not_seen` says what of the program the run does not show. `step` are the seconds of the last step, where they were predicted.
     """
 
     label: str
@@ -142,6 +161,7 @@ class Summary:
     versions: Mapping[str, str]
     places: tuple[Mapping[str, Any], ...]
     not_seen: str = ""
+    step: StepSeconds | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The object that `tightfit report --format json` prints."""
@@ -156,6 +176,7 @@ class Summary:
             "assumptions": [dataclasses.asdict(assumption) for assumption in self.assumptions],
             "versions": dict(self.versions),
             "places": [dict(place) for place in self.places],
+            "step": None if self.step is None else dataclasses.asdict(self.step),
         }
 
 
@@ -200,6 +221,7 @@ def summarize(
         versions=versions or {},
         places=tuple(_places(history)),
         not_seen=not_seen,
+        step=None if history.step_tracks is None else _step_seconds(history.step_tracks),
     )
 
 
@@ -231,3 +253,14 @@ def settings_words(settings: AllocatorSettings) -> str:
         if getattr(settings, field.name) != getattr(defaults, field.name)
     }
     return ", ".join(f"{name} {value}" for name, value in changed.items())
+
+
+def _step_seconds(tracks: StepTracks) -> StepSeconds:
+    return StepSeconds(
+        seconds=tracks.seconds,
+        idle_seconds={track.resource: track.idle_seconds for track in tracks.tracks},
+        critical_path=tuple(
+            CriticalSeconds(work=work, resource=resource, seconds=seconds)
+            for (work, resource), seconds in tracks.critical_seconds.items()
+        ),
+    )

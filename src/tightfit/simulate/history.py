@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from tightfit.allocator.settings import AllocatorSettings
+from tightfit.simulate.step_tracks import StepTracks
 from tightfit.tape import Assumption, Category, Column
 
 # The categories of blocks by index; the last one is for recordings, which do not always tell.
@@ -61,7 +62,7 @@ class History:
     `allocated` and `reserved` are bytes after each event, of equal length. `time_us` is the time of each event, empty where it is not known.
     `stacks[i]` lists frames from the innermost out, each as `file.py:41 function`; `user_frame` picks the user's own one.
     `context_bytes` and `capacity_bytes` are None where the GPU is not known. Spans that are guessed have numbers instead of names.
-    `module_classes` has the classes of modules by their paths, as far as they are known.
+    `module_classes` has the classes of modules by their paths, as far as they are known. `step_tracks` are of the last step, where it was predicted.
     """
 
     label: str
@@ -80,6 +81,7 @@ class History:
     assumptions: tuple[Assumption, ...]
     module_classes: Mapping[str, str] = dataclasses.field(default_factory=dict)
     are_spans_guessed: bool = False
+    step_tracks: StepTracks | None = None
 
     @property
     def num_events(self) -> int:

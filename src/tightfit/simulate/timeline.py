@@ -27,11 +27,12 @@ _SMALLEST_SHARE = 1e-12
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CriticalWork:
-    """A part of a step that the step waits for: seconds of `operator` on `resource`. For a read or wait of the host, the operator before it."""
+    """A part of a step that the step waits for: seconds of `operator` on `resource`, for work of a `kind`. For a read or wait of the host, the operator before it."""
 
     operator: int
     resource: str
     seconds: float
+    kind: WorkKind = WorkKind.KERNELS
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,15 +106,29 @@ def step_timeline(prices: PricedTape, step: int = -1) -> StepTimeline:
     Raises:
         IndexError: the tape has no such step.
     """
+    return timeline_of(prices, *followed_step(prices, step))
+
+
+def followed_step(prices: PricedTape, step: int = -1) -> tuple[Followed, float]:
+    """A settled step, replayed with the causes of each move of a clock, and its seconds.
+
+    Raises:
+        IndexError: the tape has no such step.
+    """
     work = work_of(prices, *list(_steps(prices.tape))[step])
     clocks, seconds = settled(work.items, len(work.streams))
     followed = Followed(work, clocks)
     # The last round begins with what led to the end of the one before it, and ends with what no later one waits for.
     for _ in range(3):
         followed.advance()
+    return followed, seconds
+
+
+def timeline_of(prices: PricedTape, followed: Followed, seconds: float) -> StepTimeline:
+    """The timeline of what `followed_step` has found."""
     return StepTimeline(
         seconds=seconds,
-        idle_seconds=_idle(prices, work, seconds),
+        idle_seconds=_idle(prices, followed.work, seconds),
         critical_path=tuple(_path(prices, followed, seconds)),
         copies=tuple(_copies(prices, followed, seconds)),
     )
@@ -170,7 +185,8 @@ def _path(prices: PricedTape, followed: Followed, seconds: float) -> list[Critic
             within = min(end, until) - max(end - taken, since)
             # Less is rounding at the edges of the period.
             if within > _SMALLEST_SHARE * seconds:
-                found.append(CriticalWork(operator=operator, resource=resource, seconds=within))
+                kind = WorkKind(followed.work.items[node.item][0])
+                found.append(CriticalWork(operator=operator, resource=resource, seconds=within, kind=kind))
             end -= taken
     return found[::-1]
 

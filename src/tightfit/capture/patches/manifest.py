@@ -229,6 +229,11 @@ IN_BOTH: tuple[Name, ...] = (
         "to tell operators without a rule for shapes",
         "capture/dispatch effects",
     ),
+    known(
+        "torch._subclasses.fake_tensor:in_kernel_invocation_manager",
+        "to run kernels for tensors without data at once",
+        "effects",
+    ),
     known("torch.overrides:_get_current_function_mode_stack", "to see the modes around a call", "effects techniques"),
     known("torch.utils._device:DeviceContext", "to tell the mode of a default device", "effects"),
     known(
@@ -322,8 +327,8 @@ IN_BOTH: tuple[Name, ...] = (
         "capture/collectives capture/dispatch capture/observe capture/patches capture/steps effects engine guarding runtime techniques torch_hooks",
     ),
     # Hooks and parts of modules, tensors and optimizers.
-    known("torch.nn.modules.module:_global_backward_hooks", "to see hooks on all modules", "effects techniques"),
-    known("torch.nn.modules.module:_global_backward_pre_hooks", "to see hooks on all modules", "effects techniques"),
+    known("torch.nn.modules.module:_global_backward_hooks", "to see hooks on all modules", "effects"),
+    known("torch.nn.modules.module:_global_backward_pre_hooks", "to see hooks on all modules", "effects"),
     known("torch.nn.modules.module:_global_buffer_registration_hooks", "to see hooks on all modules", "effects"),
     known(
         "torch.nn.modules.module:_global_forward_hooks",

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from tightfit.effects.dispatched import dispatched
 from tightfit.effects.independence.fake_tensors import FakeTensors
+from tightfit.effects.independence.meta_kernels import MetaKernels
 from tightfit.effects.independence.operations import (
     ByOperator,
     Operation,
@@ -40,6 +41,7 @@ from tightfit.effects.independence.totals import (
     is_vote,
     total_of,
 )
+from tightfit.effects.outside_calls import Unwatched
 from tightfit.effects.reads import READS, is_called_by_library
 
 aten = torch.ops.aten
@@ -127,6 +129,7 @@ class FakeRun(TorchDispatchMode):
         self.num_rows = num_rows
         self.fake = fake
         self._tensors = FakeTensors(fake, device)
+        self._kernels = MetaKernels(fake)
         self.operations: list[Operation] = []
         self.given: list[tuple[int, ...]] = []
         self.failure: Mixes | None = None
@@ -146,7 +149,10 @@ class FakeRun(TorchDispatchMode):
         return self.failure
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        with Unwatched():
+            return self._run(func, args, kwargs or {})
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is torch.ops.prim.device.default:
             return args[0].fake_device
         arguments = _bound(func, args, kwargs)
@@ -162,13 +168,17 @@ class FakeRun(TorchDispatchMode):
             kwargs = {k: v for k, v in kwargs.items() if k != "generator"}
             args = _with_tensors(self._tensors.as_fake, args)
             kwargs = {name: _with_tensors(self._tensors.as_fake, value) for name, value in kwargs.items()}
-            with self.fake:
-                out = _moved(func, arguments) if _is_move(func, tensors) else func(*args, **kwargs)
+            out = self._kernels.run(func, args, kwargs)
+            if out is NotImplemented:
+                with self.fake:
+                    out = _moved(func, arguments) if _is_move(func, tensors) else func(*args, **kwargs)
         outputs = tensors_of((out,))
         if not is_on_host:
             outputs = self._with_written(func, arguments, outputs)
         known = {key_of(t) for t in tensors}
         for output in outputs:
+            if output.layout != torch.strided:
+                raise self.fail(f"{func} makes a {output.layout} tensor{at_line()}")
             self._kept.append((output, output.untyped_storage()))
             if key_of(output) not in known:
                 self._born.add(key_of(output))

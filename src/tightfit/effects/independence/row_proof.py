@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.nn.modules import module as of_all
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -35,6 +36,7 @@ from tightfit.effects.independence.operations import compare
 from tightfit.effects.independence.row_flow import FakeRun, Flow, Functions, NeedsValues
 from tightfit.effects.independence.rows import Mixes, RowLayout
 from tightfit.effects.independence.rules import RULES
+from tightfit.effects.outside_calls import Unwatched
 from tightfit.effects.state import RegionState, restore
 from tightfit.effects.users_code import is_users_class, is_users_file
 from tightfit.errors.faults import is_ours
@@ -114,11 +116,13 @@ def prove(subject: Computation, num_rows: int, parts: Iterable[int], reads: Sequ
         runs.append(FakeRun(size, **settings))
         _, of_parts[size], left_by_part = _run(subject, runs[-1], num_rows)
         lefts.append(left_by_part)
-        compare(runs[0], runs[-1])
+        with Unwatched():
+            compare(runs[0], runs[-1])
     flow = Flow(num_rows, runs[0], RULES, **settings)
     inputs, result, left = _run(subject, flow, num_rows)
-    for run in runs:
-        compare(flow, run)
+    with Unwatched():
+        for run in runs:
+            compare(flow, run)
     proof = FollowedRun(flow=flow, inputs=inputs, result=result, of_parts=of_parts)
     told = next((str(each) for each in [*lefts, left] if str(each)), "")
     if told:
@@ -310,6 +314,22 @@ def check_hooks(module: torch.nn.Module, *, is_inside: bool = True, allows_forwa
             for hook in getattr(part, kind).values():
                 if not _is_of_library(hook):
                     raise Mixes(f"{name or type(part).__name__} has a hook, which would see parts")
+    if are_all_hooked_backward():
+        raise Mixes("all modules have a backward hook, which would see parts")
+
+
+def are_all_hooked_backward() -> bool:
+    """Whether the program has put a hook on the backward passes of all modules (`register_module_full_backward_hook`), which a proof without one does not meet."""
+    return _are_of_program((*of_all._global_backward_hooks.values(), *of_all._global_backward_pre_hooks.values()))
+
+
+def are_all_hooked_forward() -> bool:
+    """Whether the program has put a hook on the forwards of all modules (`register_module_forward_hook`)."""
+    return _are_of_program((*of_all._global_forward_hooks.values(), *of_all._global_forward_pre_hooks.values()))
+
+
+def _are_of_program(hooks: Iterable[Any]) -> bool:
+    return not all(map(_is_of_library, hooks))
 
 
 def _is_of_library(hook: Any) -> bool:

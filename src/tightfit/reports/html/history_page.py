@@ -8,6 +8,7 @@ import os
 
 from tightfit.reports.html.assets import content_policy, script, styles
 from tightfit.reports.html.page_data import page_json
+from tightfit.reports.html.step_chart import step_chart
 from tightfit.reports.html.templates import render
 from tightfit.reports.summary import Summary
 from tightfit.simulate.history import History
@@ -39,7 +40,8 @@ _ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
 
 def html_page(history: History, summary: Summary) -> str:
     """The whole page, under 3 MB however long the run is."""
-    page_styles, page_script = styles("page.css"), script(*_SCRIPTS)
+    tracks = history.step_tracks
+    page_styles, page_script = styles("page.css", "step.css"), script(*_SCRIPTS)
     return render(
         "history.html",
         title=f"{os.path.basename(summary.label)}: memory report",
@@ -47,6 +49,8 @@ def html_page(history: History, summary: Summary) -> str:
         styles=page_styles,
         script=page_script,
         data=_json_in_a_block(page_json(history, summary)),
+        step=None if tracks is None else step_chart(tracks),
+        step_seconds=0.0 if tracks is None else tracks.seconds,
     )
 
 

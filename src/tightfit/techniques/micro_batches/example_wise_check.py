@@ -30,7 +30,7 @@ from tightfit.techniques.wrappers.forwards import plain_forwards
 from tightfit.techniques.wrappers.repeated_proofs import RepeatedProofs
 from tightfit.techniques.wrappers.without_node_hooks import without_node_hooks
 
-_MAX_SHAPES = 64
+_MAX_SHAPES, _MAX_WAYS = 1024, 64
 Way = tuple[int, int, int]
 """How a part went through the code: its number of examples, the shape of its loss's graph, and the functions of torch that it called."""
 
@@ -220,18 +220,18 @@ class BatchProofs:
         if proved.is_of_first:
             return proved
         self._code = self._before.reach.code
-        # Padded text has a new length in nearly every batch; the proofs of an epoch are not kept for ever.
+        # Padded text has a new length in nearly every batch; those that were proved first are let go.
         if len(self._known) >= _MAX_SHAPES:
-            self._known.clear()
+            del self._known[next(iter(self._known))]
         proved = dataclasses.replace(proved, decisions=tuple(decisions))
         proved.shapes.add(shape)
         known = self._known.setdefault(key, {})
         earlier = known.get(proved.decisions)
         is_alike = earlier is not None and _says_the_same(earlier, proved)
         # Where the code takes one way or another by turns, and not each time another.
-        if earlier is not None and is_alike and len(earlier.shapes) < _MAX_SHAPES:
+        if earlier is not None and is_alike and len(earlier.shapes) < _MAX_WAYS:
             proved.shapes.update(earlier.shapes)
-        if len(known) >= _MAX_SHAPES:
+        if len(known) >= _MAX_WAYS:
             known.clear()
         known[proved.decisions] = proved
         return proved
