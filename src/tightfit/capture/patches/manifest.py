@@ -327,8 +327,8 @@ IN_BOTH: tuple[Name, ...] = (
         "capture/collectives capture/dispatch capture/observe capture/patches capture/steps effects engine guarding runtime techniques torch_hooks",
     ),
     # Hooks and parts of modules, tensors and optimizers.
-    known("torch.nn.modules.module:_global_backward_hooks", "to see hooks on all modules", "effects techniques"),
-    known("torch.nn.modules.module:_global_backward_pre_hooks", "to see hooks on all modules", "effects techniques"),
+    known("torch.nn.modules.module:_global_backward_hooks", "to see hooks on all modules", "effects"),
+    known("torch.nn.modules.module:_global_backward_pre_hooks", "to see hooks on all modules", "effects"),
     known("torch.nn.modules.module:_global_buffer_registration_hooks", "to see hooks on all modules", "effects"),
     known(
         "torch.nn.modules.module:_global_forward_hooks",

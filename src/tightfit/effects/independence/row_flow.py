@@ -179,6 +179,8 @@ class FakeRun(TorchDispatchMode):
             outputs = self._with_written(func, arguments, outputs)
         known = {key_of(t) for t in tensors}
         for output in outputs:
+            if output.layout != torch.strided:
+                raise self.fail(f"{func} makes a {output.layout} tensor{at_line()}")
             self._kept.append((output, output.untyped_storage()))
             if key_of(output) not in known:
                 self._born.add(key_of(output))

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.nn.modules import module as of_all
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -336,6 +337,22 @@ def check_hooks(module: torch.nn.Module, *, is_inside: bool = True, allows_forwa
             for hook in getattr(part, kind).values():
                 if not _is_of_library(hook):
                     raise Mixes(f"{name or type(part).__name__} has a hook, which would see parts")
+    if are_all_hooked_backward():
+        raise Mixes("all modules have a backward hook, which would see parts")
+
+
+def are_all_hooked_backward() -> bool:
+    """Whether the program has put a hook on the backward passes of all modules (`register_module_full_backward_hook`), which a proof without one does not meet."""
+    return _are_of_program((*of_all._global_backward_hooks.values(), *of_all._global_backward_pre_hooks.values()))
+
+
+def are_all_hooked_forward() -> bool:
+    """Whether the program has put a hook on the forwards of all modules (`register_module_forward_hook`)."""
+    return _are_of_program((*of_all._global_forward_hooks.values(), *of_all._global_forward_pre_hooks.values()))
+
+
+def _are_of_program(hooks: Iterable[Any]) -> bool:
+    return not all(map(_is_of_library, hooks))
 
 
 def _is_of_library(hook: Any) -> bool:

@@ -30,6 +30,13 @@ _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex1
 _OWN_DISPATCH = torch.Tensor.__torch_dispatch__
 
 
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor inside the wrappers of torch.func transforms, which have no memory to read."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def content_of(tensor: torch.Tensor) -> bytes | int | None:
     """The bytes of a small contiguous tensor at the host, and a checksum of any other; None for what cannot be read at once."""
     place = _place_of(tensor)

@@ -16,6 +16,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from tightfit.effects.values.contents import unwrapped
 from tightfit.effects.values.word_sums import PIECE, WORDS, is_of_whole_words, wide_sum
 
 # Casts: autocast keeps those of weights for as long as its context lasts, and the second run may find them or not.
@@ -91,7 +92,7 @@ class Fingerprints(TorchDispatchMode):
         if name in _UNFILLED and not self._is_paused and not func._schema.is_mutable:
             _fill(result)
         if not self._is_paused and name not in _NOT_COMPARED and not func.is_view:
-            leaves = [_unwrapped(leaf) for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+            leaves = [unwrapped(leaf) for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
             if any(word in name for word in _FIRST_RESULT_ONLY):
                 leaves = leaves[:1]
             if leaves:
@@ -103,7 +104,7 @@ class Fingerprints(TorchDispatchMode):
 
 def _fill(tensor: Any) -> None:
     """Fills new memory with zeros: what writes to it part by part gives the same results in both runs, and no code may ask what it held before."""
-    plain = _unwrapped(tensor)
+    plain = unwrapped(tensor)
     if type(plain) in _WITH_STORAGE and plain.layout is torch.strided and not plain.is_meta:
         # Through the storage: the tensor's version stays what it is.
         storage: Any = plain.untyped_storage()
@@ -210,13 +211,6 @@ def _is_near(one: Fingerprint, other: Fingerprint) -> bool:
     if math.isnan(first) or math.isnan(second):
         return math.isnan(first) and math.isnan(second)
     return abs(first - second) <= max(one.bound, 1e-6) * max(size, 1e-30)
-
-
-def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor inside the wrappers of torch.func transforms, which have no memory to read."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor
 
 
 def _fingerprint(func: Any, name: str, leaves: Sequence[torch.Tensor]) -> Fingerprint:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tightfit.effects.values.contents import content_of
+from tightfit.effects.values.contents import content_of, unwrapped
 
 _LARGEST_BYTES = 1 << 12
 """Of tensors that are looked at whenever they are read: numbers and tables, and not data."""
@@ -19,7 +19,9 @@ HANDS_OUT: frozenset[Callable[..., Any]] = frozenset({torch.Tensor.numpy, torch.
 
 def is_lent(tensor: torch.Tensor) -> bool:
     """Whether numpy or a buffer has the memory of a tensor too: torch cannot give it another size then."""
-    return tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.untyped_storage().resizable()
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        return False
+    return not unwrapped(tensor).untyped_storage().resizable()
 
 
 class LentMemory:
@@ -34,24 +36,27 @@ class LentMemory:
 
     def give(self, tensors: Iterable[torch.Tensor]) -> None:
         """What the code is called with is other data each time, and is not looked at."""
-        self._given.update(each.untyped_storage()._cdata for each in tensors if each.layout is torch.strided)
+        self._given.update(unwrapped(each).untyped_storage()._cdata for each in tensors if each.layout is torch.strided)
 
     def hand_out(self, func: Callable[..., Any], tensor: Any) -> None:
         """One of `HANDS_OUT` is called. What is there now was made by operators, which are known."""
         if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
             return
         self.is_any = True
+        tensor = unwrapped(tensor)
         if func is _BY_DLPACK:
             self._handed_out.add(tensor.untyped_storage()._cdata)
         self.know(tensor)
 
     def know(self, tensor: torch.Tensor) -> None:
         """Keeps what is there."""
+        tensor = unwrapped(tensor)
         if tensor.nbytes <= _LARGEST_BYTES:
             self._contents[_place_of(tensor)] = content_of(tensor)
 
     def news(self, tensor: torch.Tensor) -> bytes | int | None:
         """What is there when an operator reads the tensor, unless it was there before."""
+        tensor = unwrapped(tensor)
         storage = tensor.untyped_storage()
         number = storage._cdata
         if tensor.nbytes > _LARGEST_BYTES or number in self._given:

@@ -5,6 +5,7 @@ Of a gradient its 2-norm is kept, and the factors it was multiplied by since: so
 possible; for a gradient that an update has consumed, it raises an error.
 """
 
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, final
@@ -19,10 +20,23 @@ from tightfit.techniques.lazy_tensors.lazy_tensor import (
     LazyTensor,
     carry_attributes,
 )
+from tightfit.torch_hooks.manifest import TENSOR_USES
 
 REMEDY = "leave updates in the backward pass out of the plan"
 
 State = Literal["deferred", "made", "zero", "used"]
+
+
+def _references_by_name() -> int:
+    """How many references `sys.getrefcount` sees of a name that it is called with: Python 3.14 hands on a name without one of its own."""
+    named = object()
+    return sys.getrefcount(named)
+
+
+# References to a gradient that only its parameter keeps, while `is_held` runs: the parameter, the caller's name, and its own.
+_OWN_REFERENCES = 2 + _references_by_name()
+# And of the gradient in C++: the parameter's and Python's. What exports it without a copy (DLPack) is one more.
+_OWN_HANDLES = 2
 
 _aten = torch.ops.aten
 # The in-place operators of `clip_grads_with_norm_` and of loops that divide by a world size or a loss scale;
@@ -60,6 +74,8 @@ class Deferred(AbstractElementSource):
         self.is_lost = False
         """Whether its backward pass is gone: it was consumed by nothing."""
         self._aliases: list[weakref.ref[LazyTensor]] = []
+        self.on_parameters: list[weakref.ref[LazyTensor]] = []
+        """Those that are or were the gradient of a parameter: an update puts another one in the place of the one before."""
 
     def whole(self) -> torch.Tensor:
         self.was_asked = True
@@ -169,7 +185,9 @@ def deferred_zeros(like: torch.Tensor) -> Deferred:
 def defer_gradient(parameter: torch.Tensor, deferred: Deferred) -> None:
     """Replaces the gradient of `parameter` by `deferred`."""
     assert parameter.grad is not None
+    deferred.on_parameters = [each for each in deferred.on_parameters if each() is not None]
     parameter.grad = LazyTensor(deferred, parameter.grad)
+    deferred.on_parameters.append(weakref.ref(parameter.grad))
 
 
 def deferred_gradient(parameter: torch.Tensor) -> Deferred | None:
@@ -186,6 +204,33 @@ def settle(parameter: torch.Tensor) -> None:
     if deferred is not None and deferred.state == "made":
         standing, parameter.grad = parameter.grad, deferred.whole()
         carry_attributes(standing, parameter.grad)
+
+
+def settle_held_zeros(parameter: torch.Tensor) -> None:
+    """Materialises a lazy gradient of zeros that the program, or another parameter, refers to as well: a backward pass adds to that memory."""
+    deferred = deferred_gradient(parameter)
+    if deferred is None or deferred.state != "zero":
+        return
+    gradient = parameter.grad
+    if is_held(parameter) or any(
+        _is_beside(each(), gradient) for each in (*deferred._aliases, *deferred.on_parameters)
+    ):
+        deferred.whole()
+        settle(parameter)
+
+
+def _is_beside(alias: torch.Tensor | None, gradient: torch.Tensor | None) -> bool:
+    return alias is not None and alias is not gradient
+
+
+def is_held(parameter: torch.Tensor) -> bool:
+    """Whether anything but the parameter and the caller, which has one name for it, refers to its gradient.
+
+    The gradient is not an argument, which has a reference of its own or not, by the release of Python.
+    """
+    gradient = parameter.grad
+    assert gradient is not None
+    return TENSOR_USES.call(gradient) > _OWN_HANDLES or sys.getrefcount(gradient) > _OWN_REFERENCES
 
 
 def _is_two_norm(order: Any = 2, dim: Any = None, keepdim: bool = False) -> bool:

@@ -1,7 +1,6 @@
 """Puts `zero_grad` on live objects: see `tightfit.techniques.lifetimes.zero_grad` for what it is and where it comes from."""
 
 import functools
-import sys
 import weakref
 from collections.abc import Container, Iterable, Sequence
 from typing import Any
@@ -14,7 +13,9 @@ from tightfit.techniques.lazy_tensors.deferred_gradients import (
     defer_gradient,
     deferred_gradient,
     deferred_zeros,
+    is_held,
     settle,
+    settle_held_zeros,
 )
 from tightfit.techniques.lazy_tensors.lazy_tensor import LazyTensor
 from tightfit.techniques.lazy_tensors.retained_graphs import told_of_gradients
@@ -22,21 +23,10 @@ from tightfit.techniques.optimizer.updates.optimizer_steps import update_within_
 from tightfit.techniques.session import Session
 from tightfit.techniques.technique import ChosenOption
 from tightfit.torch_hooks.backward import BackwardPass, on_backward
-from tightfit.torch_hooks.manifest import STORAGE_USES, TENSOR_USES
+from tightfit.torch_hooks.manifest import STORAGE_USES
 
-
-def _references_by_name() -> int:
-    """How many references `sys.getrefcount` sees of a name that it is called with: Python 3.14 hands on a name without one of its own."""
-    named = object()
-    return sys.getrefcount(named)
-
-
-# References to a gradient that only its parameter keeps, while `_is_shared` runs: the parameter, the caller's name, and its own.
-_OWN_REFERENCES = 2 + _references_by_name()
-# And to its storage: the gradient and a name.
+# Uses of the storage of a gradient that only its parameter keeps: the gradient and a name.
 _OWN_USES = 2
-# Of the gradient in C++: the parameter's and Python's. What exports it without a copy (DLPack) is one more.
-_OWN_HANDLES = 2
 
 
 def apply_zero_grad(session: Session, chosen: Sequence[ChosenOption]) -> None:
@@ -79,7 +69,7 @@ class _Freed:
             if gradient is None:
                 continue
             deferred = deferred_gradient(parameter)
-            if deferred is not None or _is_shared(parameter):
+            if deferred is not None or is_held(parameter) or _has_views(gradient):
                 # A lazy gradient handles `zero_` itself; a view of the script's own buffer is filled in place.
                 with torch.no_grad():
                     gradient.detach_() if gradient.grad_fn is not None else gradient.requires_grad_(False)
@@ -98,6 +88,7 @@ class _Freed:
             return backward.run()
         standing = {}
         for parameter in backward.leaves():
+            settle_held_zeros(parameter)
             deferred = deferred_gradient(parameter) if parameter in self._zeroed else None
             if deferred is not None and deferred.state == "zero":
                 standing[parameter], parameter.grad = parameter.grad, None
@@ -125,19 +116,12 @@ def _add_to_zeros(parameter: torch.Tensor) -> None:
         parameter.grad.add_(0.0)
 
 
-def _is_shared(parameter: torch.Tensor) -> bool:
-    """Whether anything but the parameter refers to the memory of its gradient: it is a view or has one, or the program keeps the tensor.
-
-    The caller has one name for the gradient. It is not an argument, which has a reference of its own or not, by the release of Python.
-    """
-    gradient = parameter.grad
-    assert gradient is not None
-    if gradient.layout != torch.strided or isinstance(gradient, LazyTensor):
+def _has_views(gradient: torch.Tensor) -> bool:
+    """Whether something else may refer to the memory of a gradient: it is a view or has one, or is of another layout."""
+    if gradient.layout != torch.strided or isinstance(gradient, LazyTensor) or gradient._is_view():
         return True
     storage = gradient.untyped_storage()
-    uses = STORAGE_USES.call(storage._cdata)
-    is_held = uses > _OWN_USES or TENSOR_USES.call(gradient) > _OWN_HANDLES
-    return gradient._is_view() or is_held or sys.getrefcount(gradient) > _OWN_REFERENCES
+    return STORAGE_USES.call(storage._cdata) > _OWN_USES
 
 
 def _settle(known: "weakref.ref[torch.optim.Optimizer]") -> tuple[()]:

@@ -21,6 +21,7 @@ from tightfit.cost.host_python import HostWork
 from tightfit.effects.ambient import modes_of_program
 from tightfit.effects.call_trails import operators_at
 from tightfit.effects.graph_shapes import graph_shape
+from tightfit.effects.independence.row_proof import are_all_hooked_backward
 from tightfit.effects.outside_calls import without_outside_calls
 from tightfit.effects.reads import Reads
 from tightfit.effects.values.fingerprints import paused
@@ -475,8 +476,7 @@ def refuse_hooks(model: torch.nn.Module, refuse: Refuse, *, since: int, are_on_p
             raise refuse(
                 f"{name} has a hook on its gradient, which would see each part's instead of the batch's; leave micro_batches out"
             )
-    of_all = torch.nn.modules.module
-    if of_all._global_backward_hooks or of_all._global_backward_pre_hooks:
+    if are_all_hooked_backward():
         raise refuse(
             "all modules have a backward hook, which would see each part's gradients instead of the batch's; leave micro_batches out"
         )

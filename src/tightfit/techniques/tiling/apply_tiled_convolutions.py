@@ -8,6 +8,7 @@ import torch
 
 from tightfit.effects.ambient import modes_of_program
 from tightfit.effects.code import Code
+from tightfit.effects.independence.row_proof import are_all_hooked_backward, are_all_hooked_forward
 from tightfit.effects.state import RegionState
 from tightfit.effects.users_code import is_users_function
 from tightfit.effects.values.fingerprints import paused
@@ -62,6 +63,8 @@ def _check(where: str, modules: Sequence[torch.nn.Module], holders: Sequence[tor
             )
         if not isinstance(module, _GIVES_INPUT):
             break
+    if are_all_hooked_forward() or are_all_hooked_backward():
+        raise ApplyError("all modules have a hook, which would see tiles; leave tiled_convolutions out")
     for module in (*modules, *holders):
         if any(len(getattr(module, hooks)) for hooks in _HOOKS) or "forward" in vars(module):
             raise ApplyError(

@@ -26,7 +26,7 @@ from tightfit.effects.bytecode.class_questions import ClassQuestion
 from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.code_in_graphs import CodeInGraph, runs_own_code
 from tightfit.techniques.lazy_tensors.data_of_stand_ins import refuse_data_of_stand_ins
-from tightfit.techniques.lazy_tensors.deferred_gradients import REMEDY, deferred_gradient, settle
+from tightfit.techniques.lazy_tensors.deferred_gradients import REMEDY, deferred_gradient, settle, settle_held_zeros
 from tightfit.techniques.lazy_tensors.gradient_forms import GradientForms
 from tightfit.techniques.lazy_tensors.lazy_tensor import is_in_compiled_code
 from tightfit.techniques.lazy_tensors.programs_code import ProgramsCode, RegionStates
@@ -137,6 +137,7 @@ class _KeptPasses:
         self.forget_done()
         standing = _Standing()
         for parameter in reached:
+            settle_held_zeros(parameter)
             deferred = deferred_gradient(parameter)
             if deferred is None or parameter.grad is None:
                 continue
