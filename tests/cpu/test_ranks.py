@@ -82,6 +82,7 @@ REFUSED = {
     "mean_over_no_tokens_of_one_part": "divide by sum.clamp(min=1)",
     "number_of_tokens_is_written_to": "divided by a number that was written to",
     "statistic_that_is_kept_and_read": "the program uses what ranks cannot put together: _Keeping.kept",
+    "buffer_that_has_the_largest_of_the_batch": "aten.copy_.default writes to a tensor from outside at left_behind.py",
     "number_of_examples_that_is_kept": "_Keeping.kept was made of the rows",
     "gradient_of_rows_that_are_kept": "the gradient of one of several results of the model",
     "gradient_that_the_model_asks_for": "ask for it outside of the model",

@@ -59,6 +59,12 @@ class PeakMoment:
     line: str
 
 
+CONTEXT = "CUDA context"
+COMMUNICATORS = "buffers of NCCL"
+BESIDE_THE_ALLOCATOR = frozenset({CONTEXT, COMMUNICATORS})
+"""Causes of uncertainty that have nothing to do with what is allocated."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Band:
     """One cause of uncertainty of the device peak, and how far it can move the peak down and up."""

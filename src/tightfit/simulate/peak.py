@@ -16,7 +16,7 @@ from tightfit.devices.device import Device
 from tightfit.devices.node import Node
 from tightfit.simulate.band import reserved_band
 from tightfit.simulate.contention import with_contention
-from tightfit.simulate.estimate import Band, Estimate, Peak, PeakMoment, SiteAtPeak, SpanPeak
+from tightfit.simulate.estimate import COMMUNICATORS, CONTEXT, Band, Estimate, Peak, PeakMoment, SiteAtPeak, SpanPeak
 from tightfit.simulate.input_pipeline import input_pipeline
 from tightfit.simulate.seconds_band import seconds_band
 from tightfit.simulate.step_work import priced
@@ -57,7 +57,7 @@ def estimate_peak(
     peak_reserved, peak_allocated = int(timeline.reserved.max(initial=0)), int(timeline.allocated.max(initial=0))
     band = (
         Band(
-            cause="CUDA context",
+            cause=CONTEXT,
             less_bytes=device.context_bytes - device.context_low_bytes,
             more_bytes=device.context_high_bytes - device.context_bytes,
         ),
@@ -67,7 +67,7 @@ def estimate_peak(
     )
     if communicators:
         off = round(_COMMUNICATORS_DOUBT * communicators)
-        band = (*band, Band(cause="buffers of NCCL", less_bytes=off, more_bytes=off))
+        band = (*band, Band(cause=COMMUNICATORS, less_bytes=off, more_bytes=off))
     device_bytes = peak_reserved + device.context_bytes + communicators
     at = int(timeline.allocated.argmax()) if len(timeline.allocated) else 0
     alive = _alive(tape, at)

@@ -1,5 +1,6 @@
 """Gradients that the loop fills with zeros (`set_to_none=False`), and what refers to them while a backward pass adds to them."""
 
+import torch
 from tests.attacks.models import Net, adamw, sgd, tokens
 from tests.attacks.registry import attack
 from tests.attacks.trial import Trial
@@ -51,6 +52,48 @@ def zeros_on_two_parameters(t: Trial) -> None:
             first.wide.weight.grad = second.wide.weight.grad
         loss = model(*tokens(step))
         loss.backward()
+        t.note("loss", loss)
+        optimizer.step()
+        t.end_step()
+
+
+@attack(
+    "gradients",
+    "a list of the gradients is taken once, after the first step's backward pass, and clipped in every step",
+)
+def gradients_listed_once(t: Trial) -> None:
+    model = Net()
+    optimizer = sgd(model)
+    listed: list[torch.Tensor] = []
+    t.apply(model, optimizer)
+    for step in range(4):
+        optimizer.zero_grad(set_to_none=False)
+        loss = model(*tokens(step))
+        loss.backward()
+        listed = listed or [parameter.grad for parameter in model.parameters()]
+        norm = torch.stack(torch._foreach_norm(listed)).norm()
+        torch._foreach_mul_(listed, float(0.5 / norm))
+        t.note("norm", norm)
+        t.note("loss", loss)
+        optimizer.step()
+        t.end_step()
+
+
+@attack(
+    "gradients", "a list of the gradients is taken once, filled with zeros by hand, and read after the backward pass"
+)
+def gradients_listed_once_and_zeroed(t: Trial) -> None:
+    model = Net()
+    optimizer = adamw(model)
+    listed: list[torch.Tensor] = []
+    t.apply(model, optimizer)
+    for step in range(4):
+        for gradient in listed:
+            gradient.zero_()
+        loss = model(*tokens(step))
+        loss.backward()
+        listed = listed or [parameter.grad for parameter in model.parameters()]
+        t.note("sum", sum(gradient.sum() for gradient in listed))
         t.note("loss", loss)
         optimizer.step()
         t.end_step()

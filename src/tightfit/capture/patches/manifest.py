@@ -542,9 +542,10 @@ IN_CHILD: tuple[Name, ...] = (
     # Operators.
     *_RMS_NORM,
     *_GROUPED,
+    *operators("capture/dispatch effects", "_is_all_true _is_any_true"),
     *operators(
         "capture/dispatch",
-        "_amp_foreach_non_finite_check_and_unscale_ _ctc_loss _foreach_copy_ _fused_adagrad_ _fused_adam_ _fused_adamw_ _fused_sgd_ _is_all_true _is_any_true _pack_padded_sequence _sparse_compressed_tensor_unsafe _sparse_coo_tensor_with_dims_and_tensors _thnn_fused_gru_cell _thnn_fused_gru_cell_backward",
+        "_amp_foreach_non_finite_check_and_unscale_ _ctc_loss _foreach_copy_ _fused_adagrad_ _fused_adam_ _fused_adamw_ _fused_sgd_ _pack_padded_sequence _sparse_compressed_tensor_unsafe _sparse_coo_tensor_with_dims_and_tensors _thnn_fused_gru_cell _thnn_fused_gru_cell_backward",
     ),
     *operators(
         "capture/dispatch",

@@ -34,11 +34,13 @@ from tightfit.effects.independence.left_behind import Left, depends_on_rows
 from tightfit.effects.independence.left_tensors import LeftTensor
 from tightfit.effects.independence.operations import compare
 from tightfit.effects.independence.row_flow import FakeRun, Flow, Functions, NeedsValues
+from tightfit.effects.independence.row_states import key_of
 from tightfit.effects.independence.rows import Mixes, RowLayout
 from tightfit.effects.independence.rules import RULES
 from tightfit.effects.outside_calls import Unwatched
 from tightfit.effects.state import RegionState, restore
 from tightfit.effects.users_code import is_users_class, is_users_file
+from tightfit.effects.values.copied_buffers import in_copies
 from tightfit.errors.faults import is_ours
 
 _OF_BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
@@ -72,7 +74,7 @@ class Leaves(Mixes):
 class Computation:
     """The subject of a proof: `call(inputs)`, where `dims` has for each of `inputs` the dimension of its rows, or None.
 
-    `module` is the module that it runs, `around` a context for each run, whose value is passed to `call` too.
+    `module` is the module that it runs, which with `writes_buffers` may write to its buffers what is the same for any rows; `around` a context for each run, whose value is passed to `call` too.
     """
 
     call: Callable[..., Any]
@@ -84,6 +86,7 @@ class Computation:
     allows_votes: bool = False
     shares_draws: bool = False
     joins_left: bool = False
+    writes_buffers: bool = False
     around: Callable[[FakeRun], contextlib.AbstractContextManager[Any]] = lambda _: contextlib.nullcontext()
 
 
@@ -144,6 +147,7 @@ def _run(subject: Computation, run: FakeRun, num_rows: int) -> tuple[Sequence[to
     """The inputs, the result, and the state that was changed."""
     with (
         _as_it_was(subject.module) as left,
+        _buffers_in_copies(subject, run),
         # With gradients, since code asks for them (`requires_grad`, `is_grad_enabled`), and `check_graph` walks
         # the graph.
         torch.enable_grad(),
@@ -219,6 +223,25 @@ def dense(part: torch.Tensor) -> torch.Tensor:
 
 def _device(tensor: torch.Tensor) -> torch.device:
     return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+
+
+@contextlib.contextmanager
+def _buffers_in_copies(subject: Computation, run: FakeRun) -> Iterator[None]:
+    """Lets the subject write to copies of its buffers.
+
+    Raises:
+        Mixes: what it has written may depend on the rows.
+    """
+    if not subject.writes_buffers:
+        yield
+        return
+    with in_copies(subject.module) as copied:
+        run.may_write = dict.fromkeys(map(key_of, copied.tensors), "")
+        yield
+    if isinstance(run, Flow):
+        for tensor, told in run.written(copied.tensors):
+            if run.rows.depends(tensor):
+                raise Mixes(told)
 
 
 @contextlib.contextmanager

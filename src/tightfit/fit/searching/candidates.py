@@ -12,7 +12,7 @@ from tightfit.fit.searching.allocator_choice import AllocatorChoice
 from tightfit.fit.searching.bisection import Bisection
 from tightfit.fit.searching.curves import Curves
 from tightfit.fit.searching.offers import Offers
-from tightfit.fit.searching.variants import Variant, Variants
+from tightfit.fit.searching.variants import Variant, Variants, needed_at
 from tightfit.fit.traced_runs import TracedRun, TracedRuns
 from tightfit.planner.option import Option
 from tightfit.planner.problem import Problem, without
@@ -21,7 +21,7 @@ from tightfit.planner.solve import least, solve
 from tightfit.units import format_bytes, format_seconds
 
 MAX_LIMITS = 16
-# A lowest peak that was traced to be above the promised one by more than this share is looked for once more without the option that promised most.
+# A lowest peak that was traced to be above the promised one by more than this share is looked for once more without what promised most, in any settings.
 _SHORT = 0.1
 _MAX_SHORT = 3
 SOLVER_SECONDS = 10.0
@@ -119,14 +119,18 @@ class Candidates:
                 break
         return best
 
-    def least_of(self, coarse: Sequence[Option], base: TracedRun) -> Candidate | None:
-        """The candidate with the lowest peak with the coarse options on it, whatever the budget is."""
+    def least_of(
+        self, coarse: Sequence[Option], base: TracedRun, *, below: Candidate | None = None
+    ) -> Candidate | None:
+        """The candidate with the lowest peak with the coarse options on it, whatever the budget is. What is not even promised to hold less than `below`
+        is not traced."""
         run, retaining = self.begun(coarse, base)
         if run is None:
             return None
         best: Candidate | None = None
-        # Options that were traced to save much less than they promise.
-        short: set[str] = set()
+        # Places of techniques that were traced to save much less than they promise. With other settings, such as fewer tiles, they do as little.
+        short: set[tuple[str, str]] = set()
+        held_bytes: int | None = None
         for _ in range(MAX_LIMITS):
             if self._offers.refusals.is_any_refused(run.options):
                 return best
@@ -134,9 +138,12 @@ class Candidates:
             if run.options and not variant.is_predicted:
                 alone = self._seen(self._settings.smallest(run), variant, _nothing_more(variant))
                 best = _smaller(best, alone)
-            variant = dataclasses.replace(variant, problem=without(variant.problem, short))
+            left_out = {o.key for o in variant.problem.options if _place(o) in short}
+            variant = dataclasses.replace(variant, problem=without(variant.problem, left_out))
             solution = _solve(variant.problem, 0)
             if not solution.chosen and not variant.is_predicted:
+                return best
+            if below is not None and needed_at(solution.peak_bytes, variant) >= below.run.needed_bytes:
                 return best
             chosen = [variant.problem.options[i] for i in solution.chosen]
             traced = self.traced((*variant.run.options, *chosen))
@@ -146,10 +153,14 @@ class Candidates:
             # The fastest of those with the lowest peak: nothing is known of what is faster and holds more.
             unbound = dataclasses.replace(solution, bound_seconds=min(0.0, solution.seconds), is_proven=False)
             best = _smaller(best, self._seen(self._settings.smallest(traced), variant, unbound))
-            is_short = traced.estimate.peak.allocated_bytes > (1 + _SHORT) * solution.peak_bytes
-            if not (is_short and chosen) or len(short) >= _MAX_SHORT:
+            allocated_bytes = traced.estimate.peak.allocated_bytes
+            is_short = allocated_bytes > (1 + _SHORT) * solution.peak_bytes
+            # Where less is not held without one that promised much, the peak has other causes.
+            is_in_vain = held_bytes is not None and allocated_bytes >= held_bytes
+            if not (is_short and chosen) or is_in_vain or len(short) >= _MAX_SHORT:
                 return best
-            short.add(max(chosen, key=lambda o: max((-c.num_bytes for c in o.changes), default=0)).key)
+            held_bytes = allocated_bytes
+            short.add(_place(max(chosen, key=lambda o: max((-c.num_bytes for c in o.changes), default=0))))
         return best
 
     def with_solution(self, variant: Variant, solution: Solution) -> Candidate | None:
@@ -205,6 +216,10 @@ class Candidates:
 def _smaller(one: Candidate | None, other: Candidate) -> Candidate:
     """The one that holds less; the first where they are alike."""
     return other if one is None or other.run.needed_bytes < one.run.needed_bytes else one
+
+
+def _place(option: Option) -> tuple[str, str]:
+    return option.technique, option.where
 
 
 def _solve(problem: Problem, limit: int) -> Solution:

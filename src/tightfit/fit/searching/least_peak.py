@@ -12,7 +12,7 @@ import numpy as np
 
 from tightfit.fit.searching.candidates import Candidate, Candidates
 from tightfit.fit.searching.offers import Offers
-from tightfit.fit.searching.variants import context_bytes
+from tightfit.fit.searching.variants import context_bytes, needed_at
 from tightfit.fit.traced_runs import TracedRun, TracedRuns
 from tightfit.planner import problem as problems
 from tightfit.planner.option import Option
@@ -23,6 +23,8 @@ from tightfit.tape import Tape
 MAX_VARIANTS = 6
 # Predictions of variants that were not traced are off by a few per cent; one that is above what was reached by less is traced all the same.
 _DOUBT_OF_A_PREDICTION = 0.02
+# A trace holds what was predicted if it is above by no more than this share.
+_REACHED = 0.005
 _SECONDS_TO_PREDICT = 2.0
 # A budget that is less than this share above the lowest prediction, both without the context, may be below what can be reached: that is found out first.
 _NEAR = 0.05
@@ -93,23 +95,26 @@ class LeastPeak:
         return Prediction(needed_bytes=self._needed_bytes(peak, start), options=(*self._free, *options))
 
     def _needed_bytes(self, peak_bytes: int, start: TracedRun) -> int:
-        # What a card needs beyond the bytes that are allocated comes and goes with them, but for the context.
-        plain, context = self._candidates.variant(start), context_bytes(start)
-        share = peak_bytes / max(1, plain.problem.peak_bytes(()))
-        return peak_bytes + context + round(share * max(0, plain.gap_bytes - context))
+        return needed_at(peak_bytes, self._candidates.variant(start))
 
     def search(self, base: TracedRun, start: TracedRun) -> Candidate | None:
         """The candidate with the lowest peak; None where nothing can be put on the workload."""
         best: Candidate | None = None
         seen: list[tuple[TracedRun, tuple[Option, ...]]] = []
+        reached: set[int] = set()
         for prediction in self.predictions(start)[:MAX_VARIANTS]:
             if best is not None and prediction.needed_bytes > (1 + _DOUBT_OF_A_PREDICTION) * best.run.needed_bytes:
                 break
+            # Predicted to the byte as another that holds what it was predicted to: the peak is where their options change nothing, as in an evaluation.
+            if prediction.needed_bytes in reached:
+                continue
             run, retaining = self._candidates.begun(prediction.options, base)
             if run is None or any(taken == retaining and _are_alike(run.tape, other.tape) for other, taken in seen):
                 continue
             seen.append((run, retaining))
-            found = self._candidates.least_of(prediction.options, base)
+            found = self._candidates.least_of(prediction.options, base, below=best)
+            if found is not None and found.run.needed_bytes <= (1 + _REACHED) * prediction.needed_bytes:
+                reached.add(prediction.needed_bytes)
             if found is not None and (best is None or _rank(found) < _rank(best)):
                 best = found
         return best

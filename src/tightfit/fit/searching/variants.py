@@ -12,6 +12,7 @@ from tightfit.planner.option import Option
 from tightfit.planner.problem import Bytes, Problem, together, total_changes
 from tightfit.planner.retained import with_retained
 from tightfit.planner.sides import Sides
+from tightfit.simulate.estimate import BESIDE_THE_ALLOCATOR
 from tightfit.simulate.timeline_bytes import replay_timeline
 from tightfit.simulate.workspaces import with_workspaces_of
 
@@ -107,14 +108,24 @@ class Variants:
 
 def gap_after(taken: Sequence[Option], variant: Variant, left: Problem) -> int:
     """What a card needs beyond the bytes that are allocated once `taken` is on `variant`, whose problem is then `left`."""
-    context = context_bytes(variant.run)
     if not taken:
         return variant.gap_bytes
-    # All of it but the context comes and goes with what is allocated.
-    share = left.peak_bytes(()) / max(1, variant.problem.peak_bytes(()))
-    return context + round(share * max(0, variant.gap_bytes - context))
+    peak_bytes = left.peak_bytes(())
+    return needed_at(peak_bytes, variant) - peak_bytes
+
+
+def needed_at(peak_bytes: int, variant: Variant) -> int:
+    """What a card needs where options on `variant` leave a peak of `peak_bytes` allocated."""
+    # What it needs beyond them comes and goes with them, but for the context.
+    context = context_bytes(variant.run)
+    share = peak_bytes / max(1, variant.problem.peak_bytes(()))
+    return peak_bytes + context + round(share * max(0, variant.gap_bytes - context))
 
 
 def context_bytes(run: TracedRun) -> int:
-    """What the process holds on the card besides what its allocator has reserved."""
-    return run.estimate.peak.device_bytes - run.estimate.peak.reserved_bytes
+    """What the process holds on the card besides what its allocator has reserved, at the end of its range that has to fit: the uncertainty of a context
+    does not shrink with what is allocated."""
+    peak, band = run.estimate.peak, run.estimate.band
+    beside = [each for each in band if each.cause in BESIDE_THE_ALLOCATOR]
+    off = {"0": -sum(b.less_bytes for b in beside), "likely": 0, "safe": sum(b.more_bytes for b in beside)}[run.margin]
+    return peak.device_bytes - peak.reserved_bytes + off

@@ -74,6 +74,8 @@ class Deferred(AbstractElementSource):
         self.is_lost = False
         """Whether its backward pass is gone: it was consumed by nothing."""
         self._aliases: list[weakref.ref[LazyTensor]] = []
+        self.on_parameters: list[weakref.ref[LazyTensor]] = []
+        """Those that are or were the gradient of a parameter: an update puts another one in the place of the one before."""
 
     def whole(self) -> torch.Tensor:
         self.was_asked = True
@@ -183,7 +185,9 @@ def deferred_zeros(like: torch.Tensor) -> Deferred:
 def defer_gradient(parameter: torch.Tensor, deferred: Deferred) -> None:
     """Replaces the gradient of `parameter` by `deferred`."""
     assert parameter.grad is not None
+    deferred.on_parameters = [each for each in deferred.on_parameters if each() is not None]
     parameter.grad = LazyTensor(deferred, parameter.grad)
+    deferred.on_parameters.append(weakref.ref(parameter.grad))
 
 
 def deferred_gradient(parameter: torch.Tensor) -> Deferred | None:
@@ -208,7 +212,9 @@ def settle_held_zeros(parameter: torch.Tensor) -> None:
     if deferred is None or deferred.state != "zero":
         return
     gradient = parameter.grad
-    if is_held(parameter) or any(_is_beside(alias(), gradient) for alias in deferred._aliases):
+    if is_held(parameter) or any(
+        _is_beside(each(), gradient) for each in (*deferred._aliases, *deferred.on_parameters)
+    ):
         deferred.whole()
         settle(parameter)
 

@@ -299,6 +299,7 @@ def _proved(
         allows_votes=True,
         shares_draws=is_alone,
         joins_left=is_alone,
+        writes_buffers=is_alone,
         around=watched,
     )
     try:
