@@ -31,7 +31,7 @@ from tightfit.effects.reachable.classes_of_libraries import BAGS, COUNTING, OF_A
 from tightfit.effects.reachable.containers import items_in, wrapped_by
 from tightfit.effects.reachable.drawn import Drawn, drawn, hidden, objects_of
 from tightfit.effects.reachable.library_objects import StoredOnLibraries, is_followed, made_by
-from tightfit.effects.reachable.named_in_code import named_in
+from tightfit.effects.reachable.named_in_code import methods_of, named_in
 from tightfit.effects.reachable.opaque import functions_of, is_of_c, written_down
 from tightfit.effects.reachable.scopes import READS_ENVIRONMENT, Slots, environment, inner_container, scope, slots_of
 from tightfit.effects.reachable.scripted import scripted_attributes
@@ -64,11 +64,6 @@ _WITH_CONTENT = (
     bytes,
     complex,
 )
-# Run when an object is made or shown, and not by its use.
-_MAKING = {
-    *("__init__", "__new__", "__init_subclass__", "__class_getitem__"),
-    *("__repr__", "__str__", "__reduce__", "__doc__"),
-}
 _ENDED_BY_HAND = frozenset({"acquire", "__enter__"})
 _LISTS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
 _BOUND_IN_C = (types.BuiltinMethodType, types.MethodWrapperType)
@@ -246,14 +241,6 @@ class _Collected:
         return True
 
 
-def _methods(kind: type) -> list[str]:
-    """The methods that others may call: of a module, `forward` and what Python's own syntax calls; of other classes of the user's, all."""
-    is_module = issubclass(kind, torch.nn.Module)
-    names = {name for base in kind.__mro__ if is_users_class(base) for name in vars(base)}
-    chosen = {n for n in names if not is_module or (n.startswith("__") and n.endswith("__"))}
-    return sorted((chosen | {"forward"}) - _MAKING)
-
-
 class _CodeWalk(abc.ABC):
     """The part of a walk that goes through the user's code; `_look` goes on with what the code refers to."""
 
@@ -284,7 +271,7 @@ class _CodeWalk(abc.ABC):
 
     def users_class(self, kind: type, path: str) -> None:
         """The code of a class's `forward`, and of the methods that it calls on `self`; of a helper's class, all methods."""
-        waiting = _methods(kind)
+        waiting = methods_of(kind)
         seen = set(waiting)
         while waiting:
             name = waiting.pop()
