@@ -226,6 +226,27 @@ class TestTrouble:
         assert stored_state(found.database).time == pytest.approx(after.clock.wall() - 1)
         assert (tmp_path / "history.sqlite.damaged").exists()
 
+    @pytest.mark.parametrize("is_running", [False, True])
+    def test_a_file_that_is_damaged_behind_its_first_page_is_set_aside(self, tmp_path: Path, is_running: bool) -> None:
+        found = bench(tmp_path, simulated(), SETTINGS)
+        found.ticks(100)
+        if not is_running:
+            found.agent.close()
+        else:
+            connection = sqlite3.connect(found.database)
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            connection.close()
+        with open(found.database, "r+b") as file:
+            for at in range(4096, os.path.getsize(found.database), 4096):
+                file.seek(at)
+                file.write(b"\xff" * 64)
+        after = found if is_running else bench(tmp_path, simulated(), SETTINGS)
+        after.clock.now = found.clock.now
+        after.ticks(100)
+        assert stored_state(found.database).time == pytest.approx(after.clock.wall() - 1)
+        assert (tmp_path / "history.sqlite.damaged").exists()
+        assert sqlite3.connect(found.database).execute("PRAGMA integrity_check").fetchone() == ("ok",)
+
     def test_the_history_of_a_later_version_is_refused(self, tmp_path: Path) -> None:
         found = bench(tmp_path, simulated(), SETTINGS)
         found.ticks(1)

@@ -117,6 +117,25 @@ class TestAnswers:
         assert ask(server, "/", method=method)[0] == 501
 
 
+    @pytest.mark.parametrize("target", [b"http://[", b"http://[::1", b"http://\xe2\x84\x80[/"])
+    def test_a_target_that_is_no_address_is_refused_and_ends_nothing(
+        self, server: WatchServer, guarded: WatchServer, target: bytes
+    ) -> None:
+        for each in (server, guarded):
+            assert raw(each, b"GET " + target + b" HTTP/1.1\r\nHost: localhost\r\n\r\n").split()[1] in (b"400", b"401")
+            assert each.fault is None
+
+    def test_a_fault_of_ours_ends_that_request_alone(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        with served(tmp_path, ScriptedSource({10: GIB})) as server:
+            with monkeypatch.context() as patch:
+                patch.setattr(server.answers, "answer", lambda *_: {}["secret"])
+                status, _, body = ask(server, "/")
+            assert (status, b"secret" in body) == (500, False)
+            assert isinstance(server.fault, KeyError)
+            assert ask(server, "/")[0] == 200
+            server.fault = None
+
+
 class TestAccess:
     @pytest.mark.parametrize("host", ["localhost:1234", "127.0.0.1", "[::1]:80", "127.0.0.2"])
     def test_by_a_name_of_this_machine(self, server: WatchServer, host: str) -> None:

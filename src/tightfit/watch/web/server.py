@@ -40,6 +40,7 @@ class WatchServer(ThreadingHTTPServer):
         """
         self.answers, self.access = answers, access
         self.fault: BaseException | None = None
+        """The first fault of ours in a request. It ends that request alone: whoever may connect could else end the agent, without a token."""
         self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
         if not 0 <= port < 1 << 16:
             raise UsageError(f"--port {port}: a port is from 0 to 65535")
@@ -81,7 +82,11 @@ class WatchServer(ThreadingHTTPServer):
         """Keeps a fault of ours for whoever runs the server; a client that goes away, or takes too long, is none."""
         error = sys.exc_info()[1]
         if error is not None and not isinstance(error, OSError):
-            self.fault = error
+            self.keep(error)
+
+    def keep(self, fault: BaseException) -> None:
+        """Keeps a fault of ours; later ones may follow from the first."""
+        self.fault = self.fault or fault
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -113,7 +118,18 @@ class _Handler(BaseHTTPRequestHandler):
         """Says nothing: addresses may have tokens in them."""
 
     def _answer(self) -> tuple[Answer, dict[str, str]]:
-        address = urllib.parse.urlsplit(self.path)
+        try:
+            return self._answer_of_request()
+        # Ours, kept and said by whoever runs the server. The client may be anybody, and learns nothing of it.
+        except Exception as fault:
+            self.server.keep(fault)
+            return failed(500, "a fault of tightfit; what runs the server says more"), {}
+
+    def _answer_of_request(self) -> tuple[Answer, dict[str, str]]:
+        try:
+            address = urllib.parse.urlsplit(self.path)
+        except ValueError:
+            return failed(400, "this is no address"), {}
         try:
             fields = dict(urllib.parse.parse_qsl(address.query, max_num_fields=_MAX_FIELDS, errors="replace"))
         except ValueError:
