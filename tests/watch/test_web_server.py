@@ -116,7 +116,6 @@ class TestAnswers:
     def test_there_is_nothing_but_reading(self, server: WatchServer, method: str) -> None:
         assert ask(server, "/", method=method)[0] == 501
 
-
     @pytest.mark.parametrize("target", [b"http://[", b"http://[::1", b"http://\xe2\x84\x80[/"])
     def test_a_target_that_is_no_address_is_refused_and_ends_nothing(
         self, server: WatchServer, guarded: WatchServer, target: bytes
