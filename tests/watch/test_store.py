@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import os
 import shutil
 import signal
@@ -20,6 +21,7 @@ from tightfit.watch.agent.agent import AgentSettings
 from tightfit.watch.outlook.planner import OutlookSettings
 from tightfit.watch.store.folder import StoreFolder
 from tightfit.watch.store.levels import Retention
+from tightfit.watch.store.reserve import Reserve
 from tightfit.watch.store.schema import open_to_read
 from tightfit.watch.store.stored_history import StoredHistory
 from tightfit.watch.store.stored_state import stored_state
@@ -119,8 +121,9 @@ class TestCharts:
         found.ticks(10)
         found.clock.now += 80
         found.ticks(10)
-        used = StoredHistory(found.database).of_card("GPU-0", seconds=99, bins=10, num_layers=1).used
-        assert [value == value for value in used.tolist()] == [True, *[False] * 8, True]
+        history = StoredHistory(found.database).of_card("GPU-0", seconds=99, bins=10, num_layers=0)
+        for values in (history.used, history.others):
+            assert [value == value for value in values.tolist()] == [True, *[False] * 8, True]
 
     def test_a_card_that_is_not_there(self, tmp_path: Path) -> None:
         found = bench(tmp_path, ScriptedSource({}), SETTINGS)
@@ -270,6 +273,18 @@ class TestTrouble:
         # The journal mode is in the head of the file; the tables are as they were.
         assert sqlite3.connect(path).execute("SELECT name FROM sqlite_master").fetchall() == [("cookies",)]
         assert len(path.read_bytes()) == len(before)
+
+
+def test_a_file_system_that_sets_nothing_aside_gets_a_reserve_that_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    (tmp_path / "reserve").touch()
+    monkeypatch.setattr(os, "posix_fallocate", refused, raising=False)
+    Reserve(tmp_path / "reserve").fill()
+    assert (tmp_path / "reserve").stat().st_size == 8 * MIB
 
 
 KILLED = """

@@ -53,8 +53,8 @@ class Background(Generic[Item]):
         while (item := self._waiting.get()) is not None:
             try:
                 self._handle(item)
-            # Whatever it is: another package's errors have no common class, and a thread that ended here would write nothing more, without a word.
-            except Exception as error:
+            # A thread that ended here would handle nothing more, without a word.
+            except Exception as error:  # noqa: BLE001 - another package's errors have no common class
                 self.trouble = f"{self.name}: {str(error) or type(error).__name__}"
             else:
                 self.trouble = ""

@@ -119,36 +119,32 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self) -> tuple[Answer, dict[str, str]]:
         try:
-            return self._answer_of_request()
+            address = urllib.parse.urlsplit(self.path)
+            fields = dict(urllib.parse.parse_qsl(address.query, max_num_fields=_MAX_FIELDS, errors="replace"))
+        except ValueError:
+            return failed(400, "this is no address, or one with too many fields"), {}
+        try:
+            return self._answer_to(address.path, fields)
+        except TightfitError as error:
+            return failed(500, str(error)), {}
         # Ours, kept and said by whoever runs the server. The client may be anybody, and learns nothing of it.
-        except Exception as fault:
+        except Exception as fault:  # noqa: BLE001 - kept, not hidden
             self.server.keep(fault)
             return failed(500, "a fault of tightfit; what runs the server says more"), {}
 
-    def _answer_of_request(self) -> tuple[Answer, dict[str, str]]:
-        try:
-            address = urllib.parse.urlsplit(self.path)
-        except ValueError:
-            return failed(400, "this is no address"), {}
-        try:
-            fields = dict(urllib.parse.parse_qsl(address.query, max_num_fields=_MAX_FIELDS, errors="replace"))
-        except ValueError:
-            return failed(400, "too many fields"), {}
+    def _answer_to(self, path: str, fields: dict[str, str]) -> tuple[Answer, dict[str, str]]:
         access, token = self.server.access, fields.pop("token", "")
         if not access.is_allowed(self.headers, token):  # type: ignore[arg-type]
             if access.needs_token:
                 return failed(401, "a token is needed"), {"WWW-Authenticate": "Bearer"}
             return failed(403, "this server is for localhost; open it by that name"), {}
-        if token and address.path == "/":
+        if token and path == "/":
             # On without the token in the address, which histories and screenshots keep.
             return Answer(status=303, content_type="text/plain", body=b""), {
                 "Location": "/",
                 "Set-Cookie": access.cookie(),
             }
-        try:
-            return self.server.answers.answer(address.path, fields, self.headers.get("Accept", "")), {}
-        except TightfitError as error:
-            return failed(500, str(error)), {}
+        return self.server.answers.answer(path, fields, self.headers.get("Accept", "")), {}
 
     def _send(self, answer: Answer, headers: dict[str, str], *, is_head: bool = False) -> None:
         self.send_response(answer.status)
