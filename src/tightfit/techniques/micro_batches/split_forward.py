@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from tightfit.capture.observe.host_python import spends
 from tightfit.cost.host_python import HostWork
 from tightfit.effects.ambient import modes_of_program
-from tightfit.effects.call_trails import operators_at
+from tightfit.effects.call_trails import CallTrail, operators_at
 from tightfit.effects.graph_shapes import graph_shape
 from tightfit.effects.independence.row_proof import are_all_hooked_backward
 from tightfit.effects.outside_calls import without_outside_calls
@@ -121,6 +121,8 @@ class SplitForward:
         self._runs_again = False
         self._latest: Callable[[], Unchanged | None] = lambda: None
         self._memory: OneMemory | None = None
+        # What the latest part has called, until the batch is done.
+        self._calls: CallTrail | None = None
         self._begins = moment()
         on_node_hooks(self, is_of_later=True)
 
@@ -155,7 +157,8 @@ class SplitForward:
         try:
             return self._in_parts(forward, args, kwargs)
         except ApplyError as error:
-            if not self._whole.may_run(error, self.model.parameters(), lambda: put_back(self._proofs)):
+            calls, self._calls = self._calls, None
+            if not self._whole.may_run(error, self.model.parameters(), lambda: put_back(self._proofs, calls)):
                 raise self._refuse(str(error)) from None
         return forward(*args, **kwargs)
 
@@ -164,7 +167,7 @@ class SplitForward:
     def _in_parts(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._memory is not None and self._memory.is_any_written():
             raise self._refuse(f"{WRITTEN}, and micro_batches has copies; leave it out")
-        self._memory = None
+        self._memory = self._calls = None
         self._whole.begin()
         batch = self._batch_of(args, kwargs)
         if not batch.num_examples:
@@ -249,7 +252,7 @@ class SplitForward:
         for number, (begin, end) in enumerate(batch.own_parts(self._num_parts)):
             args, kwargs = batch.part(begin, end)
             spends(HostWork.MODULE_IN_PART, num_modules)
-            watch = LossWatch(end - begin, allows_randomness=self._allows_randomness, led=led, given=batch.tensors())
+            watch = self._watch_of(end - begin, led, batch)
             is_new = proved is None or proved.is_of_first
             try:
                 with watch, operators_at(batch.device, watch.calls), _reads_if(is_new) as reads:
@@ -299,6 +302,12 @@ class SplitForward:
         _refuse_other_shares(sums, self._refuse)
         return sums, outputs, decisions or ()
 
+    def _watch_of(self, num_examples: int, led: Sequence[Decision], batch: AbstractBatch) -> LossWatch:
+        given = batch.tensors()
+        watch = LossWatch(num_examples, allows_randomness=self._allows_randomness, led=led, given=given)
+        self._calls = watch.calls
+        return watch
+
     def _run_backward(
         self, loss: torch.Tensor, weight: torch.Tensor, sums: Sums, batch: AbstractBatch, aside: "_GradientsAside"
     ) -> None:
@@ -308,6 +317,7 @@ class SplitForward:
         if is_walked:
             sums.saved.add(loss, self.model, [*aside.parameters, *batch.tensors()])
         self._whole.begin_backward()
+        self._calls = None
         # As a program runs `backward` outside of its autocast context. `inputs=` keeps the pass from
         # accumulating into anything but the trained parameters.
         with torch.autocast(batch.device.type, enabled=False), of_a_part(), _told_of_shared_graphs(self._refuse):
