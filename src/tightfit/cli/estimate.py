@@ -106,7 +106,16 @@ def estimate(
             raise UsageError(
                 "--sweep traces a workload once for each row: it takes no saved run, --save-tape or --save-recording"
             )
-        return _sweep(target, sweep, list(zip(devices, cards, strict=True)), settings, measured, asked, json, how)
+        return _sweep(
+            target,
+            sweep,
+            list(zip(devices, cards, strict=True)),
+            settings,
+            measured,
+            asked,
+            how,
+            {"json": json, "redact": redact},
+        )
     traced = _tapes(target, devices[0], asked, how, world, is_chosen=ranks.rank is not None)
     tapes = [redacted(tape) if redact else tape for tape in traced]
     found = [_ranks(tapes, [fit.cost(tape, card, settings, measured, **costs) for tape in tapes]) for card in cards]
@@ -183,13 +192,13 @@ def _sweep(
     settings: Any,
     measured: Any,
     asked: Any,
-    json: bool,
     how: Any,
+    shown: Any,
 ) -> int:
     from tightfit.cli.variants.sweep import option_kinds, write_rows
 
     known = option_kinds(ModelOptions)
-    return write_rows(target, specifications, cards, settings, measured, known_options=known, json=json, **asked, **how)
+    return write_rows(target, specifications, cards, settings, measured, known_options=known, **shown, **asked, **how)
 
 
 def _tape(target: str, device: str, asked: dict[str, Any], how: dict[str, Any]) -> "Tape":

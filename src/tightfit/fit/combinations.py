@@ -65,6 +65,11 @@ class SweepRow:
             return 0 if self.estimate.fits else 1
         return TightfitError.exit_code if self.error is None else self.error.exit_code
 
+    @property
+    def reason(self) -> str:
+        """Why there is no estimate; empty if there is one."""
+        return "" if self.error is None else str(self.error)
+
     def to_json(self) -> dict[str, Any]:
         """The estimate's object with the values under `sweep`; without an estimate `fits` is null, and `error` says why."""
         values = {"sweep": {name: _literal(value) for name, value in self.values.items()}}
