@@ -106,7 +106,16 @@ def estimate(
             raise UsageError(
                 "--sweep traces a workload once for each row: it takes no saved run, --save-tape or --save-recording"
             )
-        return _sweep(target, sweep, list(zip(devices, cards, strict=True)), settings, measured, asked, json, how)
+        return _sweep(
+            target,
+            sweep,
+            list(zip(devices, cards, strict=True)),
+            settings,
+            measured,
+            asked,
+            json,
+            {**how, "margin": end},
+        )
     traced = _tapes(target, devices[0], asked, how, world, is_chosen=ranks.rank is not None)
     tapes = [redacted(tape) if redact else tape for tape in traced]
     found = [_ranks(tapes, [fit.cost(tape, card, settings, measured, **costs) for tape in tapes]) for card in cards]

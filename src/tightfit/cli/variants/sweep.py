@@ -31,6 +31,7 @@ def write_rows(
     known_options: Mapping[str, str],
     json: bool,
     used: Used,
+    margin: str,
     tracing: TraceSettings,
 ) -> int:
     """Traces every combination of the axes, prints the rows, and returns the worst exit code. `known_options` are those of a Hugging Face config.
@@ -47,7 +48,7 @@ def write_rows(
         raise UsageError(f"{', '.join(options)}: only for a Hugging Face config, and {target} is your own code")
     each, rows = combinations(axes), list[SweepRow]()
     try:
-        for row in sweep(target, parsed, cards, each, settings, calibration, used=used, tracing=tracing):
+        for row in sweep(target, parsed, cards, each, settings, calibration, used=used, margin=margin, tracing=tracing):
             rows.append(row)
             if json:
                 elapsed = {"elapsed_seconds": round(time.monotonic() - started, 2)}
