@@ -63,6 +63,17 @@ def test_every_combination_of_parameters_is_a_row_and_one_that_fails_says_why(
     assert 2 * 9000000 * 2048 < rows[2]["peak"]["allocated_bytes"] < 4 * 9000000 * 2048
 
 
+def test_rows_are_judged_with_the_margin_that_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("work.py:workload", "--sweep", "batch_size=1024")
+    (row,) = rows_of(capsys, *words, code=0)
+    peak, capacity = row["peak"], row["device"]["capacity_bytes"]
+    # Between the likely peak and the upper end of its range.
+    limit = capacity - (peak["device_bytes"] + peak["device_high_bytes"]) // 2
+    (likely,) = rows_of(capsys, *words, "--used", f"{limit}B", code=0)
+    (safe,) = rows_of(capsys, *words, "--used", f"{limit}B", "--margin", "safe", code=1)
+    assert (likely["margin"], likely["fits"], safe["margin"], safe["fits"]) == ("likely", True, "safe", False)
+
+
 def test_an_option_of_a_script_and_its_table(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["estimate", "work.py", "--device", "RTX 4060", "--used", "1GiB", "--sweep", "batch_size=1024,8192"]
     assert run([*words, "--steps", "1", "--", "--unused", "3"]) == 0

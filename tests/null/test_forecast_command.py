@@ -109,9 +109,7 @@ def test_a_job_is_admitted_beside_the_series(
 def test_a_job_that_fits_with_less_than_was_asked_for_is_said_to(
     file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = Admission(
-        job_bytes=GIB, capacity_bytes=24 * GIB, now_bytes=20 * GIB, upper_bytes=24 * GIB, probability=0.9
-    )
+    found = Admission(job_bytes=GIB, capacity_bytes=24 * GIB, now_bytes=20 * GIB, upper_bytes=24 * GIB, probability=0.9)
     monkeypatch.setattr("tightfit.cli.forecast.admit", lambda *_, **__: found)
     assert run(["forecast", str(file), "--job", "1GiB", "--capacity", "24GiB"]) == 1
     said = " ".join(capsys.readouterr().out.split())

@@ -33,6 +33,7 @@ def write_rows(
     json: bool,
     redact: bool,
     used: Used,
+    margin: str,
     tracing: TraceSettings,
 ) -> int:
     """Traces every combination of the axes, prints the rows, and returns the worst exit code. `known_options` are those of a Hugging Face config.
@@ -50,7 +51,7 @@ def write_rows(
     each, rows = combinations(axes), list[SweepRow]()
     shown = redacted if redact else lambda value: value
     try:
-        for row in sweep(target, parsed, cards, each, settings, calibration, used=used, tracing=tracing):
+        for row in sweep(target, parsed, cards, each, settings, calibration, used=used, margin=margin, tracing=tracing):
             rows.append(row)
             if json:
                 elapsed = {"elapsed_seconds": round(time.monotonic() - started, 2)}
