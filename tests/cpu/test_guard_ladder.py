@@ -1,6 +1,5 @@
 """`guard` with plans: errors at operators move a run down its ladder and calm moves it up again, and what it trains is the plain run's."""
 
-import queue
 import random
 import warnings
 import weakref
@@ -13,6 +12,7 @@ from benchmarks.guard import Failing
 from tests.attacks.places import VARIANTS
 from tests.cpu.guarded_ladders import NUM_STEPS, Training, by_hand, guarded, is_close, is_same, plain
 from tests.forked_python import forked_python
+from tests.unseen_queue import unseen_queue
 
 import tightfit
 from tightfit.errors import ApplyError
@@ -23,11 +23,11 @@ from tests.cpu import applied  # isort: skip
 
 OTHER = "checkpointing"
 SCRIPT = """
-import queue
 import torch
+from tests.unseen_queue import unseen_queue
 from tests.cpu.applied import batch_of, made
 model, optimizer = made()
-calls, seen = queue.SimpleQueue(), []
+calls, seen = unseen_queue(), []
 for number in range(4):
     rows, classes = batch_of(number)
     optimizer.zero_grad()
@@ -262,8 +262,8 @@ def test_a_plan_that_is_refused_within_a_step_is_taken_off_and_the_step_run_agai
 def test_what_a_failed_backward_pass_has_left_is_freed_before_the_step_is_run_again() -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) if n % 2 else torch.nn.GELU() for n in range(8)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    saved: queue.SimpleQueue[weakref.ref[torch.Tensor]] = queue.SimpleQueue()
-    alive: queue.SimpleQueue[int] = queue.SimpleQueue()
+    saved = unseen_queue()
+    alive = unseen_queue()
 
     def step(rows: torch.Tensor, failing: Failing) -> None:
         if saved.qsize():
@@ -287,8 +287,8 @@ def test_what_a_failed_backward_pass_has_left_is_freed_before_the_step_is_run_ag
 
 def test_a_graph_whose_updates_were_to_come_is_not_held_while_the_step_is_run_again() -> None:
     training = Training(["update in backward"])
-    held: queue.SimpleQueue[bool] = queue.SimpleQueue()
-    saved: queue.SimpleQueue[weakref.ref[torch.Tensor]] = queue.SimpleQueue()
+    held = unseen_queue()
+    saved = unseen_queue()
     with tightfit.guard(training.model, training.optimizers, plans=training.plans) as guard:
         assert guard._attempts.rungs.try_next([])
 
@@ -343,11 +343,11 @@ def test_a_script_goes_down_with_its_fallbacks_and_one_that_is_for_another_model
 
 
 NEW_OPTIMIZER = """
-import queue
 import torch
+from tests.unseen_queue import unseen_queue
 from tests.cpu.applied import batch_of, made
 model, optimizer = made()
-calls, seen = queue.SimpleQueue(), []
+calls, seen = unseen_queue(), []
 for phase in range(2):
     if phase:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)

@@ -93,8 +93,8 @@ def test_a_next_of_another_function_changes_nothing(
     scripts = Scripts(tmp_path, capsys, monkeypatch)
     others = "class Node:\n    def next(self):\n        next = self.after\n        return next\n"
     body = """
-import queue
-calls = queue.SimpleQueue()
+from tests.unseen_queue import unseen_queue
+calls = unseen_queue()
 batches = iter(range(4))
 for number in range(3):
     seen.append(next(batches))

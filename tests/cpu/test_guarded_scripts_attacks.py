@@ -8,7 +8,8 @@ from tests.cpu.guarded_scripts import Scripts
 
 # `fail()` raises once in a run: what it counts with is out of reach of the guard, as an allocator is.
 HEAD = """
-import queue, random, threading
+import os, queue, random, sys, threading
+from tests.unseen_queue import unseen_queue
 import numpy as np
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
 data = TensorDataset(torch.randn(24, 8), torch.randn(24, 1))
-losses, calls = [], queue.SimpleQueue()
+losses, calls = [], unseen_queue()
 def fail():
     calls.put(1)
     if calls.qsize() in FAILS:
@@ -38,7 +39,58 @@ def note(value):
     count += 1
     history.append(value)
 """
+# As packages that are installed have it: objects within objects, none of them the program's.
+LIBRARY = """
+import highspy
+import numpy as np
+class Inner:
+    def __init__(self):
+        self.at, self.chance = np.zeros(2), np.random.default_rng(3)
+    def step(self):
+        self.at = self.at + self.chance.random(2)
+        return float(self.at.sum())
+class Emulated:
+    def __init__(self):
+        self.emulator = highspy._core._Highs()
+    def step(self):
+        return 1.0 + self.emulator.getNumCol()
+class World:
+    def __init__(self, inner):
+        self.inner = inner
+    def step(self):
+        return self.inner.step()
+"""
 TAKEN_BACK = {
+    "a world of a library's": """
+        sys.path.append(os.path.join(os.path.dirname(__file__), "site-packages"))
+        import worlds
+        world = worlds.World(worlds.World(worlds.Inner()))
+        for x, y in DataLoader(data, batch_size=8, shuffle=True):
+            optimizer.zero_grad()
+            losses.append(world.step())
+            update(mean_square(x, y))
+        """,
+    "a world of the program's in one of a library's": """
+        sys.path.append(os.path.join(os.path.dirname(__file__), "site-packages"))
+        import worlds
+        class Mine:
+            at = 0
+            def step(self):
+                self.at += 1
+                return self.at
+        world = worlds.World(worlds.World(Mine()))
+        for x, y in DataLoader(data, batch_size=8, shuffle=True):
+            optimizer.zero_grad()
+            losses.append(world.step())
+            update(mean_square(x, y))
+        """,
+    "generators of numpy's": """
+        new, old, bits = np.random.default_rng(1), np.random.RandomState(2), np.random.Philox(3)
+        for x, y in DataLoader(data, batch_size=8, shuffle=True):
+            optimizer.zero_grad()
+            losses.append((new.random(), old.randn(), bits.random_raw()))
+            update(mean_square(x * new.normal(), y))
+        """,
     "a scheduler that steps first": """
         schedule = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD(model.parameters(), lr=1.0), lambda n: 0.9**n)
         schedule.optimizer.step()
@@ -188,6 +240,12 @@ REFUSED = {
             writer.put(1)
             update(mean_square(x, y))
         """,
+    "written was drawn from": """
+        written = queue.SimpleQueue()
+        for x, y in DataLoader(data, batch_size=8):
+            written.put(1)
+            update(mean_square(x, y))
+        """,
     "a batch that it got from a data loader": """
         batches = iter(DataLoader(data, batch_size=8))
         def batch():
@@ -195,11 +253,44 @@ REFUSED = {
         for step in range(3):
             update(mean_square(*batch()))
         """,
+    "lines was drawn from": """
+        import csv
+        lines = csv.reader(str(number) for number in range(100))
+        def line():
+            return int(next(lines)[0])
+        for x, y in DataLoader(data, batch_size=8):
+            update(mean_square(x * line(), y))
+        """,
+    "rows was drawn from": """
+        import sqlite3
+        rows = sqlite3.connect(":memory:").execute("select 1 union all select 2 union all select 3 union all select 4")
+        for x, y in DataLoader(data, batch_size=8):
+            update(mean_square(x * rows.fetchone()[0], y))
+        """,
+    "numbers was drawn from": """
+        import struct
+        numbers = struct.iter_unpack("B", bytes(range(100)))
+        for x, y in DataLoader(data, batch_size=8):
+            update(mean_square(x * numbers.__next__()[0], y))
+        """,
+    "memory was drawn from": """
+        import mmap
+        memory = mmap.mmap(-1, 100)
+        for x, y in DataLoader(data, batch_size=8):
+            update(mean_square(x + memory.read(1)[0], y))
+        """,
     "rng was drawn from": """
         rng = np.random.default_rng(1)
         for x, y in DataLoader(data, batch_size=8):
-            x = x * rng.random()
+            x = x * rng.spawn(1)[0].random()
             update(mean_square(x, y))
+        """,
+    "world.inner.emulator was drawn from": """
+        sys.path.append(os.path.join(os.path.dirname(__file__), "site-packages"))
+        import worlds
+        world = worlds.World(worlds.Emulated())
+        for x, y in DataLoader(data, batch_size=8):
+            update(mean_square(x * world.step(), y))
         """,
     "Numbers.values was drawn from": """
         numbers = (number for number in range(100))
@@ -241,6 +332,9 @@ AT = {
 @pytest.fixture
 def scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Scripts:
     (tmp_path / "noted.py").write_text(MODULE)
+    packages = tmp_path / "site-packages"
+    packages.mkdir()
+    (packages / "worlds.py").write_text(LIBRARY)
     return Scripts(tmp_path, capsys, monkeypatch)
 
 

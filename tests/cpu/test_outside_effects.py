@@ -1,5 +1,6 @@
 """What a guarded turn does to the world outside of its memory is noted, whatever does it; what libraries do for themselves is not."""
 
+import atexit
 import contextlib
 import multiprocessing
 import multiprocessing.util
@@ -113,6 +114,7 @@ EFFECTS: dict[str, Any] = {
     "recv of sockets": with_pair(lambda one, other: one.recv(1), socket.socketpair),
     "sendmsg": with_pair(lambda one, other: one.sendmsg([b"x"]), socket.socketpair),
     "a file": plainly(lambda: Path("file.txt").write_text("x")),
+    "the end": plainly(lambda: atexit.unregister(atexit.register(int))),
     "a thread": plainly(lambda: threading.Thread(target=int).start()),
 }
 

@@ -34,6 +34,7 @@ class StateDifference:
     path: str
     what: str
     is_in_place: bool = False
+    is_rewound: bool = False
     tensor: torch.Tensor | None = None
 
     def __str__(self) -> str:
@@ -132,9 +133,10 @@ def snapshot_of_arguments(
     attributes: frozenset[str] = frozenset(),
     inside: Collection[int] = frozenset(),
     reads_weights: bool = True,
+    of_libraries: bool = False,
 ) -> Snapshot:
-    """The state of the arguments of a forward: versions of tensors, contents of containers and objects, and of Python modules what `attributes` name."""
-    reach = reach_of_arguments(arguments, attributes=attributes, inside=inside)
+    """The state of the arguments of a forward: versions of tensors, contents of containers and objects, of libraries' too with `of_libraries`, and of Python modules what `attributes` name."""
+    reach = reach_of_arguments(arguments, attributes=attributes, inside=inside, of_libraries=of_libraries)
     return _taken(reach, reach.contents, reads_weights=reads_weights)
 
 
@@ -216,6 +218,13 @@ def restore(to: Snapshot) -> None:
             each.put(state)
 
 
+def rewind(to: Snapshot) -> None:
+    """Puts generators back that `restore` leaves alone, where all that has drawn from them is taken back."""
+    for each, state in zip(to.reach.drawn, to.drawn, strict=True):
+        if each.rewind is not None and each.state() != state:
+            each.rewind(state)
+
+
 def _different_contents(before: Snapshot, after: Snapshot) -> Iterator[StateDifference]:
     if before.contents is after.contents:
         return
@@ -262,7 +271,9 @@ def _different_drawn(before: Snapshot, after: Snapshot) -> Iterator[StateDiffere
     later = {each.key: state for each, state in zip(after.reach.drawn, after.drawn, strict=True)}
     for each, state in zip(before.reach.drawn, before.drawn, strict=True):
         if later.get(each.key, state) != state:
-            yield StateDifference(path=each.path, what=DRAWN, is_in_place=each.put is None)
+            yield StateDifference(
+                path=each.path, what=DRAWN, is_in_place=each.put is None, is_rewound=each.rewind is not None
+            )
 
 
 # Of the virtual GPU: they have storages of their own, without data.

@@ -31,16 +31,22 @@ def is_users_file(file: str) -> bool:
     return not file.startswith(_LIBRARIES) and "site-packages" not in file and "dist-packages" not in file
 
 
+def module_of(kind: type) -> str:
+    """The name of a class's module; empty for a class in C that has none (the pointers of SWIG)."""
+    name = getattr(kind, "__module__", "")
+    return name if isinstance(name, str) else ""
+
+
 def is_users_class(kind: type) -> bool:
     """Whether a class is the user's own."""
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    return kind.__module__ == "__main__" or (file is not None and is_users_file(file))
+    file = getattr(sys.modules.get(module_of(kind)), "__file__", None)
+    return module_of(kind) == "__main__" or (file is not None and is_users_file(file))
 
 
 def is_of_library(kind: type) -> bool:
     """Whether a class is, or derives from, one of a library other than torch and Python's own."""
     # No cache: it would keep the class, and with it all that the program's module holds.
-    found = (base for base in kind.__mro__ if base.__module__.partition(".")[0] not in _COMMON)
+    found = (base for base in kind.__mro__ if module_of(base).partition(".")[0] not in _COMMON)
     return any(not is_users_class(base) for base in found)
 
 

@@ -34,6 +34,7 @@ from tightfit.ranks.values.divided_outputs import (
     refuse_marked,
     weights_of,
 )
+from tightfit.ranks.values.further_weights import FurtherWeights
 from tightfit.ranks.values.structures import leaves_of, mapped
 from tightfit.techniques.micro_batches.loss_means import LossWatch
 from tightfit.techniques.micro_batches.split_forward import (
@@ -96,6 +97,7 @@ class DividedForward(OnlyHere):
         # The names of arguments that all examples share.
         self._shared: set[str] = set()
         self._num_readings_left = _READINGS
+        self._further = FurtherWeights(self._refuse)
         # Of the last call.
         self._memory: OneMemory | None = None
         self._num_calls = 0
@@ -246,7 +248,7 @@ class DividedForward(OnlyHere):
             "the shape of the batch": number_of(shapes),
             "the batch": content_hash(tensors) if is_compared else 0,
             "what the model is called with besides tensors": number_of(batch.plain),
-            "the weights": content_hash([*model.parameters(), *model.buffers()]) if is_of_weights else 0,
+            "the weights": content_hash([*model.parameters(), *model.buffers(), *self._further.of_before()]) if is_of_weights else 0,
         })  # fmt: skip
         return is_compared
 
@@ -267,6 +269,9 @@ class DividedForward(OnlyHere):
         assert bool(of_all) == bool(means_of(proved.kinds))
         weights = weights_of(proved.kinds, of_all, run.watch.terms, self._refuse)
         trained = [p for p in self.model.parameters() if p.requires_grad]
+        if proved.num_further:
+            others = [*self.model.parameters(), *batch.leaves]
+            trained += self._further.found([leaves[at] for at in known], others, proved.num_further)
         return DividedCall(
             group=self._group,
             refuse=self._refuse,

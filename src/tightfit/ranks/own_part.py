@@ -186,8 +186,8 @@ class OwnPart:
         if proved is not None and not proved.holds_for(decided, way):
             proved = self._proofs.with_decisions(batch, parts, decided, way)
             if proved is None:
-                # What it draws, it has to draw again.
-                again = self.state.as_before() if self.state.has_drawn() else contextlib.nullcontext()
+                # What it draws, it has to draw again, and what it counts begins where it did.
+                again = self.state.as_before() if self.state.has_moved() else contextlib.nullcontext()
                 with looking(self._refuse), again:
                     values = values_read(forward, batch, (begin, end), led, unseen=self.state.unseen)
         if proved is None:

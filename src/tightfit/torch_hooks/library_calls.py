@@ -18,6 +18,7 @@ from tightfit.torch_hooks.replaced import Leave, Replaced
 GAVE_TO_THREAD, TOOK_FROM_THREAD = "gave something to another thread", "took something from another thread"
 GAVE_TO_PROCESS, TOOK_FROM_PROCESS = "gave something to another process", "took something from another process"
 STARTED_THREAD = "started a thread"
+_AT_THE_END = "changed what is called at the end of the program"
 _STANDARD = (0, 1, 2)
 _PURPOSE = "to know which steps of training reach outside of the process"
 
@@ -133,6 +134,8 @@ _GIVING = {
     },
     "os:umask": "changed the mask of new files",
     "signal:raise_signal": "sent a signal",
+    "atexit:register": _AT_THE_END,
+    "atexit:unregister": _AT_THE_END,
 }
 _MOVING = {
     **dict.fromkeys(

@@ -18,6 +18,7 @@ from tests.cpu.ranks import (  # noqa: F401 - enter their programs
     handed_over,
     left_behind,
     other_arguments,
+    other_weights,
     recomputed,
     refused,
     returned,

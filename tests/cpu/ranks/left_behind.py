@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from tests.cpu.ranks.programs import data, program, result_of
+from tests.cpu.ranks.programs import data, program, result_of, trained
 from torch import nn
 from torch.nn import functional
 
@@ -194,3 +194,75 @@ def attribute_of_a_result() -> dict[str, Any]:
     return _trained(
         Model(lambda *_: None), lambda _, logits, y: functional.cross_entropy(logits, y) * getattr(logits, "scale", 1.0)
     )
+
+
+class Counting(nn.Module):
+    """A model that counts its calls in a buffer, and goes by the count; another name for it is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+        self.register_buffer("count", torch.zeros(()))
+        self.__dict__["other_name"] = self.count
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        hidden = self.layer(x)
+        # By the values of the batch from the third call on: parts are led, and run once more.
+        if self.count > 2 and bool((x[:, 0] > 5).any()):
+            hidden = hidden.masked_fill(x[:, :1] > 5, 0.0)
+        return hidden / (self.other_name + 0.0) * (2 if int(self.count) % 3 == 0 else 1)
+
+
+@program()
+def buffers_that_are_written() -> Any:
+    """A count that is read as a number, vectors of a spectral norm, evaluations that count too, and a count that begins anew."""
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), nn.Tanh(), Counting())
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for step, (x, y) in enumerate(data(9)):
+        x[step % 6, 0] = 9.0 * (step % 2)
+        optimizer.zero_grad()
+        # Two forwards before one backward.
+        loss = functional.cross_entropy(model(x), y) + functional.cross_entropy(model(x + 1), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss)
+        if step % 3 == 0:
+            model.eval()
+            with torch.no_grad():
+                losses.append(model(x).sum())
+            model.train()
+        if step == 5:
+            model[2].count.zero_()
+    return result_of(model, losses=losses)
+
+
+class Largest(Counting):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scaled = self.layer(x) * self.count.copy_(x.amax())
+        self.count.zero_()
+        return scaled
+
+
+@program()
+def buffer_that_has_the_largest_of_the_batch() -> Any:
+    """It is overwritten before the forward ends."""
+    return trained(Largest(), data())
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.LSTM(8, 6, 2, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(12, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        outputs, (hidden, _) = self.layers(x)
+        return self.head(outputs.mean(1)) + self.head(torch.cat([hidden[-2], hidden[-1]], -1))
+
+
+@program()
+def recurrent_layers() -> Any:
+    """At the host they are operators of oneDNN, with the steps in front whatever `batch_first` says; as many steps as examples in some batches."""
+    batches = [(torch.randn(6, 5 + step % 2, 8), torch.randint(0, 4, (6,))) for step in range(6)]
+    return trained(Recurrent(), batches)

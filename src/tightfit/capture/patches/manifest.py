@@ -307,12 +307,12 @@ IN_BOTH: tuple[Name, ...] = (
     known(
         "torch._C:_functions.AccumulateGrad._sequence_nr",
         "to find the forward operator of a backward node",
-        "capture/observe capture/steps techniques",
+        "capture/observe capture/steps effects techniques",
     ),
     known(
         "torch.autograd:_get_sequence_nr",
         "to find the forward operator of a backward node",
-        "capture/observe capture/steps techniques",
+        "capture/observe capture/steps effects techniques",
     ),
     # Tensors and storages.
     known("torch:Tensor._is_zerotensor", "to tell tensors without a storage", "effects engine"),
@@ -388,6 +388,7 @@ IN_BOTH: tuple[Name, ...] = (
     *operators("capture/dispatch effects techniques", "_unsafe_view"),
     *operators("capture/dispatch effects techniques", "_to_copy"),
     *operators("capture/kernels techniques", "_addmm_activation _foreach_norm"),
+    *operators("capture/dispatch effects", "_is_all_true _is_any_true"),
 )
 """What both the child and a user's process use."""
 
@@ -544,7 +545,7 @@ IN_CHILD: tuple[Name, ...] = (
     *_GROUPED,
     *operators(
         "capture/dispatch",
-        "_amp_foreach_non_finite_check_and_unscale_ _ctc_loss _foreach_copy_ _fused_adagrad_ _fused_adam_ _fused_adamw_ _fused_sgd_ _is_all_true _is_any_true _pack_padded_sequence _sparse_compressed_tensor_unsafe _sparse_coo_tensor_with_dims_and_tensors _thnn_fused_gru_cell _thnn_fused_gru_cell_backward",
+        "_amp_foreach_non_finite_check_and_unscale_ _ctc_loss _foreach_copy_ _fused_adagrad_ _fused_adam_ _fused_adamw_ _fused_sgd_ _pack_padded_sequence _sparse_compressed_tensor_unsafe _sparse_coo_tensor_with_dims_and_tensors _thnn_fused_gru_cell _thnn_fused_gru_cell_backward",
     ),
     *operators(
         "capture/dispatch",

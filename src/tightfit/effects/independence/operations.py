@@ -202,8 +202,12 @@ def compare_one(mine: Operation, its: Operation, num_mine: int, num_its: int) ->
         Mixes: they differ by more.
     """
     rows = f"for {num_mine} rows than for {num_its}"
+    if mine.func is its.func and num_mine != num_its and [len(mine.shapes), len(its.shapes)] == [num_mine, num_its]:
+        raise Mixes(f"loops over the rows, which has to compute them all at once, by {_name(mine.func)}")
     if mine.func is not its.func or len(mine.sizes) != len(its.sizes) or len(mine.shapes) != len(its.shapes):
-        raise Mixes(f"runs {_name(mine.func)} {rows}, where the other runs {_name(its.func)}: other operators")
+        raise Mixes(
+            f"runs {_name(mine.func)} {rows}, where the other runs {_name(its.func)}: other operators, as of a loop over them or a branch on their number"
+        )
     if len(mine.values) != len(its.values) or not all(map(_same, mine.values, its.values)):
         raise Mixes(f"hands other numbers to {_name(mine.func)} {rows}")
     for (shape, content), (its_shape, its_content) in zip(mine.made_of, its.made_of, strict=False):

@@ -168,12 +168,13 @@ def recurrent(flow: Flow, call: OperatorCall) -> Result:
 def recurrent_on_host(flow: Flow, call: OperatorCall) -> Result:
     """One recurrent layer on the host, over the time steps of each sequence."""
     layout = flow.rows.layout(call["input"])
-    if layout is None or layout.dim != (0 if call["batch_first"] else 1) or call["batch_sizes"]:
+    # The steps come first, whatever `batch_first` says: its caller has transposed the input (aten/src/ATen/native/mkldnn/RNN.cpp).
+    if layout is None or layout.dim != 1 or call["batch_sizes"]:
         raise Mixes("takes rows for steps of a sequence")
     found: list[RowLayout | Uniform | None] = [layout]
     for name in ("hx_", "cx_"):
         state = call[name]
-        if not flow.rows.is_uniform(state) and flow.rows.layout(state) not in (layout.at(0), layout.at(1)):
+        if not flow.rows.is_uniform(state) and flow.rows.layout(state) != layout.at(state.dim() - 2):
             raise Mixes("combines rows with others")
         found.append(layout.at(call.outputs[len(found)].dim() - 2))
     return [*found, *[None] * (len(call.outputs) - 3)]

@@ -8,7 +8,7 @@ Results that mix rows, or come from an operator without a rule, are marked; the 
 
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -141,6 +141,8 @@ class FakeRun(TorchDispatchMode):
         # Nothing here has data: all storages are kept, so that none is taken for another.
         self._kept: list[Any] = []
         self._born: set[int] = set()
+        # Memory from before that may be written to, with the words for that where it was.
+        self.may_write: dict[int, str] = {}
         self._is_atom = False
 
     def fail(self, reason: str) -> Mixes:
@@ -197,8 +199,13 @@ class FakeRun(TorchDispatchMode):
         for leaf in _written(func, arguments):
             # A write to what was there before the run (a buffer, a global table) happens once for the whole
             # batch, and would happen once for each part.
-            if key_of(leaf) not in self._born:
-                raise self.fail(f"{func} writes to a tensor from outside{at_line()}")
+            key = key_of(leaf)
+            if key in self._born:
+                continue
+            told = f"{func} writes to a tensor from outside{at_line()}"
+            if key not in self.may_write:
+                raise self.fail(told)
+            self.may_write[key] = self.may_write[key] or told
 
     def _with_written(
         self, func: Any, arguments: Mapping[str, Any], outputs: Sequence[torch.Tensor]
@@ -210,6 +217,12 @@ class FakeRun(TorchDispatchMode):
         if len(written) != 1 or len(outputs) != 1:
             raise self.fail(f"{func} writes to several tensors{at_line()}")
         return written
+
+    def written(self, tensors: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, str]]:
+        """Those of `tensors`, which may be written to, that were, with the words for it."""
+        for each in tensors:
+            if told := self.may_write[key_of(each)]:
+                yield each, told
 
     def _read(self, func: Any, tensors: Sequence[torch.Tensor]) -> Any:
         self.check_read(func, tensors)
@@ -276,7 +289,7 @@ def _poisoned(rows: RowStates, call: OperatorCall, why: str) -> State:
     if mixed is None:
         mixed = next((Mixed(reason=s.reason) for s in states if isinstance(s, Total)), None)
     if mixed is None:
-        return Mixed(reason=f"{call.func} {why}{at_line()}", is_vote=call.name in ("all", "any"))
+        return Mixed(reason=f"{call.func} {why}{at_line()}", is_vote=call.name in _VOTES)
     return mixed if call.name in _KEEPS_VOTE else Mixed(reason=mixed.reason)
 
 
@@ -512,6 +525,7 @@ _UNIFORM = frozenset(
 _KEEPS_COUNT = frozenset(["_to_copy", "clone", "lift_fresh_copy"])
 # `all` and `any` over the batch are taken for a check of its inputs (no NaN, no padding): a part answers for
 # its own rows.
+_VOTES = frozenset(["all", "any", "_is_all_true", "_is_any_true"])
 _KEEPS_VOTE = frozenset(["logical_not", "bitwise_not", "_to_copy", "clone"])
 
 

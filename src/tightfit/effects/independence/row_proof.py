@@ -34,11 +34,13 @@ from tightfit.effects.independence.left_behind import Left, depends_on_rows
 from tightfit.effects.independence.left_tensors import LeftTensor
 from tightfit.effects.independence.operations import compare
 from tightfit.effects.independence.row_flow import FakeRun, Flow, Functions, NeedsValues
+from tightfit.effects.independence.row_states import key_of
 from tightfit.effects.independence.rows import Mixes, RowLayout
 from tightfit.effects.independence.rules import RULES
 from tightfit.effects.outside_calls import Unwatched
 from tightfit.effects.state import RegionState, restore
 from tightfit.effects.users_code import is_users_class, is_users_file
+from tightfit.effects.values.copied_buffers import in_copies
 from tightfit.errors.faults import is_ours
 
 _OF_BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
@@ -47,12 +49,14 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", *_OF_BACKWARD)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FollowedRun:
-    """The run with all rows, its inputs and its result, and the results of runs with fewer rows by their number; and the tensors that it has left where they can be reached."""
+    """The run with all rows, its inputs and its result, and the results of runs with fewer rows by their number; and the tensors that it has left where they can be reached. The nodes of
+    its graph have autograd's numbers from `first_node` on."""
 
     flow: Flow
     inputs: Sequence[torch.Tensor]
     result: Any
     of_parts: Mapping[int, Any] = dataclasses.field(default_factory=dict)
+    first_node: int = 0
     left: Sequence[LeftTensor] = ()
 
 
@@ -72,7 +76,7 @@ class Leaves(Mixes):
 class Computation:
     """The subject of a proof: `call(inputs)`, where `dims` has for each of `inputs` the dimension of its rows, or None.
 
-    `module` is the module that it runs, `around` a context for each run, whose value is passed to `call` too.
+    `module` is the module that it runs, which with `writes_buffers` may write to its buffers what is the same for any rows; `around` a context for each run, whose value is passed to `call` too.
     """
 
     call: Callable[..., Any]
@@ -84,6 +88,7 @@ class Computation:
     allows_votes: bool = False
     shares_draws: bool = False
     joins_left: bool = False
+    writes_buffers: bool = False
     around: Callable[[FakeRun], contextlib.AbstractContextManager[Any]] = lambda _: contextlib.nullcontext()
 
 
@@ -103,6 +108,7 @@ def prove(subject: Computation, num_rows: int, parts: Iterable[int], reads: Sequ
     if num_rows < 2:
         raise Mixes("has one row, which is no part of anything")
     tensors = [*subject.inputs, *subject.module.parameters(), *subject.module.buffers()]
+    first_node = torch.autograd._get_sequence_nr()
     settings = {
         "fake": _fake_mode_for(tensors),
         "device": next((device for t in tensors if (device := _device(t)).type != "cpu"), None),
@@ -123,7 +129,7 @@ def prove(subject: Computation, num_rows: int, parts: Iterable[int], reads: Sequ
     with Unwatched():
         for run in runs:
             compare(flow, run)
-    proof = FollowedRun(flow=flow, inputs=inputs, result=result, of_parts=of_parts)
+    proof = FollowedRun(flow=flow, inputs=inputs, result=result, of_parts=of_parts, first_node=first_node)
     told = next((str(each) for each in [*lefts, left] if str(each)), "")
     if told:
         why = depends_on_rows(flow, [*lefts, left], joins_left=subject.joins_left)
@@ -144,6 +150,7 @@ def _run(subject: Computation, run: FakeRun, num_rows: int) -> tuple[Sequence[to
     """The inputs, the result, and the state that was changed."""
     with (
         _as_it_was(subject.module) as left,
+        _buffers_in_copies(subject, run),
         # With gradients, since code asks for them (`requires_grad`, `is_grad_enabled`), and `check_graph` walks
         # the graph.
         torch.enable_grad(),
@@ -167,7 +174,7 @@ def _run(subject: Computation, run: FakeRun, num_rows: int) -> tuple[Sequence[to
         except (Mixes, NeedsValues):
             raise
         except DynamicOutputShapeException as error:
-            raise Mixes(f"{error.func} has a size that depends on values{_line(error)}") from None
+            raise Mixes(f"{error.func} has a size that depends on values{_line(error)}{_instead(error.func)}") from None
         except UnsupportedOperatorException as error:
             raise Mixes(f"{error.func} cannot be followed{_line(error)}") from None
         except Exception as error:
@@ -180,6 +187,13 @@ def _run(subject: Computation, run: FakeRun, num_rows: int) -> tuple[Sequence[to
         if run.failure is not None:
             raise run.failure
     return inputs, result, left
+
+
+def _instead(func: Any) -> str:
+    """What to do in place of an operator whose size depends on values, as the end of a sentence."""
+    if "pack" in str(func):
+        return ": give the layer the padded batch, and pick what it returns at each length by gather"
+    return ": keep all rows, and choose by torch.where or by a product with a mask"
 
 
 def _line(error: BaseException) -> str:
@@ -219,6 +233,25 @@ def dense(part: torch.Tensor) -> torch.Tensor:
 
 def _device(tensor: torch.Tensor) -> torch.device:
     return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+
+
+@contextlib.contextmanager
+def _buffers_in_copies(subject: Computation, run: FakeRun) -> Iterator[None]:
+    """Lets the subject write to copies of its buffers.
+
+    Raises:
+        Mixes: what it has written may depend on the rows.
+    """
+    if not subject.writes_buffers:
+        yield
+        return
+    with in_copies(subject.module) as copied:
+        run.may_write = dict.fromkeys(map(key_of, copied.tensors), "")
+        yield
+    if isinstance(run, Flow):
+        for tensor, told in run.written(copied.tensors):
+            if run.rows.depends(tensor):
+                raise Mixes(told)
 
 
 @contextlib.contextmanager
@@ -340,8 +373,8 @@ def _is_of_library(hook: Any) -> bool:
     return not is_users_class(type(function))
 
 
-def check_graph(result: Any, allowed: Iterable[torch.Tensor]) -> set[int]:
-    """The `id` of each leaf that gradients flow to from `result`.
+def check_graph(result: Any, allowed: Iterable[torch.Tensor], *, since: int | None = None) -> set[int]:
+    """The `id` of each leaf that gradients flow to from `result`. With `since`, a number of autograd's, other leaves are allowed, but no nodes that are older.
 
     Raises:
         Mixes: they flow to other leaves than `allowed`, or through a user's own autograd function.
@@ -361,8 +394,12 @@ def check_graph(result: Any, allowed: Iterable[torch.Tensor]) -> set[int]:
         variable = getattr(node, "variable", None)
         if variable is not None:
             reached.add(id(variable))
-            if id(variable) not in known:
+            if id(variable) not in known and since is None:
                 raise Mixes("gradients go through it to what is not its own")
+        elif since is not None and node._sequence_nr() < since:
+            raise Mixes(
+                "gradients go through it to what was computed before (a weight that is made of others): compute that within its forward"
+            )
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             function: type = vars(type(node))["_forward_cls"]
             if function is torch.utils.checkpoint.CheckpointFunction:

@@ -46,3 +46,24 @@ COUNTING = (
     "torch.amp.grad_scaler",
     "torch.cuda.amp.grad_scaler",
 )
+# Whose objects in C hold arrays, and replace them rather than themselves.
+OF_ARRAYS = ("pandas",)
+# Whose objects in C keep what they were made with, or would take long to write down.
+UNCHANGING = frozenset(
+    [
+        *(
+            "numpy",
+            "torch",
+            "tightfit",
+            "tokenizers",
+            "tiktoken",
+            "PIL",
+            "regex",
+            "pyarrow",
+            "polars",
+            "h5py",
+            "safetensors",
+        ),
+        *("pydantic_core", "orjson", "yaml", "lxml", "triton", "cupy", "jaxlib", "matplotlib", "google", "grpc"),
+    ]
+)

@@ -19,37 +19,48 @@ import torch
 from tightfit.effects.holders import PLAIN
 from tightfit.effects.reachable.classes_of_libraries import BAGS
 from tightfit.effects.reachable.opaque import State, position, state_of
+from tightfit.effects.users_code import module_of
 
 _LARGEST_ARRAY_BYTES = 1 << 16
 # Of a larger array this many elements are looked at, and the sum of all words up to the second size: a counter among them changes it.
 _NUM_SAMPLES = 4_096
 _LARGEST_SUMMED_BYTES = 1 << 26
 _MAX_OBJECTS = 10_000
+_OF_NUMPY = np.random.Generator | np.random.RandomState | np.random.BitGenerator
 # Iterators that say how many items are left.
 _ITERATORS = (type(iter([])), type(iter(())), type(iter(range(0))), type(reversed([])), type(itertools.repeat(0, 0)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
-    """An object that gives another value each time, such as a random generator. `put` is None if it cannot be rewound; `memory` is where an
-    array's content lies, address and bytes, as tensors may share it."""
+    """An object that gives another value each time, such as a random generator. `put` is None if it cannot be rewound, or not while a region runs again
+    that others draw beside; `rewind` is for a step that is taken back as a whole. `memory` is where an array's content lies, address and bytes, as tensors may share it."""
 
     path: str
     key: int
     state: Callable[[], Any]
     put: Callable[[Any], None] | None
     memory: tuple[int, int] = (0, 0)
+    rewind: Callable[[Any], None] | None = None
 
 
 def drawn(path: str, value: Any, *, is_users_class: Callable[[type], bool]) -> Drawn | None:
     """How the position of `value` is read; None if it is not an object of this kind."""
     found = _state_and_put(value, is_users_class)
     memory = (value.ctypes.data, value.nbytes) if isinstance(value, np.ndarray) else (0, 0)
-    return None if found is None else Drawn(path=path, key=id(value), state=found[0], put=found[1], memory=memory)
+    if found is None:
+        return None
+    rewind = (lambda state: _put_bits(value, state)) if isinstance(value, _OF_NUMPY) else None
+    return Drawn(path=path, key=id(value), state=found[0], put=found[1], memory=memory, rewind=rewind)
+
+
+def hidden(path: str, value: Any) -> Drawn:
+    """An object with a state in C, as what it would be made again with; one that cannot tell looks changed at each look."""
+    return Drawn(path=path, key=id(value), state=lambda: position(value), put=None)
 
 
 def _state_and_put(value: Any, is_users_class: Callable[[type], bool]) -> State | None:
-    if isinstance(value, torch.Generator | np.random.Generator | np.random.RandomState):
+    if isinstance(value, torch.Generator | _OF_NUMPY):
         return _state_of_chance(value)
     if isinstance(value, np.ndarray):
         return _state_of_array(value)
@@ -58,22 +69,64 @@ def _state_and_put(value: Any, is_users_class: Callable[[type], bool]) -> State 
     if isinstance(value, (itertools.count, *_ITERATORS)):
         return value.__repr__ if isinstance(value, itertools.count) else lambda: operator.length_hint(value), None
     is_iterator = isinstance(value, Iterator) and not isinstance(value, io.IOBase)
-    if (read := state_of(value)) is None and is_iterator and _is_librarys(type(value), is_users_class):
-        # Such as that of a DataLoader: what it counts is among its attributes.
-        return lambda: {name: own for name, own in vars(value).items() if isinstance(own, PLAIN)}, None
-    return read
+    read = state_of(value)
+    is_other = read is None and is_iterator and _is_librarys(type(value), is_users_class)
+    return _state_of_iterator(value) if is_other else read
 
 
-def _state_of_chance(value: torch.Generator | np.random.Generator | np.random.RandomState) -> State:
+def _state_of_iterator(value: Iterator[Any]) -> State:
+    if not type(value).__dictoffset__:
+        # In C, such as a reader of CSV, a cursor of a database, or a reader of batches of Arrow's.
+        return lambda: position(value), None
+    # Such as that of a DataLoader: what it counts is among its attributes.
+    return lambda: {name: own for name, own in vars(value).items() if isinstance(own, PLAIN)}, None
+
+
+def _state_of_chance(value: Any) -> State:
     if isinstance(value, torch.Generator):
         return lambda: value.get_state().numpy().tobytes(), lambda content: _put_torch(value, content)
-    bits = value.bit_generator if isinstance(value, np.random.Generator) else value._bit_generator  # type: ignore[attr-defined]
-    # Generators that it has made of itself have taken a number of their own; those of old seeds know none.
-    made = operator.attrgetter("seed_seq.n_children_spawned") if hasattr(bits.seed_seq, "spawn") else lambda _: 0
-    return lambda: (
-        repr(bits.state) if bits.state["bit_generator"] != "MT19937" else _words(bits.state),
-        made(bits),
-    ), None
+    return lambda: _Bits(_bits_of(value)), None
+
+
+class _Bits:
+    """The state of a generator of numpy's: what it gives is compared as text, as arrays in it have no one answer."""
+
+    __slots__ = ("state", "text")
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+        inner = state["state"]
+        self.text = (
+            (inner["pos"], inner["key"].tobytes(), repr({**state, "state": 0})) if "pos" in inner else repr(state)
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Bits) and self.text == other.text
+
+
+def _bits_of(value: Any) -> Any:
+    if isinstance(value, np.random.RandomState):
+        # With the second of two normal numbers, which it keeps.
+        return value.get_state(legacy=False)
+    return (value.bit_generator if isinstance(value, np.random.Generator) else value).state
+
+
+def _put_bits(value: Any, bits: _Bits) -> None:
+    if isinstance(value, np.random.RandomState):
+        value.set_state(bits.state)
+    else:
+        (value.bit_generator if isinstance(value, np.random.Generator) else value).state = bits.state
+
+
+def _seeds_of(value: Any) -> list[Any]:
+    """What generators that one of numpy's makes of itself are counted by."""
+    if isinstance(value, np.random.RandomState):
+        value = value._bit_generator  # type: ignore[attr-defined]
+    elif isinstance(value, np.random.Generator):
+        value = value.bit_generator
+    seeds = value.seed_seq if isinstance(value, np.random.BitGenerator) else None
+    return [seeds] if isinstance(seeds, np.random.SeedSequence) else []
 
 
 def _state_of_array(value: np.ndarray) -> State:
@@ -94,10 +147,9 @@ def _state_of_array(value: np.ndarray) -> State:
 
 
 def _is_librarys(kind: type, is_users_class: Callable[[type], bool]) -> bool:
-    """Whether a class with attributes is of a library: the iterators of the user's own classes are looked through like other objects."""
+    """Whether a class is of a library: the iterators of the user's own classes are looked through like other objects."""
     # A mock says yes to every protocol, and is a bag of attributes.
-    is_other = kind.__module__.partition(".")[0] == "tightfit" or kind.__module__ in BAGS or is_users_class(kind)
-    return not is_other and bool(kind.__dictoffset__)
+    return not (module_of(kind).partition(".")[0] == "tightfit" or module_of(kind) in BAGS or is_users_class(kind))
 
 
 def _place(generator: types.GeneratorType) -> Any:
@@ -113,7 +165,7 @@ def _place(generator: types.GeneratorType) -> Any:
 
 def _moves_on(value: Any) -> bool:
     return isinstance(value, types.GeneratorType) or (
-        isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools")
+        isinstance(value, Iterator) and module_of(type(value)) in ("builtins", "itertools")
     )
 
 
@@ -140,9 +192,9 @@ class _Objects(tuple[Any, ...]):
 
 
 def objects_of(value: Any) -> list[Any]:
-    """The objects that an array of numpy's refers to, the first of them where it has many."""
+    """The objects that an array of numpy's refers to, the first of them where it has many; of a generator what counts those made of it."""
     is_array = isinstance(value, np.ndarray) and value.dtype == object
-    return value.ravel()[:_MAX_OBJECTS].tolist() if is_array else []
+    return value.ravel()[:_MAX_OBJECTS].tolist() if is_array else _seeds_of(value)
 
 
 def _put_objects(array: np.ndarray, content: _Objects) -> None:
@@ -156,7 +208,3 @@ def _put_array(array: np.ndarray, content: bytes) -> None:
 
 def _put_torch(generator: torch.Generator, content: bytes) -> None:
     generator.set_state(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-
-
-def _words(state: Any) -> Any:
-    return state["state"]["pos"], state["state"]["key"].tobytes()

@@ -16,7 +16,7 @@ import torch
 from tightfit.effects.code import CODE
 from tightfit.effects.holders import Names
 from tightfit.effects.reachable.classes_of_libraries import COUNTING
-from tightfit.effects.users_code import is_users_module
+from tightfit.effects.users_code import is_users_module, module_of
 
 _FOLLOWED = (
     *(torch.Tensor, list, dict, set, deque, torch.optim.Optimizer),
@@ -26,7 +26,7 @@ _FOLLOWED = (
 
 def is_followed(value: Any) -> bool:
     """Whether an attribute of a library's object is looked at as state: containers, tensors, generators, and what counts steps."""
-    return isinstance(value, _FOLLOWED) or type(value).__module__ in COUNTING
+    return isinstance(value, _FOLLOWED) or module_of(type(value)) in COUNTING
 
 
 def made_by(kind: type) -> Iterator[tuple[str, Callable[[], Any]]]:

@@ -4,7 +4,10 @@ import dataclasses
 import functools
 import types
 
+import torch
+
 from tightfit.effects.bytecode.instructions import instructions_of
+from tightfit.effects.users_code import is_users_class
 
 _GLOBALS = ("LOAD_GLOBAL", "STORE_GLOBAL")
 _ATTRIBUTES = ("LOAD_ATTR", "STORE_ATTR", "IMPORT_FROM")
@@ -15,6 +18,11 @@ _ALL_ATTRIBUTES = frozenset({"getattr", "setattr", "vars", "__dict__", "attrgett
 _SETS_BY_NAME = frozenset({"setattr", "delattr", "__setattr__", "__delattr__", "vars", "__dict__"})
 # By which code finds a Python module at run time.
 _FINDS_MODULES = frozenset({"import_module", "__import__", "modules"})
+# Run when an object is made or shown, and not by its use.
+_MAKING = {
+    *("__init__", "__new__", "__init_subclass__", "__class_getitem__"),
+    *("__repr__", "__str__", "__reduce__", "__doc__"),
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,3 +80,11 @@ def named_in(code: types.CodeType) -> Named:
         imported=frozenset(imported),
         stored=frozenset(stored),
     )
+
+
+def methods_of(kind: type) -> list[str]:
+    """The methods that others may call: of a module, `forward` and what Python's own syntax calls; of other classes of the user's, all."""
+    is_module = issubclass(kind, torch.nn.Module)
+    names = {name for base in kind.__mro__ if is_users_class(base) for name in vars(base)}
+    chosen = {n for n in names if not is_module or (n.startswith("__") and n.endswith("__"))}
+    return sorted((chosen | {"forward"}) - _MAKING)

@@ -5,19 +5,26 @@ import ctypes
 import hashlib
 import io
 import mmap
+import pickle
+import queue
 import random
 import re
 import sys
 import threading
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
+from tightfit.effects.reachable.classes_of_libraries import UNCHANGING
+from tightfit.effects.users_code import module_of
+
 State = tuple[Callable[[], Any], Callable[[Any], None] | None]
 
 _OF_C = (ctypes._SimpleCData, ctypes.Structure, ctypes.Union, ctypes.Array)  # type: ignore[attr-defined]
+_PLACE_BYTES = 8
 _BUILT_IN = ("builtins", "itertools")
 # The place of one in its text cannot be read.
 _SCANNER = type(re.compile("").scanner(""))  # type: ignore[attr-defined]
@@ -29,7 +36,7 @@ def state_of(value: Any) -> State | None:
     # The system's source of chance has no state that could be read.
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
         return value.getstate, value.setstate
-    if isinstance(value, Iterator) and type(value).__module__ in _BUILT_IN:
+    if isinstance(value, Iterator) and module_of(type(value)) in _BUILT_IN:
         return lambda: position(value), None
     if isinstance(value, _SCANNER):
         return object, None
@@ -54,7 +61,7 @@ def _state_of_view(value: Any) -> State | None:
         return value.tobytes, None if value.readonly else lambda content: _put_in_view(value, content)
     if isinstance(value, mmap.mmap):
         # Others may have it mapped: it is looked at, and never put back.
-        return lambda: None if value.closed else hash(value[:]), None
+        return lambda: None if value.closed else (value.tell(), hash(value[:])), None
     return None
 
 
@@ -77,6 +84,9 @@ def _state_of_stream(value: Any) -> State | None:
         return value.__repr__, None
     if isinstance(value, threading.Event):
         return value.is_set, None
+    if isinstance(value, queue.SimpleQueue):
+        # What it holds cannot be looked at; how much it holds can.
+        return value.qsize, None
     if isinstance(value, _HASHES):
         # Those of variable length have no size of their own.
         return value.digest if value.digest_size else lambda: value.digest(32), None
@@ -134,15 +144,45 @@ def _put_in_log(value: io.StringIO | io.BytesIO) -> Callable[[Any], None]:
 
 
 def position(iterator: Any) -> Any:
-    """A comparable position of an iterator; a new object, equal to no other, if it cannot tell."""
+    """A comparable position of an iterator, or state of another object in C; a new object, equal to no other, if it cannot tell."""
+    parts = written_down(iterator)
+    return object() if parts is None else (type(iterator).__name__, _parts(parts))
+
+
+def written_down(value: Any) -> tuple[Any, ...] | None:
+    """What an object is made again with; None where it cannot tell."""
     try:
         with warnings.catch_warnings():
             # Copies of iterators are to go from Python 3.14 on.
             warnings.simplefilter("ignore", DeprecationWarning)
-            reduced = iterator.__reduce__()
-    except TypeError:
-        return object()
-    return type(iterator).__name__, _parts(reduced[1:])
+            # Of protocol 2, which says no where an object of C has more than its attributes.
+            reduced = value.__reduce_ex__(2)
+    except (TypeError, ValueError, RuntimeError, AttributeError, pickle.PicklingError):
+        return None
+    return reduced[1:] if isinstance(reduced, tuple) else None
+
+
+def is_of_c(value: Any) -> bool:
+    """Whether an object of a library has a state in C, which no attributes show, and that may change: an emulator, a reader of video.
+
+    Its class has more bytes than a dict, weak references, slots and what is known of Python's own classes take.
+    """
+    kind = type(value)
+    if _origin(kind) in UNCHANGING:
+        return False
+    known = max(base.__basicsize__ for base in kind.__mro__ if _is_known(base))
+    num_slots = sum(
+        isinstance(each, types.MemberDescriptorType) for base in kind.__mro__ for each in vars(base).values()
+    )
+    return kind.__basicsize__ > known + _PLACE_BYTES * (num_slots + 2)
+
+
+def _is_known(kind: type) -> bool:
+    return _origin(kind) in UNCHANGING or _origin(kind) in sys.stdlib_module_names
+
+
+def _origin(kind: type) -> str:
+    return module_of(kind).partition(".")[0]
 
 
 def _parts(parts: Any) -> Any:
@@ -150,9 +190,9 @@ def _parts(parts: Any) -> Any:
         _parts(part)
         if isinstance(part, tuple)
         else part
-        if isinstance(part, bool | int | None)
+        if isinstance(part, bool | int | float | str | bytes | slice | None)
         else position(part)
-        if isinstance(part, Iterator) and type(part).__module__ in _BUILT_IN
+        if isinstance(part, Iterator) and module_of(type(part)) in _BUILT_IN
         else id(part)
         for part in parts
     )
@@ -160,15 +200,9 @@ def _parts(parts: Any) -> Any:
 
 def functions_of(iterator: Any) -> Iterator[Any]:
     """What an iterator of Python's own calls for its items, and what those that it draws from call (`map`, `filter`, `iter` with two arguments)."""
-    if not (isinstance(iterator, Iterator) and type(iterator).__module__ in _BUILT_IN):
+    if not (isinstance(iterator, Iterator) and module_of(type(iterator)) in _BUILT_IN):
         return
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            parts = iterator.__reduce__()[1:]
-    except TypeError:
-        return
-    waiting = list(parts)
+    waiting = list(written_down(iterator) or ())
     while waiting:
         part = waiting.pop()
         if isinstance(part, tuple):

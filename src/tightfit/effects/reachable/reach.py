@@ -27,15 +27,15 @@ from tightfit.effects.holders import ClassAttributes, Holder, Items, Members, Na
 from tightfit.effects.identities import identities
 from tightfit.effects.outside_calls import NAMES
 from tightfit.effects.reachable.cells import Cell, contents
-from tightfit.effects.reachable.classes_of_libraries import BAGS, COUNTING, STATELESS
+from tightfit.effects.reachable.classes_of_libraries import BAGS, COUNTING, OF_ARRAYS, STATELESS, UNCHANGING
 from tightfit.effects.reachable.containers import items_in, wrapped_by
-from tightfit.effects.reachable.drawn import Drawn, drawn, objects_of
+from tightfit.effects.reachable.drawn import Drawn, drawn, hidden, objects_of
 from tightfit.effects.reachable.library_objects import StoredOnLibraries, is_followed, made_by
-from tightfit.effects.reachable.named_in_code import named_in
-from tightfit.effects.reachable.opaque import functions_of
+from tightfit.effects.reachable.named_in_code import methods_of, named_in
+from tightfit.effects.reachable.opaque import functions_of, is_of_c, written_down
 from tightfit.effects.reachable.scopes import READS_ENVIRONMENT, Slots, environment, inner_container, scope, slots_of
 from tightfit.effects.reachable.scripted import scripted_attributes
-from tightfit.effects.users_code import is_users_class, is_users_file, is_users_function, is_users_module
+from tightfit.effects.users_code import is_users_class, is_users_file, is_users_function, is_users_module, module_of
 
 # Bounds for programs that keep a data set or a tokeniser on the model: a snapshot is taken in every call, and
 # its cost must stay far below that of a block.
@@ -64,11 +64,6 @@ _WITH_CONTENT = (
     bytes,
     complex,
 )
-# Run when an object is made or shown, and not by its use.
-_MAKING = {
-    *("__init__", "__new__", "__init_subclass__", "__class_getitem__"),
-    *("__repr__", "__str__", "__reduce__", "__doc__"),
-}
 _ENDED_BY_HAND = frozenset({"acquire", "__enter__"})
 _LISTS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
 _BOUND_IN_C = (types.BuiltinMethodType, types.MethodWrapperType)
@@ -159,13 +154,18 @@ def reach_of(module: torch.nn.Module) -> Reach:
 
 
 def reach_of_arguments(
-    arguments: Mapping[str, Any], *, attributes: frozenset[str] = frozenset(), inside: Collection[int] = frozenset()
+    arguments: Mapping[str, Any],
+    *,
+    attributes: frozenset[str] = frozenset(),
+    inside: Collection[int] = frozenset(),
+    of_libraries: bool = False,
 ) -> Reach:
     """The state that can be reached from the arguments of a forward, by name; of Python modules among them, what is named by `attributes`.
 
-    Modules `inside`, by `id`, are looked at elsewhere.
+    Modules `inside`, by `id`, are looked at elsewhere. With `of_libraries`, objects of libraries are looked through as those of the program are: a loop
+    may call what it likes of them (the step of an environment), where a forward has them for their settings.
     """
-    walk = _Walk(inside)
+    walk = _Walk(inside, of_libraries=of_libraries)
     walk.named_attributes |= attributes
     for name, argument in arguments.items():
         if isinstance(argument, types.ModuleType):
@@ -241,14 +241,6 @@ class _Collected:
         return True
 
 
-def _methods(kind: type) -> list[str]:
-    """The methods that others may call: of a module, `forward` and what Python's own syntax calls; of other classes of the user's, all."""
-    is_module = issubclass(kind, torch.nn.Module)
-    names = {name for base in kind.__mro__ if is_users_class(base) for name in vars(base)}
-    chosen = {n for n in names if not is_module or (n.startswith("__") and n.endswith("__"))}
-    return sorted((chosen | {"forward"}) - _MAKING)
-
-
 class _CodeWalk(abc.ABC):
     """The part of a walk that goes through the user's code; `_look` goes on with what the code refers to."""
 
@@ -279,7 +271,7 @@ class _CodeWalk(abc.ABC):
 
     def users_class(self, kind: type, path: str) -> None:
         """The code of a class's `forward`, and of the methods that it calls on `self`; of a helper's class, all methods."""
-        waiting = _methods(kind)
+        waiting = methods_of(kind)
         seen = set(waiting)
         while waiting:
             name = waiting.pop()
@@ -387,10 +379,11 @@ class _CodeWalk(abc.ABC):
 class _Walk(_CodeWalk):
     """One walk; `inside` are the modules of the region, whose children are walked through as well."""
 
-    def __init__(self, inside: Collection[int]) -> None:
+    def __init__(self, inside: Collection[int], *, of_libraries: bool = False) -> None:
         super().__init__()
         self.found = self.collected.found
         self._inside = inside
+        self._of_libraries = of_libraries
         self._outside: list[tuple[str, torch.nn.Module]] = []
 
     def finish(self) -> None:
@@ -535,16 +528,21 @@ class _Walk(_CodeWalk):
             for name, inner in holder.content(is_kept=False).items():
                 self._value(f"{path}.{name}", inner)
         else:
+            if self._of_libraries and is_of_c(value):
+                if module_of(type(value)).partition(".")[0] not in OF_ARRAYS:
+                    self.found.drawn.append(hidden(path, value))
+                self._value(path, written_down(value))
             self._instance(path, value)
 
     def _instance(self, path: str, value: Any) -> None:
         """An object of any other class: its attributes, and the objects that they refer to if the class is the user's."""
         kind = type(value)
-        origin = kind.__module__.partition(".")[0]
+        module = module_of(kind)
+        origin = module.partition(".")[0]
         if isinstance(value, torch.optim.Optimizer):
             self.found.optimizers.append(weakref.ref(value))
-        is_bag = origin in BAGS or kind.__module__ in BAGS
-        is_stateless = origin in STATELESS and kind.__module__ not in COUNTING
+        is_bag = origin in BAGS or module in BAGS
+        is_stateless = origin in STATELESS and module not in COUNTING
         if not is_bag and (is_stateless or (origin in sys.stdlib_module_names and not kind.__dictoffset__)):
             if kind.__dictoffset__:
                 self.stored.met(path, value)
@@ -552,10 +550,11 @@ class _Walk(_CodeWalk):
         own = getattr(value, "__dict__", None)
         if isinstance(own, dict):
             self.collected.hold_dict(path, own, is_attributes=True)
-        if not is_bag and not is_users_class(kind):
-            # Of a library's object (a cache, a configuration): the containers and tensors that are its own, and what counts steps.
+        is_librarys = not is_bag and not is_users_class(kind)
+        if is_librarys and (origin in UNCHANGING or not self._of_libraries):
+            # Of a library's object (a cache, a configuration): the containers and tensors that are its own, what counts steps, and what is the program's.
             for name, inner in list(own.items()) if isinstance(own, dict) else ():
-                if is_followed(inner):
+                if is_followed(inner) or is_users_class(type(inner)):
                     self._value(f"{path}.{name}", inner)
             return
         slots = slots_of(kind)
@@ -566,6 +565,8 @@ class _Walk(_CodeWalk):
         for name in (*(own or ()), *slots):
             inner = own[name] if own and name in own else getattr(value, name, None)
             self._value(f"{path}.{name}", inner)
+        if is_librarys:
+            return
         self.users_class(kind, path)
         call = vars(kind).get("__call__")
         if isinstance(call, types.FunctionType):

@@ -14,6 +14,7 @@ from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any
 
 from tightfit.effects.holders import Names
+from tightfit.effects.users_code import module_of
 
 # Containers of Python's library that are not dicts or lists, and keep one as an attribute. What only looks on at others (a weak set) loses its content by itself.
 _INSIDE = (
@@ -142,7 +143,7 @@ def inner_container(value: Any) -> Any:
     for kinds, name in _INSIDE:
         if isinstance(value, kinds):
             return vars(value)[name]
-    if type(value).__module__ == _QUEUES_OF_TASKS:
+    if module_of(type(value)) == _QUEUES_OF_TASKS:
         return vars(value).get("_queue")
     if type(value) in weakref.ProxyTypes:
         try:

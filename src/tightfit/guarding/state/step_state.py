@@ -24,6 +24,7 @@ from tightfit.effects.state import (
     differences,
     is_moved,
     restore,
+    rewind,
     snapshot_of_arguments,
 )
 from tightfit.effects.values.contents import SMALL_BYTES
@@ -87,7 +88,7 @@ class StepBeginning:
     def obstacle(self, now: list[Snapshot]) -> str:
         """Why the state cannot be what it was; empty if it can be restored."""
         for change in self.changes(now):
-            if not change.is_in_place:
+            if not change.is_in_place or change.is_rewound:
                 continue
             if change.tensor is not None and id(change.tensor) in self._parameters:
                 return f"weights had been updated in it already ({change})"
@@ -114,6 +115,7 @@ class StepBeginning:
         """Restores everything: values, objects, gradients, and random states. Only where there is no `obstacle`."""
         for snapshot in self.snapshots:
             restore(snapshot)
+            rewind(snapshot)
         with torch.no_grad():
             for copied in self._copies.values():
                 # What was written past torch has the same version. So has what was not written to: a graph of an earlier step may have saved it.
@@ -149,7 +151,7 @@ class StepStates:
 
         `names_data`: whether its code names an attribute `data`.
         """
-        of_function = snapshot_of_arguments(reached, attributes=attributes, reads_weights=False)
+        of_function = snapshot_of_arguments(reached, attributes=attributes, reads_weights=False, of_libraries=True)
         known = [] if self._model is None else [self._model]
         reached_modules = (reference() for reference in of_function.reach.modules)
         # By identity: a module that was compiled has a length only where the one inside has.

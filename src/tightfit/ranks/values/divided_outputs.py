@@ -15,6 +15,7 @@ from tightfit.effects.independence.row_flow import Flow
 from tightfit.effects.independence.row_proof import FollowedRun, check_graph
 from tightfit.effects.independence.rows import Mixes
 from tightfit.effects.independence.totals import ROWS, Total
+from tightfit.ranks.values.further_weights import number_of_further
 from tightfit.ranks.values.structures import leaves_of, mapped
 from tightfit.techniques.micro_batches.divisors import Divisor
 from tightfit.techniques.micro_batches.example_wise_check import Proved
@@ -52,10 +53,11 @@ class Kind:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProvedCall(Proved):
-    """The result of a proof: the kind of each output, and of each tensor that was `left` where it can be reached, by its path."""
+    """The result of a proof: the kind of each output, and of each tensor that was `left` where it can be reached, by its path; and how many weights are trained that the model does not have as parameters."""
 
     kinds: tuple[Kind, ...] = ()
     left: tuple[str, ...] = ()
+    num_further: int = 0
 
 
 def judged(proof: FollowedRun, model: torch.nn.Module) -> ProvedCall:
@@ -82,11 +84,18 @@ def judged(proof: FollowedRun, model: torch.nn.Module) -> ProvedCall:
         for leaf, kind in zip([*leaves, *left], kinds, strict=True)
         if isinstance(leaf, torch.Tensor) and kind.name != "unknown"
     ]
-    check_graph(known, [*proof.inputs, *model.parameters()])
+    own = [*proof.inputs, *model.parameters()]
+    num_further = number_of_further(check_graph(known, own, since=proof.first_node), own)
     if not any(leaf.requires_grad for leaf in known):
         reasons = [kind.reason for kind in kinds if kind.name == "unknown"]
         raise Mixes(reasons[0] if reasons else "it returns nothing that has a gradient")
-    return ProvedCall(joined=frozenset(), means=frozenset(), kinds=kinds, left=tuple(each.path for each in proof.left))
+    return ProvedCall(
+        joined=frozenset(),
+        means=frozenset(),
+        kinds=kinds,
+        left=tuple(each.path for each in proof.left),
+        num_further=num_further,
+    )
 
 
 def _kind_of(flow: Flow, leaf: Any, of_parts: Mapping[int, Any]) -> Kind:

@@ -9,6 +9,7 @@ import torch
 from tightfit.effects.independence.left_tensors import LeftTensor, left_tensors
 from tightfit.effects.random_states import TorchRandom
 from tightfit.effects.state import DRAWN, RegionState, Snapshot, differences, restore
+from tightfit.effects.values.copied_buffers import BufferValues, CopiedBuffers, in_copies
 from tightfit.techniques.wrappers.first_order import Refuse
 
 
@@ -21,28 +22,41 @@ class PartState:
         self._state = RegionState()
         self._before: Snapshot | None = None
         self._random = TorchRandom.now()
+        self._buffers: BufferValues | None = None
+        # Whether the forward is known, or not yet known not, to write to buffers.
+        self._writes_buffers = True
         self.left = ""
         """What a run that was ended by an exception has left behind, which cannot be taken back, in words."""
 
-    def _now(self) -> Snapshot:
+    def _owner(self) -> torch.nn.Module:
         model = self._model()
         assert model is not None
-        return self._state.snapshot(model)
+        return model
+
+    def _now(self) -> Snapshot:
+        return self._state.snapshot(self._owner())
 
     def begin(self) -> None:
         """A run begins."""
         self._before, self._random = self._now(), TorchRandom.now()
+        self._buffers = BufferValues(self._owner(), has_all=self._writes_buffers)
 
     def put_back(self, *, has_raised: bool = False) -> None:
         """Takes back what the run has done. Where a part `has_raised` an exception, what cannot be taken back is kept in `left`."""
-        assert self._before is not None
+        assert self._before is not None and self._buffers is not None
         restore(self._before)
+        if not self._buffers.put() and not has_raised:
+            raise self._refuse(
+                "the model writes to a large buffer in a forward that is run once more, since parts decide otherwise by their values"
+            )
         self._random.put()
         if has_raised:
-            self._note_left(self._before)
+            self._note_left(self._before, self._buffers)
 
-    def _note_left(self, before: Snapshot) -> None:
-        self.left = next(map(str, differences(before, self._now())), "")
+    def _note_left(self, before: Snapshot, known: BufferValues | None = None) -> None:
+        changed = differences(before, self._now())
+        # What was put back has been written to again.
+        self.left = next((str(each) for each in changed if known is None or not known.knows(each.tensor)), "")
 
     def left_tensors(self) -> list[LeftTensor]:
         """The tensors that the run has put where they can be reached."""
@@ -51,11 +65,15 @@ class PartState:
 
     def end(self) -> None:
         """The run is over: what was there before it is not kept alive."""
-        self._before = None
+        if self._buffers is not None:
+            self._writes_buffers = self._buffers.is_any_written()
+        self._before = self._buffers = None
 
-    def has_drawn(self) -> bool:
-        """Whether the run has drawn random numbers."""
-        assert self._before is not None
+    def has_moved(self) -> bool:
+        """Whether the run has drawn random numbers, or written to buffers."""
+        assert self._before is not None and self._buffers is not None
+        if self._buffers.is_any_written():
+            return True
         found = differences(self._before, self._now())
         return any(each.what == DRAWN for each in found) or not TorchRandom.now().is_same(self._random)
 
@@ -63,9 +81,12 @@ class PartState:
     def as_before(self) -> Iterator[None]:
         """The model's state, and that of generators, is that of before the run, for a block."""
         now, random = self._now(), TorchRandom.now()
-        self.put_back()
+        assert self._before is not None and self._buffers is not None
+        restore(self._before)
+        self._random.put()
         try:
-            yield
+            with in_copies(self._owner(), self._buffers.copies()):
+                yield
         finally:
             restore(now)
             random.put()
@@ -73,15 +94,22 @@ class PartState:
     @contextlib.contextmanager
     def unseen(self) -> Iterator[Callable[[], list[LeftTensor]]]:
         """Around what runs beside the program: the model's state is that of before. The yielded function gives the tensors that were put where they can be reached."""
-        before = self._now()
+        before, copied = self._now(), CopiedBuffers(self._owner())
+
+        def left() -> list[LeftTensor]:
+            copied.take_out()
+            return list(left_tensors(before, self._now()))
+
         caches = [(path, cache, cache.cache_info().misses) for path, cache in before.reach.caches]
         try:
-            yield lambda: list(left_tensors(before, self._now()))
+            yield left
         except Exception:
+            copied.take_out()
             restore(before)
             self._note_left(before)
             raise
         finally:
+            copied.take_out()
             changed = differences(before, self._now())
             restore(before)
             filled = [path for path, cache, misses in caches if cache.cache_info().misses != misses]

@@ -62,6 +62,7 @@ class Proved:
 
 Judge = Callable[[FollowedRun, torch.nn.Module], Proved]
 """Says what a run that was followed proves about the model, or raises Mixes."""
+_INSTEAD = " (draw from torch's, Python's or numpy's global generator, which can be put back)"
 _OF_ALL = ("Python's random", "numpy.random")
 
 
@@ -240,13 +241,15 @@ class BatchProofs:
     def _refuse_used_up(self, now: Snapshot) -> None:
         """Refuses what the run of the first part has left behind and no proof can begin before, as it cannot be put back: a first item, a class."""
         lost = [] if self._before is None else differences(self._before, now)
-        used_up = [str(each) for each in lost if each.is_in_place and each.tensor is None]
+        taken = [each for each in lost if each.is_in_place and each.tensor is None]
+        instead = _INSTEAD if taken and taken[0].what == DRAWN else ""
+        used_up = [str(each) for each in taken]
         used_up += [
             f"a {before.__name__} became another class" for part, before in self._classes if type(part) is not before
         ]
         if used_up:
             raise self._refuse(
-                f"parts of the batch may not give what the whole gives: {used_up[0]} in the forward of the first part; leave micro_batches out"
+                f"parts of the batch may not give what the whole gives: {used_up[0]} in the forward of the first part{instead}; leave micro_batches out"
             )
 
     def _owner(self) -> torch.nn.Module:
@@ -300,6 +303,7 @@ def _proved(
         allows_votes=True,
         shares_draws=is_alone,
         joins_left=is_alone,
+        writes_buffers=is_alone,
         around=watched,
     )
     try:
