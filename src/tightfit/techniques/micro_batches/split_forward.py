@@ -252,7 +252,8 @@ class SplitForward:
         for number, (begin, end) in enumerate(batch.own_parts(self._num_parts)):
             args, kwargs = batch.part(begin, end)
             spends(HostWork.MODULE_IN_PART, num_modules)
-            watch = self._watch_of(end - begin, led, batch)
+            watch = LossWatch(end - begin, allows_randomness=self._allows_randomness, led=led, given=batch.tensors())
+            self._calls = watch.calls
             is_new = proved is None or proved.is_of_first
             try:
                 with watch, operators_at(batch.device, watch.calls), _reads_if(is_new) as reads:
@@ -274,8 +275,7 @@ class SplitForward:
             if is_new:
                 _refuse_own_code(loss, self._refuse)
             # What was proved of parts that are led holds for no others: they may read what depends on the rows.
-            decided, is_other_way = [len(led), *decisions], False
-            values = None if reads is None else reads.values
+            decided, is_other_way, values = [len(led), *decisions], False, None if reads is None else reads.values
             shape = (end - begin, graph_shape(loss.grad_fn), watch.calls.number())
             # Another way through the code, for which nothing may be proved: a switch in a file, say.
             if proved is not None and not is_new and not proved.holds_for(decided, shape):
@@ -301,12 +301,6 @@ class SplitForward:
                     self._check(forward, batch, proved.means, led)
         _refuse_other_shares(sums, self._refuse)
         return sums, outputs, decisions or ()
-
-    def _watch_of(self, num_examples: int, led: Sequence[Decision], batch: AbstractBatch) -> LossWatch:
-        given = batch.tensors()
-        watch = LossWatch(num_examples, allows_randomness=self._allows_randomness, led=led, given=given)
-        self._calls = watch.calls
-        return watch
 
     def _run_backward(
         self, loss: torch.Tensor, weight: torch.Tensor, sums: Sums, batch: AbstractBatch, aside: "_GradientsAside"
