@@ -13,6 +13,7 @@ from tightfit.errors import UsageError
 from tightfit.fit import serving, serving_planning
 from tightfit.serving.choices.candidate_servers import Kind, PricedCard, kinds, servers
 from tightfit.serving.choices.choosing import Offer, Wanted, best_of_kind, ranked
+from tightfit.serving.choices.serving_plan import ServingPlan
 from tightfit.serving.engine_rules import rules_of
 from tightfit.serving.load.arrivals import drawn_arrivals
 from tightfit.serving.load.load_summary import ServiceLevel
@@ -136,6 +137,28 @@ def test_a_load_that_is_too_much_for_some_is_left_to_the_others(model: TracedMod
     assert "of the requests are within the limits" in refused[0][1]
     assert kept[0].load is not None
     assert kept[0].load.share_within is not None
+
+
+def test_a_server_that_refuses_the_requests_is_not_planned(model: TracedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving_planning, "traced_model", lambda *_, **__: model)
+    asked = ServeSettings(max_num_batched_tokens=2048, max_num_seqs=64)
+    card = [dataclasses.replace(L4, most=1)]
+    with pytest.raises(UsageError, match="a request of 4,300 tokens is longer than the model's positions, 4,096"):
+        serving_planning.plan_serving("m", card, wanted(lengths=[(100, 10), (4000, 300)]), asked=asked)
+    shorter = dataclasses.replace(asked, max_model_len=512)
+    with pytest.raises(UsageError, match="a request of 600 tokens is longer than --max-model-len, 512"):
+        serving_planning.plan_serving("m", card, wanted(), asked=shorter)
+
+    def planned(lengths: list[tuple[int, int]]) -> ServingPlan:
+        load = AskedLoad(arrivals=drawn_arrivals(lengths, 1.0, 60), level=ServiceLevel())
+        return serving_planning.plan_serving("m", card, wanted(lengths=[], load=load), asked=asked)
+
+    assert planned([(100, 10)]).fits
+    half = planned([(100, 10), (5000, 10)])
+    assert not half.fits
+    assert "requests are refused as too long" in half.refused[0][1]
+    with pytest.raises(UsageError, match="--arrivals: every prompt is as long as the model's positions, 4,096"):
+        planned([(5000, 10)])
 
 
 def test_the_load_of_an_engine_that_schedules_in_another_way_is_refused(model: TracedModel) -> None:

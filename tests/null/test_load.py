@@ -135,3 +135,24 @@ def test_a_limit_that_one_request_alone_exceeds_has_no_rate():
     found = engine().simulate(drawn_arrivals([(20, 20)], 1.0, 20), ServiceLevel(each_token=1e-9))
     assert found.largest_rate == 0.0
     assert found.goodput == 0.0
+
+
+def test_requests_that_are_refused_are_not_within_the_limits():
+    level = ServiceLevel(first_token=10.0)
+    some = engine().simulate(arrivals((0.0, 60, 5), (1.0, 10, 5), (2.0, 60, 5), (3.0, 10, 5)), level)
+    assert some.share_within == 0.5
+    assert some.goodput == pytest.approx(2 / some.seconds)
+    # At no rate are 99 % of such requests served.
+    assert some.largest_rate == 0.0
+    assert some.rate == 1.0
+    none = engine().simulate(arrivals((0.0, 60, 5), (1.0, 60, 5)), level)
+    assert (none.share_within, none.largest_rate) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("level", [ServiceLevel(each_token=10.0), ServiceLevel(first_token=0.05)])
+def test_the_largest_rate_does_not_hang_on_how_many_requests_are_simulated(level):
+    # All at once a batch is served within any limit of the time per token: what counts is that the queue ends.
+    saturated = engine().simulate(drawn_arrivals([(20, 20)], float("inf"), 3000), NO_LIMITS)
+    rates = [engine().simulate(drawn_arrivals([(20, 20)], 1.0, number), level).largest_rate for number in (3, 30, 3000)]
+    assert max(rates) <= 1.02 * 3000 / saturated.seconds
+    assert min(rates) >= 0.8 * max(rates)

@@ -337,6 +337,25 @@ class TestChannels:
         assert "alert log" in found.agent.state().notes[0]  # type: ignore[union-attr]
         found.agent.close()
 
+    def test_a_channel_goes_on_after_an_error_of_any_class(self) -> None:
+        seen = []
+
+        def handle(item: int) -> None:
+            if item == 0:
+                raise RuntimeError("no such run")
+            seen.append(item)
+
+        channel = Background("a tool", handle, max_waiting=10)
+        channel.put(0)
+        deadline = time.monotonic() + 60
+        while not channel.trouble:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        assert channel.trouble == "a tool: no such run"
+        channel.put(1)
+        channel.close()
+        assert (seen, channel.trouble) == ([1], "")
+
     def test_a_channel_that_hangs_holds_nobody_up_and_keeps_the_newest(self) -> None:
         going, seen = threading.Event(), []
 

@@ -41,7 +41,7 @@ class NvmlStandIn:
 
     def __init__(self) -> None:
         self.failing: dict[str, Exception] = {}
-        self.num_inits = 0
+        self.num_inits = self.num_shutdowns = 0
 
     def __getattr__(self, name: str) -> Any:
         def answer(*_: Any) -> Any:
@@ -49,6 +49,8 @@ class NvmlStandIn:
                 raise self.failing[name]
             if name == "nvmlInit":
                 self.num_inits += 1
+            if name == "nvmlShutdown":
+                self.num_shutdowns += 1
             processes = [types.SimpleNamespace(pid=10, usedGpuMemory=3 * GIB)]
             return {
                 "nvmlDeviceGetCount": 1,
@@ -101,6 +103,19 @@ def test_a_driver_that_goes_is_opened_anew_when_it_is_back() -> None:
     library.failing = {}
     assert source.read(2.0).cards
     assert library.num_inits == 2
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_what_cannot_be_opened_is_closed_again(monkeypatch: pytest.MonkeyPatch, is_lost: bool) -> None:
+    library = NvmlStandIn()
+    if is_lost:
+        library.failing = {"nvmlDeviceGetHandleByIndex": library.NVMLError("GPU is lost")}
+    else:
+        monkeypatch.setattr(library, "nvmlDeviceGetCount", lambda: 0, raising=False)
+    for _ in range(3):
+        with pytest.raises(SourceLost):
+            NvmlSource(library)
+    assert (library.num_inits, library.num_shutdowns) == (3, 3)
 
 
 def test_the_names_are_those_of_the_package() -> None:

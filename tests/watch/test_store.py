@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import os
 import shutil
 import signal
@@ -20,6 +21,7 @@ from tightfit.watch.agent.agent import AgentSettings
 from tightfit.watch.outlook.planner import OutlookSettings
 from tightfit.watch.store.folder import StoreFolder
 from tightfit.watch.store.levels import Retention
+from tightfit.watch.store.reserve import Reserve
 from tightfit.watch.store.schema import open_to_read
 from tightfit.watch.store.stored_history import StoredHistory
 from tightfit.watch.store.stored_state import stored_state
@@ -119,8 +121,9 @@ class TestCharts:
         found.ticks(10)
         found.clock.now += 80
         found.ticks(10)
-        used = StoredHistory(found.database).of_card("GPU-0", seconds=99, bins=10, num_layers=1).used
-        assert [value == value for value in used.tolist()] == [True, *[False] * 8, True]
+        history = StoredHistory(found.database).of_card("GPU-0", seconds=99, bins=10, num_layers=0)
+        for values in (history.used, history.others):
+            assert [value == value for value in values.tolist()] == [True, *[False] * 8, True]
 
     def test_a_card_that_is_not_there(self, tmp_path: Path) -> None:
         found = bench(tmp_path, ScriptedSource({}), SETTINGS)
@@ -226,6 +229,27 @@ class TestTrouble:
         assert stored_state(found.database).time == pytest.approx(after.clock.wall() - 1)
         assert (tmp_path / "history.sqlite.damaged").exists()
 
+    @pytest.mark.parametrize("is_running", [False, True])
+    def test_a_file_that_is_damaged_behind_its_first_page_is_set_aside(self, tmp_path: Path, is_running: bool) -> None:
+        found = bench(tmp_path, simulated(), SETTINGS)
+        found.ticks(100)
+        if not is_running:
+            found.agent.close()
+        else:
+            connection = sqlite3.connect(found.database)
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            connection.close()
+        with open(found.database, "r+b") as file:
+            for at in range(4096, os.path.getsize(found.database), 4096):
+                file.seek(at)
+                file.write(b"\xff" * 64)
+        after = found if is_running else bench(tmp_path, simulated(), SETTINGS)
+        after.clock.now = found.clock.now
+        after.ticks(100)
+        assert stored_state(found.database).time == pytest.approx(after.clock.wall() - 1)
+        assert (tmp_path / "history.sqlite.damaged").exists()
+        assert sqlite3.connect(found.database).execute("PRAGMA integrity_check").fetchone() == ("ok",)
+
     def test_the_history_of_a_later_version_is_refused(self, tmp_path: Path) -> None:
         found = bench(tmp_path, simulated(), SETTINGS)
         found.ticks(1)
@@ -249,6 +273,18 @@ class TestTrouble:
         # The journal mode is in the head of the file; the tables are as they were.
         assert sqlite3.connect(path).execute("SELECT name FROM sqlite_master").fetchall() == [("cookies",)]
         assert len(path.read_bytes()) == len(before)
+
+
+def test_a_file_system_that_sets_nothing_aside_gets_a_reserve_that_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    (tmp_path / "reserve").touch()
+    monkeypatch.setattr(os, "posix_fallocate", refused, raising=False)
+    Reserve(tmp_path / "reserve").fill()
+    assert (tmp_path / "reserve").stat().st_size == 8 * MIB
 
 
 KILLED = """

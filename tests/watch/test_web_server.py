@@ -116,6 +116,24 @@ class TestAnswers:
     def test_there_is_nothing_but_reading(self, server: WatchServer, method: str) -> None:
         assert ask(server, "/", method=method)[0] == 501
 
+    @pytest.mark.parametrize("target", [b"http://[", b"http://[::1", b"http://\xe2\x84\x80[/"])
+    def test_a_target_that_is_no_address_is_refused_and_ends_nothing(
+        self, server: WatchServer, guarded: WatchServer, target: bytes
+    ) -> None:
+        for each in (server, guarded):
+            assert raw(each, b"GET " + target + b" HTTP/1.1\r\nHost: localhost\r\n\r\n").split()[1] in (b"400", b"401")
+            assert each.fault is None
+
+    def test_a_fault_of_ours_ends_that_request_alone(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        with served(tmp_path, ScriptedSource({10: GIB})) as server:
+            with monkeypatch.context() as patch:
+                patch.setattr(server.answers, "answer", lambda *_: {}["secret"])
+                status, _, body = ask(server, "/")
+            assert (status, b"secret" in body) == (500, False)
+            assert isinstance(server.fault, KeyError)
+            assert ask(server, "/")[0] == 200
+            server.fault = None
+
 
 class TestAccess:
     @pytest.mark.parametrize("host", ["localhost:1234", "127.0.0.1", "[::1]:80", "127.0.0.2"])

@@ -257,8 +257,6 @@ def _chosen(
         raise UsageError(f"--at-once {plan.at_once}: at least 1")
     lengths = served.lengths
     asked_load = load_of(load, lengths)
-    if asked_load is not None and not lengths:
-        lengths = list(zip(asked_load.arrivals.prompts.tolist(), asked_load.arrivals.answers.tolist(), strict=True))
     wanted = Wanted(objective=objective, lengths=lengths, at_once=plan.at_once, level=level_of(load), load=asked_load)
     with ProgressLine(f"serve {served.title}", timeout_seconds=None) as line:
         return plan_serving(

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from tightfit.cli.arguments.sizes import Size, with_unit
 from tightfit.errors import UsageError
+from tightfit.errors.faults import internal_error
 from tightfit.forecast.horizon import parse_horizon
 from tightfit.units import parse
 from tightfit.watch.agent.agent import MIN_INTERVAL_SECONDS, AgentSettings
@@ -181,10 +182,13 @@ def _serve(
         try:
             _say_role(watching, folder)
             sys.stderr.write(f"tightfit: {server.url}{'?token=...' if access.needs_token else ''}\n")
-            while not ended.wait(settings.interval_seconds) and server.fault is None:
+            is_said = False
+            while not ended.wait(settings.interval_seconds):
                 watching.state()
-            if server.fault is not None:
-                raise server.fault
+                if server.fault is not None and not is_said:
+                    is_said = True
+                    fault = internal_error(server.fault, "a request to the page")
+                    sys.stderr.write(f"tightfit: {fault} (the agent and the page go on)\n")
         finally:
             server.shutdown()
             watching.close()

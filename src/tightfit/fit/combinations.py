@@ -65,6 +65,11 @@ class SweepRow:
             return 0 if self.estimate.fits else 1
         return TightfitError.exit_code if self.error is None else self.error.exit_code
 
+    @property
+    def reason(self) -> str:
+        """Why there is no estimate; empty if there is one."""
+        return "" if self.error is None else str(self.error)
+
     def to_json(self) -> dict[str, Any]:
         """The estimate's object with the values under `sweep`; without an estimate `fits` is null, and `error` says why."""
         values = {"sweep": {name: _literal(value) for name, value in self.values.items()}}
@@ -104,13 +109,14 @@ def sweep(
     calibration: Calibration | None,
     *,
     used: Used = None,
+    margin: str = "likely",
     tracing: TraceSettings = AS_USUAL,
 ) -> Iterator[SweepRow]:
     """The rows of `target`, which `label` names, for each combination and, inside of it, each card (with the name that it was given)."""
     for values in each:
         try:
             tape = capture(label, device=cards[0][0], used=used, **with_values(target, values), tracing=tracing)
-            estimates = [cost(tape, card, settings, calibration, used=used) for _, card in cards]
+            estimates = [cost(tape, card, settings, calibration, used=used, margin=margin) for _, card in cards]
         except TightfitError as error:
             for _, card in cards:
                 yield SweepRow(values=values, device=card.name, estimate=None, error=error)

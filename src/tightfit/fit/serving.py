@@ -13,6 +13,7 @@ from tightfit.fit.traced_models import served_name, traced_model
 from tightfit.serving.batches.batch_rules import BATCH_ENGINES
 from tightfit.serving.engine_rules import EngineRules, rules_of
 from tightfit.serving.launch.launch_arguments import all_launches, launch_of
+from tightfit.serving.load.arrivals import limit_words, served_lengths
 from tightfit.serving.model.adapters import AdapterSlots, with_draft
 from tightfit.serving.model.checkpoint_format import checkpoint_format
 from tightfit.serving.model.weight_formats import format_named
@@ -81,12 +82,8 @@ def serve(
         return _with_draft(traced, device, rules, asked, dtype=dtype, lengths=lengths, on_progress=on_progress)
     server = server_of(traced, device, rules, asked)
     limit = server.settings.max_model_len
-    if load is not None and not lengths:
-        lengths = load.arrivals.lengths_within(limit)
-    longest = max((prompt + answer for prompt, answer in lengths), default=0)
-    if longest > limit:
-        of = "the model's positions" if asked.max_model_len is None else "--max-model-len"
-        raise UsageError(f"--lengths: a request of {longest:,} tokens is longer than {of}, {limit:,}")
+    arrivals = None if load is None else load.arrivals
+    lengths = served_lengths(lengths, arrivals, limit, limit_words(asked.max_model_len))
     found = server.estimate(lengths, load)
     if found.fits and draws:
         found = dataclasses.replace(found, curves=serving_curves(server, found, lengths))

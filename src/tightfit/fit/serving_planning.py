@@ -24,6 +24,7 @@ from tightfit.serving.choices.serving_plan import ServingPlan, refusals
 from tightfit.serving.choices.shared_card import SharedCard, SharedServer, shared_card
 from tightfit.serving.engine_rules import EngineRules, rules_of
 from tightfit.serving.launch.launch_arguments import all_launches, launch_of
+from tightfit.serving.load.arrivals import limit_words, served_lengths
 from tightfit.serving.model.checkpoint_format import checkpoint_format
 from tightfit.serving.model.model_facts import ModelFacts
 from tightfit.serving.model.weight_formats import WeightFormat, all_formats, format_named, is_of_files
@@ -64,13 +65,13 @@ def plan_serving(
     names = _allowed(allow)
     if wanted.objective == "cost" and any(card.price_per_hour is None for card in cards):
         raise UsageError("--for cost: give what each GPU costs, --price-per-hour 0.8 or --price-per-hour L4=0.8")
-    wanted = dataclasses.replace(wanted, lengths=_thinned(wanted.lengths))
     offers: list[Offer] = []
     refused: list[tuple[Kind, str]] = []
     assumptions: set[str] = set()
     # Cards without kernels for groups of heads run other operators.
     for group in _grouped(cards):
         traced = _traced(model, group, rules, asked, dtype, on_progress)
+        wanted = dataclasses.replace(wanted, lengths=_thinned(_lengths(wanted, asked, traced.facts)))
         assumptions |= {f"{why}" for why in traced.refused.values()}
         for kind in kinds(traced, group, _formats(asked, traced.facts, names), _cache_types(asked, names)):
             tried = servers(traced, kind, rules, asked, _longest(asked, traced.facts, wanted))
@@ -190,6 +191,13 @@ def _longest(asked: ServeSettings, facts: ModelFacts, wanted: Wanted) -> list[in
     if wanted.objective == "memory" or facts.max_positions is None:
         return [needed]
     return [None, needed] if needed < facts.max_positions else [None]
+
+
+def _lengths(wanted: Wanted, asked: ServeSettings, facts: ModelFacts) -> Sequence[tuple[int, int]]:
+    """Those of the requests that a server takes with all positions of the model, or as many as the user allows."""
+    arrivals = None if wanted.load is None else wanted.load.arrivals
+    limit = facts.max_positions if asked.max_model_len is None else asked.max_model_len
+    return served_lengths(wanted.lengths, arrivals, limit, limit_words(asked.max_model_len))
 
 
 def _thinned(lengths: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:

@@ -14,7 +14,7 @@ class Background(Generic[Item]):
     """Handles items one after the other. At most `max_waiting` wait; of more the oldest is dropped. `trouble` says why the last one failed, empty if it did not."""
 
     def __init__(self, name: str, handle: Callable[[Item], None], *, max_waiting: int) -> None:
-        """`handle` raises OSError or ValueError for what is not ours to mend."""
+        """`handle` may raise anything: it is said, and the next item is handled."""
         self.name = name
         self.trouble = ""
         self.num_dropped = 0
@@ -53,7 +53,8 @@ class Background(Generic[Item]):
         while (item := self._waiting.get()) is not None:
             try:
                 self._handle(item)
-            except (OSError, ValueError) as error:
-                self.trouble = f"{self.name}: {error}"
+            # A thread that ended here would handle nothing more, without a word.
+            except Exception as error:  # noqa: BLE001 - another package's errors have no common class
+                self.trouble = f"{self.name}: {str(error) or type(error).__name__}"
             else:
                 self.trouble = ""

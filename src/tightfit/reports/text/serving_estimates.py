@@ -154,8 +154,10 @@ def load_rows(found: ServingEstimate) -> Iterator[tuple[str, str, str]]:
     if load.largest_rate is not None:
         yield (
             "largest rate",
-            f"{load.largest_rate:.3g}/s",
-            f"of such requests with {SHARE_WITHIN:.0%} within the limits",
+            f"{load.largest_rate:.3g}/s" if load.largest_rate else "none",
+            f"of such requests with {SHARE_WITHIN:.0%} within the limits, however long they come"
+            if load.largest_rate
+            else f"found: not even one at a time are {SHARE_WITHIN:.0%} within the limits",
         )
 
 

@@ -70,10 +70,11 @@ def _figures(best: Offer) -> Iterator[tuple[str, str, str]]:
     if best.cost_of_a_million is not None:
         yield "cost", f"{best.cost_of_a_million:.2f}", "of a million tokens of answers"
     if best.load is not None:
+        refused = f"; {best.load.num_refused:,} are refused as too long" if best.load.num_refused else ""
         yield (
             "under load",
             format_seconds(best.load.first_token.p99),
-            f"to the first token and {format_seconds(best.load.each_token.p99)} for each further one, for 99 % of the requests",
+            f"to the first token and {format_seconds(best.load.each_token.p99)} for each further one, for 99 % of the requests{refused}",
         )
 
 

@@ -112,15 +112,23 @@ def ranked(offers: Sequence[Offer], wanted: Wanted) -> tuple[list[Offer], list[t
     kept, refused = [], []
     for offer in ordered:
         load = _under_load(offer, wanted.load)
-        if load.share_within is None or load.share_within >= SHARE_WITHIN:
+        share = load.share_served if load.share_within is None else load.share_within
+        if share >= SHARE_WITHIN:
             kept.append(dataclasses.replace(offer, load=load))
         else:
-            refused.append(
-                (offer.kind, f"under the load {load.share_within:.0%} of the requests are within the limits")
-            )
+            refused.append((offer.kind, _missed(load)))
         if len(kept) > _MOST_ALTERNATIVES:
             break
     return kept, refused
+
+
+def _missed(load: LoadSummary) -> str:
+    """Why a load is too much for a server."""
+    refused = f"{load.num_refused:,} of {load.num_requests:,} requests are refused as too long"
+    if load.share_within is None:
+        return refused
+    also = f"; {refused}" if load.num_refused else ""
+    return f"under the load {load.share_within:.0%} of the requests are within the limits{also}"
 
 
 def _offer(kind: Kind, server: Server, found: ServingEstimate, costs: StepCosts, wanted: Wanted) -> Offer:

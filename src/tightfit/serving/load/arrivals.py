@@ -43,6 +43,32 @@ class Arrivals:
         return (len(self) - 1) / span if span else 0.0
 
 
+def served_lengths(
+    lengths: Sequence[tuple[int, int]], arrivals: Arrivals | None, limit: int | None, limit_of: str
+) -> Sequence[tuple[int, int]]:
+    """Tokens of prompt and answer of the requests that a server is for which allows `limit` tokens (None: any number): `lengths`, or where there are none those of `arrivals` that it takes.
+
+    Raises:
+        UsageError: one of `lengths` is longer, or each prompt of `arrivals` is.
+    """
+    if lengths or arrivals is None:
+        longest = max((prompt + answer for prompt, answer in lengths), default=0)
+        if limit is not None and longest > limit:
+            raise UsageError(f"--lengths: a request of {longest:,} tokens is longer than {limit_of}, {limit:,}")
+        return lengths
+    if limit is None:
+        return list(zip(arrivals.prompts.tolist(), arrivals.answers.tolist(), strict=True))
+    found = arrivals.lengths_within(limit)
+    if not found:
+        raise UsageError(f"--arrivals: every prompt is as long as {limit_of}, {limit:,}, or longer: each is refused")
+    return found
+
+
+def limit_words(max_model_len: int | None) -> str:
+    """What the limit is of: the user's `max_model_len`, or the model."""
+    return "the model's positions" if max_model_len is None else "--max-model-len"
+
+
 def read_arrivals(path: Path) -> Arrivals:
     """The requests of a CSV with columns for the time (seconds, or a date and time), the tokens of the prompt and those of the answer, sorted by time.
 

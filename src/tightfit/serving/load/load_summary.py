@@ -50,7 +50,7 @@ class LoadSummary:
     """A simulated load. `num_refused` requests were longer than the engine takes, and `num_cut` answers ended where it ends them.
 
     `each_token` is the time per token after the first, of requests with more than one. Tokens per second are over the time from the first arrival to the last end. `share_within` is the share
-    of the requests within the service level, None without one; `largest_rate` that of arrivals at which 99 % would be, None if it was not looked for.
+    of all requests within the service level, refused ones are not, None without one; `largest_rate` that of arrivals at which 99 % would be, however long they come, 0 if there is none, None if it was not looked for.
     """
 
     num_requests: int
@@ -73,12 +73,16 @@ class LoadSummary:
     largest_rate: float | None = None
 
     @property
+    def share_served(self) -> float:
+        """The share of the requests that were not refused."""
+        return 1 - self.num_refused / max(1, self.num_requests)
+
+    @property
     def goodput(self) -> float | None:
         """Requests per second within the service level."""
-        served = self.num_requests - self.num_refused
         if self.share_within is None or not self.seconds:
             return None
-        return self.share_within * served / self.seconds
+        return self.share_within * self.num_requests / self.seconds
 
     def to_json(self) -> Mapping[str, Any]:
         """Plain data."""
@@ -101,14 +105,14 @@ class Times:
         each = np.divide(end - first, further, out=np.zeros(len(end)), where=further > 0)
         return cls(first_token=first - arrivals.seconds, each_token=each, whole=end - arrivals.seconds)
 
-    def within(self, level: ServiceLevel) -> float:
-        """The share of the requests that are within the service level."""
+    def within(self, level: ServiceLevel, num_refused: int) -> float:
+        """The share of all requests that are within the service level, in which those that were refused are not."""
         good = np.ones(len(self.whole), dtype=bool)
         if level.first_token is not None:
             good &= self.first_token <= level.first_token
         if level.each_token is not None:
             good &= self.each_token <= level.each_token
-        return float(good.mean()) if len(good) else 1.0
+        return float(good.sum()) / max(1, len(good) + num_refused)
 
 
 def summary_of(
@@ -135,5 +139,5 @@ def summary_of(
         most_cache=served.most_bytes / capacity if capacity else 0.0,
         answer_tokens_per_second=float(arrivals.answers.sum()) / seconds if seconds else 0.0,
         prompt_tokens_per_second=float(arrivals.prompts.sum()) / seconds if seconds else 0.0,
-        share_within=times.within(level) if level.is_set else None,
+        share_within=times.within(level, num_refused) if level.is_set else None,
     )

@@ -48,18 +48,27 @@ class NvmlSource(AbstractSource):
     def close(self) -> None:
         if self._handles:
             self._handles = []
-            with contextlib.suppress(self._library.NVMLError):
-                self._library.nvmlShutdown()
+            self._shut_down()
+
+    def _shut_down(self) -> None:
+        with contextlib.suppress(self._library.NVMLError):
+            self._library.nvmlShutdown()
 
     def _open(self) -> None:
         try:
             self._library.nvmlInit()
+        except self._library.NVMLError as error:
+            raise SourceLost(f"NVML: {printable(str(error))}") from error
+        # NVML counts how often it was opened: what fails from here on is closed, or it stays loaded after the last close.
+        try:
             self._driver = _text(self._library.nvmlSystemGetDriverVersion())
             count = self._library.nvmlDeviceGetCount()
             handles = [self._library.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
         except self._library.NVMLError as error:
+            self._shut_down()
             raise SourceLost(f"NVML: {printable(str(error))}") from error
         if not handles:
+            self._shut_down()
             raise SourceLost("NVML: the driver lists no card")
         self._handles = handles
 

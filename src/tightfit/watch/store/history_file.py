@@ -15,6 +15,12 @@ _WAL_SHARE = 8
 """The file written ahead may be an eighth of what the history may be: a checkpoint keeps it at 4 MiB, unless a reader is in the way."""
 
 
+def is_damage(error: sqlite3.Error) -> bool:
+    """Whether SQLite says that the file is no database, or a damaged one. Damage may lie in any page: in one that is read long after the file was opened, too."""
+    # What Python's own layer raises, as for a connection that is closed, has no code.
+    return getattr(error, "sqlite_errorcode", 0) & PRIMARY in NO_DATABASE
+
+
 class HistoryFile:
     """The history at `path`, open for one writer."""
 
@@ -51,10 +57,13 @@ class HistoryFile:
         except OSError:
             return False
 
-    def begin_anew(self) -> bool:
+    def begin_anew(self, *, is_damaged: bool = False) -> bool:
         """Goes on with a new file, as the old one is gone or damaged; False if that cannot be."""
         self.connection.close()
         with contextlib.suppress(sqlite3.Error, OSError):
+            # What lies at the path may be another file by now, with nothing wrong in it.
+            if is_damaged and self.is_same_file():
+                self._set_aside()
             self.connection = self._open()
             return True
         return False
@@ -63,11 +72,14 @@ class HistoryFile:
         try:
             connection = open_to_write(self._path, max_bytes=self._max_bytes)
         except sqlite3.DatabaseError as error:
-            if getattr(error, "sqlite_errorcode", 0) & PRIMARY not in NO_DATABASE:
+            if not is_damage(error):
                 raise
-            self._path.replace(self._path.with_name(f"{self._path.name}.damaged"))
-            for suffix in ("-wal", "-shm"):
-                Path(f"{self._path}{suffix}").unlink(missing_ok=True)
+            self._set_aside()
             connection = open_to_write(self._path, max_bytes=self._max_bytes)
         self._inode = os.stat(self._path).st_ino
         return connection
+
+    def _set_aside(self) -> None:
+        self._path.replace(self._path.with_name(f"{self._path.name}.damaged"))
+        for suffix in ("-wal", "-shm"):
+            Path(f"{self._path}{suffix}").unlink(missing_ok=True)

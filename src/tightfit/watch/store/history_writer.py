@@ -11,7 +11,7 @@ from typing import Any
 
 from tightfit.watch.machine.machine_state import Episode, Outlook
 from tightfit.watch.machine.readings import CardReading
-from tightfit.watch.store.history_file import NO_DATABASE, PRIMARY, HistoryFile
+from tightfit.watch.store.history_file import NO_DATABASE, PRIMARY, HistoryFile, is_damage
 from tightfit.watch.store.levels import Retention, drop_ended, drop_old, roll_up
 from tightfit.watch.store.reserve import Reserve
 from tightfit.watch.store.schema import SPANS
@@ -58,11 +58,19 @@ class HistoryWriter:
         self._beside: deque[tuple[str, tuple[object, ...]]] = deque(maxlen=10 * _MAX_WAITING)
         self._num_to_skip = self._num_skipped = 0
         self.trouble = ""
+        try:
+            self._read()
+        except sqlite3.DatabaseError as error:
+            if not is_damage(error) or not self._file.begin_anew(is_damaged=True):
+                raise
+            self._read()
+        self._reserve.fill()
+
+    def _read(self) -> None:
         self.names = SeriesNames(self._file.connection)
         (last,) = self._file.connection.execute("SELECT max(time) FROM moments").fetchone()
         self.last_time: int = last or 0
         """The time of the last reading in the history, in milliseconds; 0 for a new one."""
-        self._reserve.fill()
 
     def add(self, moment: TimedReading | None, status: Mapping[str, Any]) -> None:
         """Writes a reading (None: there was none) with those that wait, and what readers are told of the agent. What cannot be written waits, ten minutes of it at most."""
@@ -162,10 +170,10 @@ class HistoryWriter:
                 self._reserve.give_up()
                 self._file.make_room()
         if code in NO_DATABASE:
-            self._move()
+            self._move(is_damaged=is_damage(error))
 
-    def _move(self) -> None:
+    def _move(self, *, is_damaged: bool = False) -> None:
         """Goes on with a new file; tried again at the next reading if that cannot be."""
-        if self._file.begin_anew():
+        if self._file.begin_anew(is_damaged=is_damaged):
             with contextlib.suppress(sqlite3.Error):
                 self.names.move_to(self._file.connection)

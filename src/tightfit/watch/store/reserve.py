@@ -20,12 +20,14 @@ class Reserve:
     def fill(self) -> None:
         """Takes the space, unless it is taken or the disk is nearly full."""
         with contextlib.suppress(OSError):
-            if self._path.exists() or shutil.disk_usage(self._path.parent).free < _MIN_FREE_BYTES:
+            is_taken = self._path.exists() and self._path.stat().st_size >= _BYTES
+            if is_taken or shutil.disk_usage(self._path.parent).free < _MIN_FREE_BYTES:
                 return
-            with open(self._path, "xb") as file:
-                if hasattr(os, "posix_fallocate"):
+            with open(self._path, "wb") as file:
+                try:
                     os.posix_fallocate(file.fileno(), 0, _BYTES)
-                else:
+                # Not on every system, nor on every file system.
+                except (AttributeError, OSError):
                     file.write(bytes(_BYTES))
 
     def give_up(self) -> None:

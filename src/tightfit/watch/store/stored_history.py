@@ -144,7 +144,8 @@ class StoredHistory:
             Layer(**dict(zip(("pid", "user", "command", "container"), names[s], strict=True)), values=binned[s])
             for s in ordered[:num_layers]
         )
-        others = np.nansum([nothing, *(binned[s] for s in ordered[num_layers:])], axis=0)
+        rest = np.array([nothing, *(binned[s] for s in ordered[num_layers:])])
+        others = np.where(np.isnan(rest).all(axis=0), np.nan, np.nansum(rest, axis=0))
         return CardHistory(times=edges, used=used, layers=layers, others=others)
 
     def _last(self) -> tuple[int, int]:

@@ -40,6 +40,7 @@ class WatchServer(ThreadingHTTPServer):
         """
         self.answers, self.access = answers, access
         self.fault: BaseException | None = None
+        """The first fault of ours in a request. It ends that request alone: whoever may connect could else end the agent, without a token."""
         self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
         if not 0 <= port < 1 << 16:
             raise UsageError(f"--port {port}: a port is from 0 to 65535")
@@ -81,7 +82,11 @@ class WatchServer(ThreadingHTTPServer):
         """Keeps a fault of ours for whoever runs the server; a client that goes away, or takes too long, is none."""
         error = sys.exc_info()[1]
         if error is not None and not isinstance(error, OSError):
-            self.fault = error
+            self.keep(error)
+
+    def keep(self, fault: BaseException) -> None:
+        """Keeps a fault of ours; later ones may follow from the first."""
+        self.fault = self.fault or fault
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -113,26 +118,33 @@ class _Handler(BaseHTTPRequestHandler):
         """Says nothing: addresses may have tokens in them."""
 
     def _answer(self) -> tuple[Answer, dict[str, str]]:
-        address = urllib.parse.urlsplit(self.path)
         try:
+            address = urllib.parse.urlsplit(self.path)
             fields = dict(urllib.parse.parse_qsl(address.query, max_num_fields=_MAX_FIELDS, errors="replace"))
         except ValueError:
-            return failed(400, "too many fields"), {}
+            return failed(400, "this is no address, or one with too many fields"), {}
+        try:
+            return self._answer_to(address.path, fields)
+        except TightfitError as error:
+            return failed(500, str(error)), {}
+        # Ours, kept and said by whoever runs the server. The client may be anybody, and learns nothing of it.
+        except Exception as fault:  # noqa: BLE001 - kept, not hidden
+            self.server.keep(fault)
+            return failed(500, "a fault of tightfit; what runs the server says more"), {}
+
+    def _answer_to(self, path: str, fields: dict[str, str]) -> tuple[Answer, dict[str, str]]:
         access, token = self.server.access, fields.pop("token", "")
         if not access.is_allowed(self.headers, token):  # type: ignore[arg-type]
             if access.needs_token:
                 return failed(401, "a token is needed"), {"WWW-Authenticate": "Bearer"}
             return failed(403, "this server is for localhost; open it by that name"), {}
-        if token and address.path == "/":
+        if token and path == "/":
             # On without the token in the address, which histories and screenshots keep.
             return Answer(status=303, content_type="text/plain", body=b""), {
                 "Location": "/",
                 "Set-Cookie": access.cookie(),
             }
-        try:
-            return self.server.answers.answer(address.path, fields, self.headers.get("Accept", "")), {}
-        except TightfitError as error:
-            return failed(500, str(error)), {}
+        return self.server.answers.answer(path, fields, self.headers.get("Accept", "")), {}
 
     def _send(self, answer: Answer, headers: dict[str, str], *, is_head: bool = False) -> None:
         self.send_response(answer.status)
