@@ -61,7 +61,7 @@ class Proved:
 
 Judge = Callable[[FollowedRun, torch.nn.Module], Proved]
 """Says what a run that was followed proves about the model, or raises Mixes."""
-_INSTEAD = " (draw from torch's, Python's or numpy's global generator, which can be put back)"
+_INSTEAD = " (iterators, and generators of numpy's own, cannot be put back: draw from the global generator of torch, Python or numpy)"
 _OF_ALL = ("Python's random", "numpy.random")
 
 
