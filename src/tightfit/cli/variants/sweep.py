@@ -49,7 +49,10 @@ def write_rows(
     elif options:
         raise UsageError(f"{', '.join(options)}: only for a Hugging Face config, and {target} is your own code")
     each, rows = combinations(axes), list[SweepRow]()
-    shown = redacted if redact else lambda value: value
+
+    def shown(value: Any) -> Any:
+        return redacted(value) if redact else value
+
     try:
         for row in sweep(target, parsed, cards, each, settings, calibration, used=used, margin=margin, tracing=tracing):
             rows.append(row)
