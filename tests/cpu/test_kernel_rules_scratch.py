@@ -287,3 +287,16 @@ def test_a_sparse_matrix_is_not_copied_densely_for_a_product():
     assert scratch_events(aten.mm.default, (torch.eye(64)[::2, ::2], dense[:32]), {}, dense[:32], A100) == (
         32 * 32 * 4,
     )
+
+
+class TestNothing:
+    """An expert that no token goes to, or an image without a box: no kernel runs."""
+
+    def test_attention(self):
+        query = meta(0, 8, 16, 64, dtype=torch.float16)
+        arguments = (query, query, query)
+        outputs = (query, meta(0, 8, 16))
+        assert scratch_bytes(aten._scaled_dot_product_flash_attention.default, arguments, {}, outputs, A100) == ()
+
+    def test_a_product(self):
+        assert scratch_bytes(aten.mm.default, (meta(0, 64), meta(64, 64)), {}, meta(0, 64), A100) == ()

@@ -14,6 +14,7 @@ from tightfit.devices.catalogue import find
 from tightfit.errors import UsageError
 from tightfit.simulate.peak import estimate_peak
 from tightfit.tape import Category, CollectiveKind, EventKind, Tape
+from tightfit.units import format_bytes
 
 PROGRAM = Path(__file__).with_name("distributed_program.py")
 
@@ -96,10 +97,21 @@ def test_ranks_that_do_not_exist_are_refused(num_ranks: int, num_nodes: int, ran
         World(num_ranks=num_ranks, num_nodes=num_nodes, rank=rank)
 
 
-def test_the_estimate_of_a_rank_has_collectives_and_their_buffers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_estimate_of_a_rank_has_collectives_and_their_buffers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     asked = ["--device", "H100", "--gpus", "16", "--steps", "1", "--json"]
-    assert run(["estimate", str(PROGRAM), *asked, "--", "ddp", "none"]) == 0
+    kept = [str(tmp_path / "ddp.npz"), str(tmp_path / "ddp.pickle")]
+    words = ["--save-tape", kept[0], "--save-recording", kept[1]]
+    assert run(["estimate", str(PROGRAM), *asked, *words, "--", "ddp", "none"]) == 0
     found = json.loads(capsys.readouterr().out)
+    for path in kept:
+        # A report and a diagnosis count the communicators too.
+        assert run(["report", path, "--format", "json"]) == 0
+        summary = json.loads(capsys.readouterr().out)
+        assert summary["peak_reserved_bytes"] + summary["context_bytes"] == found["peak"]["device_bytes"]
+        assert run(["doctor", path]) == 0
+        assert f"{format_bytes(found['peak']['device_bytes'])} with the CUDA context" in capsys.readouterr().out
     # A DGX H100 has eight; in one node of sixteen collectives would be ten times as fast as they are.
     assert found["nodes"] == 2
     assert run(["estimate", str(PROGRAM), *asked, "--nodes", "1", "--", "ddp", "none"]) == 2

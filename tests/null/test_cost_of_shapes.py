@@ -181,3 +181,13 @@ def test_a_tape_from_before_images_were_noted_is_read(tmp_path: Path) -> None:
     old = Tape.load(tmp_path / "old.npz")
     assert old.geometry.images.tolist() == [0]
     assert float(operator_seconds(old, CARD)[0]) > 0
+
+
+@pytest.mark.parametrize("place", range(4))
+@pytest.mark.parametrize("name", ["aten.mm", "aten.convolution", "aten._scaled_dot_product_flash_attention"])
+def test_without_a_row_nothing_is_computed(name: str, place: int) -> None:
+    is_convolution = name == "aten.convolution"
+    sizes = [8, 128, 64, 32, 1 if is_convolution else 0, 1, 0, False, 8 if is_convolution else 0]
+    sizes[place] = 0
+    # What is left is the launch of a kernel.
+    assert 0.0 <= seconds(name, "float16", tuple(sizes), num_bytes=0) < 1e-4  # type: ignore[arg-type]

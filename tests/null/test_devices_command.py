@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from tightfit.cli.devices import devices
-from tightfit.cli.shared.local_cards import LocalCard, local_cards, seen_cards
+from tightfit.cli.shared.local_cards import LocalCard, local_cards, own_card, seen_cards
 from tightfit.devices.catalogue import all_devices, find
-from tightfit.errors import UnknownDevice
+from tightfit.errors import UnknownDevice, UsageError
 from tightfit.units import MIB
 
 
@@ -120,3 +120,29 @@ def test_a_driver_that_is_too_slow_is_said_and_no_fault_of_ours(
     with_nvidia_smi(tmp_path, monkeypatch, "exec sleep 5")
     assert local_cards() == []
     assert capsys.readouterr().err == "nvidia-smi has not answered in 0.2 s\n"
+
+
+@pytest.mark.parametrize(
+    ("reported", "mebibytes", "known_as"),
+    [
+        ("Quadro RTX 6000", 24_576, "Quadro RTX 6000"),
+        ("Quadro RTX 4000", 8192, "Quadro RTX 4000"),
+        ("NVIDIA RTX A6000", 49_140, "NVIDIA RTX A6000"),
+        ("Tesla T4", 15_360, "Tesla T4"),
+        ("NVIDIA A10", 23_028, "NVIDIA A10"),
+        ("NVIDIA GeForce RTX 4060 Ti", 8188, "NVIDIA GeForce RTX 4060 Ti"),
+        ("NVIDIA GeForce RTX 4060 Ti", 16_380, "NVIDIA GeForce RTX 4060 Ti 16GB"),
+        ("NVIDIA GeForce RTX 3060", 8192, None),
+        ("NVIDIA GeForce RTX 5060 Ti", 8151, None),
+    ],
+)
+def test_a_card_is_the_one_with_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reported: str, mebibytes: int, known_as: str | None
+) -> None:
+    with_nvidia_smi(tmp_path, monkeypatch, f"echo 'GPU-1, {reported}, {mebibytes} MiB, 0 MiB'")
+    assert [card.known_as for card in local_cards()] == [known_as]
+    if known_as is None:
+        with pytest.raises(UsageError, match="is not in the catalogue"):
+            own_card()
+    else:
+        assert own_card() == known_as

@@ -9,7 +9,7 @@ from tests.null.history_runs import tape_of
 
 import tightfit
 from tightfit.integrations import jupyter
-from tightfit.reports.html.fragment import estimate_fragment
+from tightfit.reports.html.fragment import _pieces, estimate_fragment
 
 
 class FakeShell:
@@ -71,3 +71,10 @@ def test_a_fragment_escapes_what_is_the_users_and_has_no_script() -> None:
     assert "<img" not in markup
     assert markup.count("<div") == markup.count("</div>")
     assert found._repr_html_().startswith("<div style=")
+
+
+def test_a_fragment_shows_all_categories() -> None:
+    answer = tightfit.estimate(tape_of([100 << 20], [0]), "RTX 4060").to_json()
+    answer["at_peak"] |= {"communication": 1 << 20, "nccl": 2 << 20, "another": 3 << 20}
+    pieces = _pieces(answer)
+    assert sum(piece.num_bytes for piece in pieces) == sum(answer["at_peak"].values())

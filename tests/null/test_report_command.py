@@ -13,7 +13,7 @@ KEYS = {
     *("schema", "label", "origin", "device", "capacity_bytes", "context_bytes", "num_events", "peak_event", "settings"),
     *("peak_time_us", "peak_span", "peak_line", "peak_function", "peak_module", "peak_allocated_bytes", "versions"),
     *("peak_reserved_bytes", "reserved_at_peak_bytes", "requested_at_peak_bytes", "at_peak", "spans", "cards"),
-    *("assumptions", "places", "not_seen", "step"),
+    *("assumptions", "places", "not_seen", "step", "communicator_bytes"),
 }
 SPAN_KEYS = {"name", "kind", "begin", "end", "peak_event", "peak_allocated_bytes", "peak_reserved_bytes"}
 PLACE_KEYS = {"category", "module", "line", "function", "peak_bytes", "num_at_peak", "largest_bytes", "total_bytes"}

@@ -102,11 +102,9 @@ def estimate(
     how, costs = {"tracing": tracing, "used": used}, {"used": used, "margin": end, "node": ranks.node}
     world = _world(ranks, target, sweep, cards)
     if sweep:
-        if target.endswith(".npz") or save_tape is not None or save_recording is not None:
-            raise UsageError(
-                "--sweep traces a workload once for each row: it takes no saved run, --save-tape or --save-recording"
-            )
-        return _sweep(target, sweep, list(zip(devices, cards, strict=True)), settings, measured, asked, json, how)
+        _check_sweep(target, save_tape, save_recording)
+        pairs, shown = list(zip(devices, cards, strict=True)), {"json": json, "redact": redact}
+        return _sweep(target, sweep, pairs, settings, measured, asked, {**how, "margin": end}, shown)
     traced = _tapes(target, devices[0], asked, how, world, is_chosen=ranks.rank is not None)
     tapes = [redacted(tape) if redact else tape for tape in traced]
     found = [_ranks(tapes, [fit.cost(tape, card, settings, measured, **costs) for tape in tapes]) for card in cards]
@@ -121,6 +119,13 @@ def estimate(
         # Also where a file could not be written: the answer has been worked out by now.
         _print(estimates, _described(found, cards, ranks.node), json=json, elapsed_seconds=elapsed_seconds)
     return 0 if all(e.fits for e in estimates) else 1
+
+
+def _check_sweep(target: str, save_tape: Path | None, save_recording: Path | None) -> None:
+    if target.endswith(".npz") or save_tape is not None or save_recording is not None:
+        raise UsageError(
+            "--sweep traces a workload once for each row: it takes no saved run, --save-tape or --save-recording"
+        )
 
 
 def _check_recording(save_recording: Path | None, num_cards: int) -> None:
@@ -183,13 +188,13 @@ def _sweep(
     settings: Any,
     measured: Any,
     asked: Any,
-    json: bool,
     how: Any,
+    shown: Any,
 ) -> int:
     from tightfit.cli.variants.sweep import option_kinds, write_rows
 
     known = option_kinds(ModelOptions)
-    return write_rows(target, specifications, cards, settings, measured, known_options=known, json=json, **asked, **how)
+    return write_rows(target, specifications, cards, settings, measured, known_options=known, **shown, **asked, **how)
 
 
 def _tape(target: str, device: str, asked: dict[str, Any], how: dict[str, Any]) -> "Tape":

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tightfit.devices.device import Device
     from tightfit.reports.summary import Summary
     from tightfit.simulate.history import History
+    from tightfit.simulate.step_work import PricedTape
     from tightfit.tape import Tape
 
 # The PROTO opcode, with which every pickle of protocol 2 and up begins (pickletools); the file's name may be anything.
@@ -152,7 +153,7 @@ def _tape(
 ) -> "Tape":
     from tightfit import fit
     from tightfit.capture.targets.target_files import refuse_other_files
-    from tightfit.cli.shared.local_cards import seen_cards
+    from tightfit.cli.shared.local_cards import name_of, seen_cards
     from tightfit.tape.load import read_tape
 
     if target.endswith(".npz"):
@@ -162,7 +163,7 @@ def _tape(
             raise UsageError(f"there is no file {target}")
         return read_tape(target)
     refuse_other_files(target)
-    cards = list(device) or [card.name for card in seen_cards()]
+    cards = list(device) or [name_of(card) for card in seen_cards()[:1]]
     if not cards:
         raise UsageError('which GPU? There is none on this machine: name one, such as --device "RTX 4090"')
     is_rewritten = not tracing.show_output
@@ -209,14 +210,22 @@ def _estimated(tape: "Tape", names: Sequence[str], alloc_conf: str | None) -> "t
     from tightfit.diagnosis.histories import history_of_tape
     from tightfit.reports.summary import fit_of_estimate, summarize
     from tightfit.simulate.step_tracks import step_tracks
-    from tightfit.simulate.step_work import priced
 
     settings, own = fit.allocator_settings(alloc_conf), find(names[0] if names else tape.traced_for)
     history = history_of_tape(tape, own, settings)
     if step_operators(tape):
-        history = dataclasses.replace(history, step_tracks=step_tracks(priced(tape, own), own))
+        history = dataclasses.replace(history, step_tracks=step_tracks(_prices(tape, own), own))
     cards = [fit_of_estimate(fit.cost(tape, card, settings)) for card in _cards(own, names)]
     return history, summarize(history, cards=cards, versions=tape.versions, not_seen=tape.coverage.words)
+
+
+def _prices(tape: "Tape", card: "Device") -> "PricedTape":
+    """The prices of an estimate's seconds."""
+    from tightfit.devices.nodes import node_of
+    from tightfit.simulate.contention import with_contention
+    from tightfit.simulate.step_work import priced
+
+    return with_contention(priced(tape, card, node=node_of(card) if tape.num_ranks > 1 else None))
 
 
 def _recorded(target: str, names: Sequence[str], alloc_conf: str | None) -> "tuple[History, Summary]":

@@ -13,7 +13,7 @@ from tightfit.cli.arguments.plan_files import plan_in
 from tightfit.cli.arguments.programs import exit_code_of
 from tightfit.cli.arguments.sizes import Size, budget_on
 from tightfit.cli.arguments.used import used_now
-from tightfit.cli.shared.local_cards import seen_cards
+from tightfit.cli.shared.local_cards import name_of, seen_cards
 from tightfit.cli.variants.cached_generation import run_with_cache
 from tightfit.cli.variants.guarded_run import UNGUARDED, Guarding, run_guarded
 from tightfit.cli.variants.run_on_ranks import ONE_CARD, Ranks, run_on_ranks
@@ -87,7 +87,7 @@ def run(
     # These are in the plan, and taking others silently would run something that was never verified.
     if plan is not None and (budget or device or allow or used):
         raise UsageError("--plan names a finished plan: it takes no --budget, --used, --device or --allow")
-    card = device or next((local.name for local in seen_cards()), None)
+    card = device or (next(map(name_of, seen_cards()), None) if plan is None else None)
     if plan is None and card is None:
         raise UsageError(
             'there is no GPU on this machine to plan for: name one with --device "RTX 4090" (and --virtual to try it here), or give --plan FILE'

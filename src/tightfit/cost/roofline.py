@@ -96,6 +96,7 @@ def operator_seconds(
     seconds[tape.copies.operator] = _copying(tape, device, calibration)
     # What they take depends on the node, which is not the GPU's (`tightfit.cost.traced_collectives`).
     seconds[tape.collectives.operator] = 0.0
+    assert np.isfinite(seconds).all(), "an operator without a time"
     return seconds
 
 

@@ -15,6 +15,8 @@ from tightfit.devices.device import Device, DType
 from tightfit.tape import Tape
 
 _OF_INPUT, _OF_WEIGHT = 1, 2
+# Of a row of the geometry: batch, rows, columns and depth.
+_NUM_SIZES = 4
 _ELEMENT_BYTES = {"float64": 8, "float16": 2, "bfloat16": 2, "float8": 1, "int8": 1}
 # Queries and keys of a tile of the fused attention kernels (`tightfit.capture.dispatch.flops`).
 _QUERIES, _KEYS = 128, 64
@@ -37,8 +39,12 @@ def shaped_seconds(tape: Tape, device: Device, efficiency: Efficiency, arithmeti
     columns = [column.astype(np.int64) for column in geometry.columns().values()][1:]
     # A model repeats few sizes many times, in its blocks and in its steps.
     sizes = np.stack([*columns, num_bytes, tape.operators.flops[operator].astype(np.int64)], axis=1)
+    # Without a row, as that of an expert that no token goes to, nothing is computed.
+    is_some = (sizes[:, :_NUM_SIZES] > 0).all(axis=1)
     for kind, dtype in {*zip(kinds.tolist(), arithmetic.tolist(), strict=True)}:
-        chosen = np.flatnonzero((kinds == kind) & (arithmetic == dtype))
+        chosen = np.flatnonzero((kinds == kind) & (arithmetic == dtype) & is_some)
+        if not len(chosen):
+            continue
         distinct, place = np.unique(sizes[chosen], axis=0, return_inverse=True)
         seconds[chosen] = _SECONDS_OF[kind](distinct.T.astype(np.float64), device, efficiency, dtype)[place.reshape(-1)]
     return seconds

@@ -22,7 +22,7 @@ from tightfit.errors import UnknownDevice, UsageError
 from tightfit.units import GIB
 
 _FOLDER = Path(__file__).with_name("catalogue")
-_MAKERS = {"nvidia", "geforce", "tesla", "quadro", "amd", "ati", "instinct", "radeon"}
+_MAKERS = {"nvidia", "geforce", "tesla", "amd", "ati", "instinct", "radeon"}
 _MAKERS |= {"gpu", "gpus", "graphics", "card", "generation", "edition", "series", "memory", "corporation"}
 # "80 GB", "80G" and "80GiB" become one word; the look-arounds leave "h100g" and other model names alone.
 _SIZE = re.compile(r"(?<![a-z0-9])(\d+)\s*g(?:i?b)?(?![a-z0-9])")

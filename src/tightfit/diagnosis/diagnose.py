@@ -83,6 +83,7 @@ class Diagnosis:
     device: str
     capacity_bytes: int | None
     context_bytes: int | None
+    communicator_bytes: int
     settings: str
     num_events: int
     peak_allocated_bytes: int
@@ -136,6 +137,7 @@ def diagnose(subject: DiagnosedRun, *, seconds: float = DEFAULT_SECONDS) -> Diag
         device=history.device,
         capacity_bytes=history.capacity_bytes,
         context_bytes=history.context_bytes,
+        communicator_bytes=history.communicator_bytes,
         settings=settings_text(history.settings),
         num_events=history.num_events,
         peak_allocated_bytes=int(history.allocated.max(initial=0)),

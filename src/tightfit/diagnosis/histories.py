@@ -22,6 +22,7 @@ from tightfit.recordings.frames import place_of
 from tightfit.recordings.marks import Marks
 from tightfit.recordings.read import Action, DeviceRecording, Recording
 from tightfit.recordings.replayed import replay
+from tightfit.simulate.communicators import beside, communicators_of
 from tightfit.simulate.history import UNKNOWN, Blocks, History, HistorySpan
 from tightfit.simulate.timeline_bytes import Watch, timeline_on
 from tightfit.simulate.workspaces import with_workspaces_of
@@ -63,7 +64,8 @@ def history_of_tape(
         if watch is not None:
             watch(event, allocator, blocks)
 
-    timeline = timeline_on(device, tape, settings, watch=look)
+    communicators = communicators_of(tape, device)
+    timeline = timeline_on(beside(device, communicators), tape, settings, watch=look)
     stack, stacks = _stacks(tape)
     module, modules = _modules(tape)
     held = _in_order_of_birth(tape, timeline.block_bytes)
@@ -83,7 +85,8 @@ def history_of_tape(
         origin="estimate",
         device=device.name,
         capacity_bytes=device.capacity_bytes,
-        context_bytes=device.context_bytes,
+        context_bytes=device.context_bytes + communicators,
+        communicator_bytes=communicators,
         settings=settings,
         allocated=timeline.allocated,
         reserved=timeline.reserved,

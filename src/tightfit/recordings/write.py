@@ -21,6 +21,7 @@ from tightfit.devices.device import Device
 from tightfit.output_files import writing
 from tightfit.recordings.allocator_trace import NO_FRAMES, Frames, TraceBuilder, plain_settings
 from tightfit.recordings.marks import KEY, SPAN_KINDS, Marks
+from tightfit.simulate.communicators import communicators_of
 from tightfit.simulate.history import CATEGORIES, HistorySpan
 from tightfit.simulate.timeline_bytes import timeline_on
 from tightfit.simulate.workspaces import with_workspaces_of
@@ -177,7 +178,7 @@ class _TapeWriter:
             trace=0,
             device=device.name,
             capacity_bytes=device.capacity_bytes,
-            context_bytes=device.context_bytes,
+            context_bytes=device.context_bytes + communicators_of(self.tape, device),
             spans=tuple(
                 HistorySpan(name=self.tape.strings[n], kind=SPAN_KINDS[kind], begin=begins[begin], end=begins[end])
                 for n, kind, begin, end in zip(*(column.tolist() for column in spans.values()), strict=True)

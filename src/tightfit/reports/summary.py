@@ -142,6 +142,7 @@ class Summary:
     device: str
     capacity_bytes: int | None
     context_bytes: int | None
+    communicator_bytes: int
     num_events: int
     peak_event: int
     peak_time_us: int | None
@@ -201,6 +202,7 @@ def summarize(
         device=history.device,
         capacity_bytes=history.capacity_bytes,
         context_bytes=history.context_bytes,
+        communicator_bytes=history.communicator_bytes,
         num_events=history.num_events,
         peak_event=peak,
         # Relative to the first event, as histories of recordings and of tapes begin at different times.

@@ -61,7 +61,7 @@ class History:
 
     `allocated` and `reserved` are bytes after each event, of equal length. `time_us` is the time of each event, empty where it is not known.
     `stacks[i]` lists frames from the innermost out, each as `file.py:41 function`; `user_frame` picks the user's own one.
-    `context_bytes` and `capacity_bytes` are None where the GPU is not known. Spans that are guessed have numbers instead of names.
+    `context_bytes` and `capacity_bytes` are None where the GPU is not known. Of what lies outside of torch's allocator `communicator_bytes` are those of NCCL, the rest is the context; both are in `context_bytes`. Spans that are guessed have numbers instead of names.
     `module_classes` has the classes of modules by their paths, as far as they are known. `step_tracks` are of the last step, where it was predicted.
     """
 
@@ -82,6 +82,7 @@ class History:
     module_classes: Mapping[str, str] = dataclasses.field(default_factory=dict)
     are_spans_guessed: bool = False
     step_tracks: StepTracks | None = None
+    communicator_bytes: int = 0
 
     @property
     def num_events(self) -> int:

@@ -4,8 +4,6 @@ The likely peak comes from the likely sizes, on a GPU of the given capacity: a l
 cuDNN does. The range comes from replays under other assumptions (`tightfit.simulate.band`).
 """
 
-import dataclasses
-
 import numpy as np
 
 from tightfit.allocator.settings import AllocatorSettings
@@ -15,6 +13,7 @@ from tightfit.devices.calibration import Calibration
 from tightfit.devices.device import Device
 from tightfit.devices.node import Node
 from tightfit.simulate.band import reserved_band
+from tightfit.simulate.communicators import beside
 from tightfit.simulate.contention import with_contention
 from tightfit.simulate.estimate import COMMUNICATORS, CONTEXT, Band, Estimate, Peak, PeakMoment, SiteAtPeak, SpanPeak
 from tightfit.simulate.input_pipeline import input_pipeline
@@ -53,7 +52,7 @@ def estimate_peak(
     tape = with_workspaces_of(device, tape, calibration)
     storages = tape.storages
     communicators = 0 if node is None else traced_communicator_bytes(tape, node)
-    timeline = timeline_on(_beside(device, communicators), tape, settings)
+    timeline = timeline_on(beside(device, communicators), tape, settings)
     peak_reserved, peak_allocated = int(timeline.reserved.max(initial=0)), int(timeline.allocated.max(initial=0))
     band = (
         Band(
@@ -113,11 +112,6 @@ def estimate_peak(
         assumptions=(*tape.assumptions, *plans_on_the_way(tape, device, calibration)),
         coverage=tape.coverage,
     )
-
-
-def _beside(device: Device, num_bytes: int) -> Device:
-    """The device with that much less memory for tensors."""
-    return dataclasses.replace(device, capacity_bytes=device.capacity_bytes - num_bytes) if num_bytes else device
 
 
 def _alive(tape: Tape, at: int) -> Column:

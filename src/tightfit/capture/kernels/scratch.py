@@ -43,6 +43,9 @@ def scratch_events(
     if rule is None or any(isinstance(value, torch.Tensor) and value.layout != torch.strided for value in args):
         # The rules are those of dense kernels: that a sparse matrix cannot be read by cuBLAS would be a dense copy of it, which nobody makes.
         return ()
+    if args and isinstance(args[0], torch.Tensor) and not args[0].numel():
+        # No kernel runs: an expert that no token goes to, an image without a box.
+        return ()
     listed = outputs if isinstance(outputs, tuple | list) else (outputs,)
     tensors: Outputs = [value if isinstance(value, torch.Tensor) else None for value in listed]
     # An uncertain size of 0 stays: its range may reach further up.

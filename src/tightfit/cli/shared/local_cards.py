@@ -8,11 +8,13 @@ import sys
 from tightfit.devices.catalogue import find
 from tightfit.devices.visible_cards import visible_cards
 from tightfit.errors import UnknownDevice, UsageError
-from tightfit.units import MIB
+from tightfit.units import GIB, MIB, format_bytes
 
 _QUERY = ("--query-gpu=uuid,name,memory.total,memory.used", "--format=csv,noheader")
 # Without persistence mode the driver initialises every GPU first, which takes seconds on a large machine.
 _MAX_SECONDS = 30
+# What the driver and error correction keep for themselves: a sixteenth, and less than a tenth.
+_LARGEST_DIFFERENCE = 0.12
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,18 +51,32 @@ def seen_cards() -> list[LocalCard]:
     return visible_cards(local_cards(), uuid_of=lambda card: card.uuid, name_of=lambda card: card.name)
 
 
-def own_card() -> str:
-    """The name of the first GPU that a program started from here sees, for a command without `--device`.
+def name_of(card: LocalCard) -> str:
+    """The catalogue's name of a card of this machine.
 
     Raises:
-        UsageError: there is none.
+        UsageError: the catalogue has none of that name with as much memory.
+    """
+    if card.known_as is None:
+        size = f" with {format_bytes(card.total_bytes)}" if card.total_bytes else ""
+        raise UsageError(
+            f"the GPU of this machine, {card.name}{size}, is not in the catalogue: name one that is like it (tightfit devices lists them), or describe it in a TOML file, --device mycard.toml"
+        )
+    return card.known_as
+
+
+def own_card() -> str:
+    """The catalogue's name of the first GPU that a program started from here sees, for a command without `--device`.
+
+    Raises:
+        UsageError: there is none, or the catalogue does not have it.
     """
     cards = seen_cards()
     if not cards:
         raise UsageError(
             'which GPU? There is none on this machine: name one, such as --device "RTX 4090" (tightfit devices lists them)'
         )
-    return cards[0].name
+    return name_of(cards[0])
 
 
 def _local_card(line: str) -> LocalCard:
@@ -69,11 +85,21 @@ def _local_card(line: str) -> LocalCard:
     name, *amounts = rest.rsplit(",", 2)
     total_bytes, used_bytes = map(_mebibytes, amounts)
     name = name.strip()
-    try:
-        known_as = find(name).name
-    except UnknownDevice:
-        known_as = None
+    known_as = _known_as(name, total_bytes)
     return LocalCard(uuid=uuid.strip(), name=name, total_bytes=total_bytes, used_bytes=used_bytes, known_as=known_as)
+
+
+def _known_as(name: str, total_bytes: int) -> str | None:
+    """The catalogue's name of a card that the driver calls `name`; None where none there has as much memory: some are sold in two sizes under one name."""
+    sized = f"{name} {round(total_bytes / GIB)}GB"
+    for query in (name, sized) if total_bytes else (name,):
+        try:
+            found = find(query)
+        except UnknownDevice:
+            continue
+        if not total_bytes or abs(total_bytes / found.nominal_bytes - 1) <= _LARGEST_DIFFERENCE:
+            return found.name
+    return None
 
 
 def _mebibytes(text: str) -> int:

@@ -26,6 +26,7 @@ COLOURS = {
     "cache": "#c3c9cf",
     "context": "#7d8790",
 }
+_OTHER_COLOUR = "#b39ddb"
 _FRAME_HEIGHT = 900
 
 
@@ -84,10 +85,16 @@ def _figures(answer: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _pieces(answer: Mapping[str, Any]) -> list[Piece]:
     """Memory at the peak by category, as a bar as long as the GPU's capacity, or as the peak where that is more."""
-    held = {name: answer["at_peak"].get(name, 0) for name in COLOURS if answer["at_peak"].get(name, 0)}
+    names = dict.fromkeys((*COLOURS, *answer["at_peak"]))
+    held = {name: size for name in names if (size := answer["at_peak"].get(name, 0))}
     whole = max(answer["device"]["capacity_bytes"], sum(held.values()), 1)
     return [
-        Piece(label=LABELS.get(name, name), num_bytes=size, percent=100 * size / whole, colour=COLOURS[name])
+        Piece(
+            label=LABELS.get(name, name),
+            num_bytes=size,
+            percent=100 * size / whole,
+            colour=COLOURS.get(name, _OTHER_COLOUR),
+        )
         for name, size in held.items()
     ]
 

@@ -83,7 +83,8 @@ def _figures(diagnosis: Diagnosis) -> Table:
     )
     if diagnosis.context_bytes is not None:
         context = diagnosis.context_bytes
-        said = f"{format_bytes(reserved + context)} with the CUDA context ({format_bytes(context)})"
+        outside = "the CUDA context and NCCL" if diagnosis.communicator_bytes else "the CUDA context"
+        said = f"{format_bytes(reserved + context)} with {outside} ({format_bytes(context)})"
         too_much = reserved + context - (diagnosis.capacity_bytes or reserved + context)
         verdict = (f", {format_bytes(too_much)} more than its capacity", "bold red") if too_much > 0 else ""
         table.add_row("peak GPU memory", Text.assemble(said, verdict))
