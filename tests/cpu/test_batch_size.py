@@ -27,6 +27,17 @@ def test_an_option_of_a_script(arguments: tuple[str, ...], size: int, changed: t
     assert with_size(script, "batch-size", 64) == Script(path="train.py", arguments=changed)
 
 
+@pytest.mark.parametrize("written", ["--batch-size", "--batch_size"])
+@pytest.mark.parametrize("named", ["batch_size", "batch-size", "--batch-size"])
+def test_an_option_is_written_as_the_script_has_it(tmp_path: Path, written: str, named: str) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(f"parser.add_argument('{written}', type=int, default=8)")
+    assert with_size(Script(path=str(path), arguments=()), named, 64).arguments == (written, "64")
+    given = Script(path="train.py", arguments=(f"{written}=4",))
+    assert size_now(given, named) == 4
+    assert with_size(given, named, 64).arguments == (f"{written}=64",)
+
+
 def test_a_parameter_of_a_function_and_a_config() -> None:
     function = GeneratorFunction(location="train.py", function="workload", parameters={"batch": 3, "width": 5})
     assert size_now(function, "batch") == 3
@@ -56,7 +67,7 @@ def test_a_search_finds_a_size_that_fits_and_one_that_does_not(
     assert plain["size"] < found["plain_too_large"] <= 1.2 * plain["size"]
     assert found["fastest"]["seconds_per_sample"] <= 1.01 * plain["seconds_per_sample"]
     assert found["planned"] is None
-    assert len(found["tried"]) == 3
+    assert len(found["tried"]) <= 5
 
 
 FEW_EXAMPLES = """
@@ -119,5 +130,17 @@ def test_a_size_that_the_program_does_not_use_is_refused(tmp_path: Path, monkeyp
     text += "while True:\n    model(torch.ones(8, 4).cuda()).sum().backward()\n    optimizer.step()\n"
     Path("train.py").write_text(text)
     words = ["plan", "train.py", "--device", "RTX 4090", "--search", "batch", "--steps", "1"]
-    with pytest.raises(UsageError, match=r"batch: 8 and 512 need the same memory and time, so train\.py does not use"):
+    with pytest.raises(UsageError, match=r"batch: 8 and 1024 need the same memory and time, so train\.py does not use"):
         app(words, result_action="return_value")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--search", "batch"], "--search finds batch sizes and proves no plan: it takes no --no-prove"),
+        (["--gpus", "8"], "--gpus goes with --budget, --json and what is traced"),
+    ],
+)
+def test_what_proves_no_plan_takes_no_no_prove(words: list[str], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        app(["plan", "gpt2", "--device", "RTX 4090", "--no-prove", *words], result_action="return_value")

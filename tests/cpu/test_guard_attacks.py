@@ -19,7 +19,10 @@ from tests.cpu.test_guard import Recurrent, same
 from torch.utils.data import DataLoader, TensorDataset
 
 import tightfit
+from tightfit.guarding.memory.out_of_memory import is_out_of_memory
+from tightfit.guarding.memory.post_mortem import write_post_mortem
 
+ACCELERATOR_ERROR = getattr(torch, "AcceleratorError", RuntimeError)
 ROWS = torch.randn(6, 4, 64, generator=torch.Generator().manual_seed(1))
 Step = Callable[[torch.Tensor], Any]
 
@@ -387,6 +390,39 @@ def test_other_errors_and_interrupts_pass() -> None:
             with pytest.raises(type(error)):
                 guarded.step(step, error)
     assert guarded.statistics["out of memory"] == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "is_memory"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"), True),
+        (ACCELERATOR_ERROR("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in ..."), True),
+        (ACCELERATOR_ERROR("HIP error: out of memory"), True),
+        (ACCELERATOR_ERROR("CUDA error: an illegal memory access was encountered"), False),
+        (torch.distributed.DistBackendError("NCCL error: unhandled cuda error: out of memory"), False),
+        (type("Ours", (RuntimeError,), {})("out of memory"), False),
+    ],
+)
+def test_which_errors_are_out_of_memory(error: BaseException, is_memory: bool) -> None:
+    assert is_out_of_memory(error) == is_memory
+
+
+def test_each_rank_and_each_run_leaves_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def names() -> list[str]:
+        write_post_mortem(tmp_path, MemoryError(), step=4, tried=[], models=[], optimizers=[])
+        return sorted(path.name for path in tmp_path.iterdir())
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    expected = []
+    for rank in "01":
+        monkeypatch.setenv("RANK", rank)
+        expected.append(f"tightfit-out-of-memory-rank{rank}-4.json")
+        assert names() == expected
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert names() == ["tightfit-out-of-memory-4.json", *expected]
+    assert names() == [f"tightfit-out-of-memory-4-{os.getpid()}.json", "tightfit-out-of-memory-4.json", *expected]
 
 
 def test_a_signal_to_end_is_told_once_at_the_border_of_a_step() -> None:

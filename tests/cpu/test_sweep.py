@@ -44,10 +44,12 @@ def rows_of(capsys: pytest.CaptureFixture[str], *words: str, code: int) -> list[
 
 
 def test_every_combination_of_parameters_is_a_row_and_one_that_fails_says_why(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ("--sweep", "batch_size=1024,9000000", "--sweep", "dtype=bfloat16,nosuch")
-    rows = rows_of(capsys, "work.py:workload", *words, code=3)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    words = ("--sweep", "batch_size=1024,9000000", "--sweep", "dtype=bfloat16,nosuch", "--redact")
+    rows = rows_of(capsys, f"{tmp_path}/work.py:workload", *words, code=3)
+    assert str(tmp_path) not in json.dumps(rows)
     assert [tuple(row["sweep"].values()) for row in rows] == [
         (1024, "bfloat16"),
         (1024, "nosuch"),
@@ -55,7 +57,7 @@ def test_every_combination_of_parameters_is_a_row_and_one_that_fails_says_why(
         (9000000, "nosuch"),
     ]
     assert [row["fits"] for row in rows] == [True, None, False, None]
-    assert rows[1]["error"].startswith("work.py:workload raised AttributeError at work.py:6: ")
+    assert rows[1]["error"].startswith("~/work.py:workload raised AttributeError at work.py:6: ")
     assert rows[1]["exit_code"] == 3
     # Input and output of 9,000,000 rows in two bytes each, and nothing of the dtype of the default.
     assert 2 * 9000000 * 2048 < rows[2]["peak"]["allocated_bytes"] < 4 * 9000000 * 2048

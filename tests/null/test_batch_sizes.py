@@ -1,9 +1,14 @@
 """Closing in on the largest batch that fits, in few tries."""
 
+import dataclasses
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tightfit.planner.largest_batch_size import BatchSize, BatchSizes, close_in, fastest
+from tightfit.reports.text.batch_sizes import answer
+from tightfit.units import MIB
 
 MANY = 30
 
@@ -95,6 +100,38 @@ def test_a_flat_line_does_not_cost_a_try_for_each_size() -> None:
     low, high = close_in(8, excess, max_tries=8, close_enough=0.02)
     assert high is not None and high - low <= 0.05 * high
     assert len(tried) <= 8
+
+
+@pytest.mark.parametrize("largest", [100, 4_000, 40_180, 3_000_000])
+def test_an_answer_far_from_the_first_size_is_as_close(largest: int) -> None:
+    """Weights and segments of 2 MiB: a thousand examples more do not show beside them, as for narrow layers and scalars."""
+    tried: list[int] = []
+
+    def excess(size: int) -> int:
+        tried.append(size)
+        return max(0, 16 * MIB + size * 4096 // (2 * MIB) * 2 * MIB - 20 * MIB) - max(0, largest * 4096 - 4 * MIB) - 1
+
+    low, high = close_in(8, excess, max_tries=8, close_enough=0.02)
+    assert high is not None and high - low <= max(1, 0.02 * high) + 512
+    assert len(tried) <= 14
+
+
+def test_a_gap_that_is_wider_than_promised_is_said() -> None:
+    small = row(300, 1.0)
+    found = BatchSizes(
+        target="t",
+        device="d",
+        parameter="n",
+        budget_bytes=1,
+        plain=small,
+        plain_too_large=400,
+        planned=None,
+        planned_too_large=None,
+        fastest=small,
+        tried=(small,),
+    )
+    assert "(400 does not; sizes between the two, 25% of it, were not tried)" in answer(found)[0]
+    assert "(306 does not)" in answer(dataclasses.replace(found, plain_too_large=306))[0]
 
 
 def test_nothing_fits() -> None:

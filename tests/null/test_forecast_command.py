@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tightfit.cli.main import run
+from tightfit.forecast.admission import Admission
 
 GIB = 1 << 30
 KEYS = {"name", "model", "median_bytes", "upper_bytes"}
@@ -103,6 +104,16 @@ def test_a_job_is_admitted_beside_the_series(
     admission = json.loads(capsys.readouterr().out)["admission"]
     assert admission["fits"] == (code == 0)
     assert 23 * GIB <= admission["now_bytes"] <= admission["upper_bytes"] <= 25 * GIB
+
+
+def test_a_job_that_fits_with_less_than_was_asked_for_is_said_to(
+    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = Admission(job_bytes=GIB, capacity_bytes=24 * GIB, now_bytes=20 * GIB, upper_bytes=24 * GIB, probability=0.9)
+    monkeypatch.setattr("tightfit.cli.forecast.admit", lambda *_, **__: found)
+    assert run(["forecast", str(file), "--job", "1GiB", "--capacity", "24GiB"]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "fits now, but over the horizon with 90 %, below the 97.5 % asked for" in said
 
 
 def test_a_job_needs_a_capacity(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

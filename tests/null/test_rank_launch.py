@@ -67,3 +67,15 @@ def test_ranks_that_end_well_do_not_end_each_other(monkeypatch: pytest.MonkeyPat
     slow = "import os, time\nwhile not os.path.exists('quick'): time.sleep(0.01)\ntime.sleep(0.2); open('slow', 'w').close()"
     assert ended(monkeypatch, slow, "open('quick', 'w').close()") == (0, [])
     assert sorted(os.listdir(tmp_path)) == ["quick", "slow"]
+
+
+@pytest.mark.parametrize("is_through", [True, False])
+def test_a_rank_that_is_aborted_when_all_are_through_has_ended_well(
+    monkeypatch: pytest.MonkeyPatch, is_through: bool
+) -> None:
+    """As one is whose threads let go of tensors while Python ends."""
+    path = f"os.path.join(os.environ[{rank_launch.FOLDER!r}], {rank_launch.ENDED.format(1)!r})"
+    noted = f"os.write(os.open({path}, os.O_CREAT | os.O_WRONLY), b'1'[:{is_through:d}])"
+    aborted = f"import os; {noted}; os.kill(os.getpid(), {int(signal.SIGABRT)})"
+    code, said = ended(monkeypatch, "", aborted)
+    assert (code == 0) == (not said) == is_through

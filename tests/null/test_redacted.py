@@ -1,6 +1,8 @@
 """Reports that are sent to somebody name no home folder, of whatever system it was; all else in them stays."""
 
 import dataclasses
+import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,6 +24,15 @@ from tightfit.reports.redacted import redacted, redacted_text
         ("in /home/jane/a.py:3, called from /home/jane/b.py:4", "in ~/a.py:3, called from ~/b.py:4"),
         ("cannot read '/home/jane'", "cannot read '~'"),
         ("file:///home/jane/x.py", "file:~/x.py"),
+        ("/mnt/users/jane/train.py:3", "~/train.py:3"),
+        ("/gpfs/home01/jane/train.py", "~/train.py"),
+        ("/u/jane/train.py:3 main", "~/train.py:3 main"),
+        ("cannot read '/u/jane'", "cannot read '~'"),
+        ("/nfs/homes/jane.doe/x.py", "~/x.py"),
+        ("/u/home/j/jane/train.py", "~/train.py"),
+        ("/afs/cern.ch/user/j/jane/x.py", "~/x.py"),
+        ("/global/u2/j/jane/x.py", "~/x.py"),
+        ("/home/t/train.py:3", "~/train.py:3"),
     ],
 )
 def test_a_home_folder_is_a_tilde(path: str, shown: str) -> None:
@@ -37,6 +48,8 @@ def test_a_home_folder_is_a_tilde(path: str, shown: str) -> None:
         "/opt/models/root/x.py",
         "GPT.root.home.h.3",
         "/data/homes/x.py:1",
+        "/srv/users/views.py:7",
+        "/opt/models/u/x.py",
         "a home / Users / root",
         "",
     ],
@@ -51,6 +64,19 @@ def test_the_home_of_this_process_wherever_it_is(monkeypatch: pytest.MonkeyPatch
         redacted_text("/scratch/people/jane/train.py, /scratch/people/janet/x.py")
         == "~/train.py, /scratch/people/janet/x.py"
     )
+
+
+def test_the_home_that_the_system_knows_where_the_environment_names_another(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pwd = pytest.importorskip("pwd", reason="needs a list of users")
+    real, link = tmp_path / "site" / "jane", tmp_path / "linked"
+    real.mkdir(parents=True)
+    link.symlink_to(real)
+    monkeypatch.setattr(pwd, "getpwuid", lambda _: types.SimpleNamespace(pw_dir=str(link)))
+    monkeypatch.setenv("HOME", "/scratch/people/job-17")
+    said = redacted_text(f"{real}/a.py {link}/b.py /scratch/people/job-17/c.py /scratch/people/x.py")
+    assert said == "~/a.py ~/b.py ~/c.py /scratch/people/x.py"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

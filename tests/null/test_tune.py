@@ -451,6 +451,13 @@ class TestCommand:
             "num_blocks": 4,
         }
 
+    def test_the_named_device_alone_is_tuned(self, path, capsys):
+        content = {"segments": [], "device_traces": [growing().events] * 2, "allocator_settings": {}}
+        path.write_bytes(pickle.dumps(content, protocol=4))
+        replay_command(path, json=True, tune=True, device=1)
+        found = json.loads(capsys.readouterr().out)
+        assert found["tune"]["default"]["peak_reserved_bytes"] == found["peak_reserved_bytes"] == 180 * MIB
+
     def test_exit_1_where_nothing_fits(self, path, capsys):
         assert replay_command(path, tune=True, memory="50MiB") == 1
         assert "Recommended: none. No setting that was tried makes it fit." in capsys.readouterr().out

@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 from tests.watch.machines import ScriptedSource, bench
 
+from tightfit.forecast.admission import Admission
 from tightfit.forecast.series import Series
 from tightfit.units import GIB, MIB
 from tightfit.watch.agent.agent import AgentSettings
+from tightfit.watch.outlook import admission_advice
 from tightfit.watch.outlook.admission_advice import JobAdvice, advise
 from tightfit.watch.outlook.planner import OutlookSettings
 from tightfit.watch.outlook.steady_growth import steady_growth
@@ -108,6 +110,17 @@ class TestAdmission:
         (advice,) = advise(found.database, state, job, OutlookSettings())
         assert (advice.fits, advice.index) == (fits, 0)
         assert words in advice.sentence
+
+    def test_a_job_that_fits_with_less_than_is_asked_for_is_said_to(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        sizes = {"job_bytes": GIB, "capacity_bytes": 80 * GIB, "now_bytes": 70 * GIB, "upper_bytes": 80 * GIB}
+        monkeypatch.setattr(admission_advice, "admit", lambda *_, **__: Admission(**sizes, probability=0.9))
+        found = bench(tmp_path, ScriptedSource({1: GIB}), WITHOUT)
+        found.ticks(61)
+        (advice,) = advise(found.database, found.agent.state(), GIB, OutlookSettings())  # type: ignore[arg-type]
+        assert not advice.fits
+        assert "fits now, but for the next hour with 90 %, below the 97.5 % asked for (peak" in advice.sentence
 
     def test_without_a_job_there_is_no_advice(self, tmp_path: Path) -> None:
         found = bench(tmp_path, ScriptedSource({1: GIB}), WITHOUT)

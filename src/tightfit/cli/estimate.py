@@ -103,8 +103,8 @@ def estimate(
     world = _world(ranks, target, sweep, cards)
     if sweep:
         _check_sweep(target, save_tape, save_recording)
-        pairs = list(zip(devices, cards, strict=True))
-        return _sweep(target, sweep, pairs, settings, measured, asked, json, {**how, "margin": end})
+        pairs, shown = list(zip(devices, cards, strict=True)), {"json": json, "redact": redact}
+        return _sweep(target, sweep, pairs, settings, measured, asked, {**how, "margin": end}, shown)
     traced = _tapes(target, devices[0], asked, how, world, is_chosen=ranks.rank is not None)
     tapes = [redacted(tape) if redact else tape for tape in traced]
     found = [_ranks(tapes, [fit.cost(tape, card, settings, measured, **costs) for tape in tapes]) for card in cards]
@@ -188,13 +188,13 @@ def _sweep(
     settings: Any,
     measured: Any,
     asked: Any,
-    json: bool,
     how: Any,
+    shown: Any,
 ) -> int:
     from tightfit.cli.variants.sweep import option_kinds, write_rows
 
     known = option_kinds(ModelOptions)
-    return write_rows(target, specifications, cards, settings, measured, known_options=known, json=json, **asked, **how)
+    return write_rows(target, specifications, cards, settings, measured, known_options=known, **shown, **asked, **how)
 
 
 def _tape(target: str, device: str, asked: dict[str, Any], how: dict[str, Any]) -> "Tape":
@@ -204,6 +204,7 @@ def _tape(target: str, device: str, asked: dict[str, Any], how: dict[str, Any]) 
     if target.endswith(".npz"):
         if any(asked.values()):
             raise UsageError(f"{target} is a finished run: it takes no arguments, -p or model options")
+        how["tracing"].refuse_for(target)
         return _saved_tape(target)
     tracing = how["tracing"]
     is_rewritten = not tracing.show_output

@@ -88,7 +88,10 @@ def _sentence(admission: Admission, quantile: float) -> str:
         return f"a job of {job} does not fit now: {facts}"
     if admission.probability is None:
         return f"a job of {job} fits now, but over the horizon with less than 50 %: {facts}"
-    return f"a job of {job} fits now, and over the horizon with {100 * admission.probability:g} %: {facts}"
+    probability = f"{100 * admission.probability:g} %"
+    if not admission.fits:
+        return f"a job of {job} fits now, but over the horizon with {probability}, below the {100 * quantile:g} % asked for: {facts}"
+    return f"a job of {job} fits now, and over the horizon with {probability}: {facts}"
 
 
 def _as_json(found: SeriesForecast) -> dict[str, Any]:

@@ -67,7 +67,11 @@ def replay(
         from tightfit.tuning.search_settings import tune as tune_recording
 
         tuning = tune_recording(
-            found, alloc_conf=alloc_conf, capacity_bytes=capacity_bytes, is_windows=sys.platform == "win32"
+            found,
+            alloc_conf=alloc_conf,
+            capacity_bytes=capacity_bytes,
+            device=device,
+            is_windows=sys.platform == "win32",
         )
     if json:
         more: dict[str, Any] = {} if tuning is None else {"tune": tuning.to_json()}

@@ -8,7 +8,7 @@ import contextlib
 import sys
 import types
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -24,6 +24,8 @@ from tightfit.effects.users_code import FILES_OF_OURS
 from tightfit.effects.values.contents import content_of
 from tightfit.effects.values.lent_memory import HANDS_OUT, LentMemory, is_lent
 
+WRITTEN_OUTSIDE = "a tensor that is no state of the model's was written to"
+"""What `CallTrail.written_outside` has found, in words."""
 # What a call says of how rows are taken: sizes, dimensions, indices, equations. Factors too, for the code may take them from the number of rows.
 _TOLD = frozenset({int, bool, str, type(None)})
 # A tensor that is made of a number of Python's or numpy's, or of few.
@@ -43,6 +45,7 @@ SAYS_WHAT_IT_IS_LIKE = frozenset(
     | {torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.stride, torch.Tensor.is_contiguous}
 )
 """Functions of torch that need no note."""
+_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 # What is called here is called by who enters a context such as `torch.no_grad()`, or calls an operator.
 _PASS_ON = frozenset({torch.autograd.grad_mode.__file__, OpOverload.__call__.__code__.co_filename})
 # By file: whether the code there is of none of these.
@@ -57,6 +60,11 @@ class CallTrail:
         self._calls: list[Any] = []
         # By `id`, as long as they live.
         self._tensors: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        # Those that the code has from before, with their versions then.
+        self._outside: list[tuple[weakref.ref[torch.Tensor], int]] = []
+        # The same memory by another name, with a version of its own: a write by it is in no other.
+        self._data_of_outside: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = []
+        self._of_next_data: weakref.ref[torch.Tensor] | None = None
         # Python has one hash for -1 and -2.
         self._last_number = -2
         self.lent = LentMemory()
@@ -72,6 +80,8 @@ class CallTrail:
         # A function that is made anew for each call has the same code.
         self._calls.append(getattr(func, "__code__", func))
         self._add(args)
+        if func == _DATA:
+            self._of_next_data = next((each for each, _ in self._outside if each() is args[0]), None)
         if kwargs:
             for name, value in kwargs.items():
                 self._calls.append(name)
@@ -80,6 +90,9 @@ class CallTrail:
     def made(self, result: Any) -> Any:
         """Numbers the tensors that a call has returned, and returns them."""
         kind = type(result)
+        if self._of_next_data is not None:
+            self._data_of_outside.append((self._of_next_data, result))
+            self._of_next_data = None
         if kind in _TENSORS:
             # As `_number_of` does: each function of torch comes by here.
             known = self._tensors.get(id(result))
@@ -97,6 +110,15 @@ class CallTrail:
         """Adds what a tensor is made of."""
         self._calls.append(content)
 
+    def written_outside(self, known: Iterable[torch.Tensor]) -> bool:
+        """Whether the run has written in place to a tensor that was there before it, besides those that are known."""
+        others = set(map(id, known))
+        written = [
+            each() for each, version in self._outside if (tensor := each()) is not None and tensor._version != version
+        ]
+        written += [each() for each, data in self._data_of_outside if not data.is_inference() and data._version > 0]
+        return any(tensor is not None and id(tensor) not in others for tensor in written)
+
     def number(self) -> int:
         """The same for the same calls."""
         return hash(tuple(self._calls))
@@ -107,7 +129,10 @@ class CallTrail:
         if known is not None and known[0]() is tensor:
             return known[1]
         self._last_number -= 1
-        self._tensors[id(tensor)] = weakref.ref(tensor), self._last_number
+        reference = weakref.ref(tensor)
+        self._tensors[id(tensor)] = reference, self._last_number
+        if not tensor.is_inference():
+            self._outside.append((reference, tensor._version))
         # Of what the code has from before: what it makes is looked at where its memory is handed out.
         if not tensor.requires_grad and is_lent(tensor):
             self.lent.is_any = True

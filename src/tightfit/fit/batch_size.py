@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from tightfit.capture.targets.target_kinds import GeneratorFunction, HuggingFaceConfig, Script, Target, parse_target
+from tightfit.capture.targets.target_kinds import GeneratorFunction, HuggingFaceConfig, Target, parse_target
 from tightfit.capture.trace_settings import AS_USUAL, TraceSettings
 from tightfit.errors import CaptureError, UsageError
 from tightfit.errors.faults import answering, theirs
@@ -19,9 +19,10 @@ from tightfit.fit.available import Used
 from tightfit.fit.card_settings import CardSettings
 from tightfit.fit.planning import allowed
 from tightfit.fit.planning_progress import OnProgress, ProgressLog
+from tightfit.fit.script_options import option_of, value_of, with_option
 from tightfit.fit.searching.search import Found, Search
 from tightfit.fit.traced_runs import TracedRuns
-from tightfit.planner.largest_batch_size import BatchSize, BatchSizes, close_in, fastest
+from tightfit.planner.largest_batch_size import CLOSE_ENOUGH, BatchSize, BatchSizes, close_in, fastest
 from tightfit.planner.option import Option
 
 FIRST_SIZE = 8
@@ -30,7 +31,6 @@ FIRST_SIZE = 8
 MAX_TRACES = 8
 MAX_PLANS = 3
 # Neighbours that are closer than this are not told apart: the uncertainty of a peak is larger.
-_CLOSE_ENOUGH = 0.02
 _CLOSE_ENOUGH_PLANNED = 0.1
 # A size is given up after so many times the seconds that another one took, which grow with the data that is read; and never sooner than that.
 _PATIENCE = 5.0
@@ -128,7 +128,7 @@ def _closed_in(first: int, plain: "_Plain", planned: "_Planned") -> tuple[_Ends,
         return plain.num_examples
 
     try:
-        fits, too_large = close_in(first, plain.excess, max_tries=MAX_TRACES, close_enough=_CLOSE_ENOUGH, largest=most)
+        fits, too_large = close_in(first, plain.excess, max_tries=MAX_TRACES, close_enough=CLOSE_ENOUGH, largest=most)
         more, planned_too_large = close_in(
             max(1, 2 * fits),
             planned.excess,
@@ -266,8 +266,7 @@ def size_now(target: Target, parameter: str) -> int:
     elif isinstance(target, GeneratorFunction):
         value = target.parameters.get(parameter, FIRST_SIZE)
     else:
-        at = _position(target, parameter)
-        value = FIRST_SIZE if at is None else target.arguments[at].rpartition("=")[2]
+        value = value_of(target.arguments, option_of(target, parameter)) or FIRST_SIZE
     try:
         size = int(value)
     except (TypeError, ValueError):
@@ -283,22 +282,5 @@ def with_size(target: Target, parameter: str, size: int) -> Target:
         return dataclasses.replace(target, options={**target.options, "batch_size": size})
     if isinstance(target, GeneratorFunction):
         return dataclasses.replace(target, parameters={**target.parameters, parameter: size})
-    at = _position(target, parameter)
-    arguments = list(target.arguments)
-    if at is None:
-        arguments += [f"--{parameter.lstrip('-')}", str(size)]
-    else:
-        name, equals, _ = arguments[at].rpartition("=")
-        arguments[at] = f"{name}{equals}{size}"
+    arguments = with_option(target.arguments, option_of(target, parameter), str(size))
     return dataclasses.replace(target, arguments=tuple(arguments))
-
-
-def _position(script: Script, parameter: str) -> int | None:
-    """Where among a script's arguments the value of the option stands: `--name VALUE` or `--name=VALUE`."""
-    name = f"--{parameter.lstrip('-')}"
-    for at, argument in enumerate(script.arguments):
-        if argument.startswith(f"{name}="):
-            return at
-        if argument == name and at + 1 < len(script.arguments):
-            return at + 1
-    return None

@@ -8,17 +8,17 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from tightfit.allocator.settings import AllocatorSettings
-from tightfit.capture.targets.target_kinds import GeneratorFunction, HuggingFaceConfig, Script, Target
+from tightfit.capture.targets.target_kinds import GeneratorFunction, HuggingFaceConfig, Target
 from tightfit.capture.trace_settings import AS_USUAL, TraceSettings
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.device import Device
 from tightfit.errors import TightfitError, UsageError
 from tightfit.fit import capture, cost
 from tightfit.fit.available import Used
+from tightfit.fit.script_options import option_of, with_option
 from tightfit.reports.results import Estimate
 
 MAX_COMBINATIONS = 256
@@ -64,6 +64,11 @@ class SweepRow:
         if self.estimate is not None:
             return 0 if self.estimate.fits else 1
         return TightfitError.exit_code if self.error is None else self.error.exit_code
+
+    @property
+    def reason(self) -> str:
+        """Why there is no estimate; empty if there is one."""
+        return "" if self.error is None else str(self.error)
 
     def to_json(self) -> dict[str, Any]:
         """The estimate's object with the values under `sweep`; without an estimate `fits` is null, and `error` says why."""
@@ -130,29 +135,8 @@ def with_values(target: Target, values: Mapping[str, str]) -> dict[str, Any]:
         return {"parameters": [f"{name}={value!r}" for name, value in given.items()]}
     arguments = list(target.arguments)
     for name, value in values.items():
-        _set(arguments, _spelled(target, name), value)
+        arguments = with_option(arguments, option_of(target, name), value)
     return {"arguments": arguments}
-
-
-def _set(arguments: list[str], option: str, value: str) -> None:
-    """Sets the option where the arguments have it (`--name VALUE` or `--name=VALUE`), else adds it."""
-    for at, argument in enumerate(arguments):
-        if argument.startswith(f"{option}="):
-            arguments[at] = f"{option}={value}"
-            return
-        if argument == option and at + 1 < len(arguments):
-            arguments[at + 1] = value
-            return
-    arguments += [option, value]
-
-
-def _spelled(script: Script, name: str) -> str:
-    """The option as the arguments or the script have it: with hyphens or underscores; as given if neither does."""
-    forms = [f"--{form}" for form in dict.fromkeys((name, name.replace("_", "-"), name.replace("-", "_")))]
-    given = [form for form in forms if any(a.partition("=")[0] == form for a in script.arguments)]
-    text = Path(script.path).read_text(encoding="utf-8", errors="replace")
-    written = [form for form in forms if re.search(rf"[\"']{re.escape(form)}[\"']", text)]
-    return [*given, *written, forms[0]][0]
 
 
 def _literal(value: str) -> Any:

@@ -182,7 +182,8 @@ def guard(
 
     `plans` are files of `tightfit plan -o`, or `Plan` objects, from the fastest to the one that holds least: the ladder. After `calm_steps` steps without an
     error the plan before is tried again. `on_terminate` is called once, after the step that was running when the process was told to end (SIGTERM); the
-    signal is then what it was before. A step that fails for good leaves a file `tightfit-out-of-memory-STEP.json` in the folder `post_mortems`.
+    signal is then what it was before. A step that fails for good leaves a file `tightfit-out-of-memory-STEP.json` in the folder `post_mortems`
+    (`-rankN-STEP` where there are several ranks).
 
     `ballast` ("512MiB" or bytes) is held on the model's device without need, and given up at the first error.
 

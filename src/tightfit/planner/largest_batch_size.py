@@ -8,6 +8,8 @@ SCHEMA = 1
 # The line through small sizes is flat, as weights dominate there, and would jump to a size whose trace takes minutes.
 _LARGEST_STEP = 8
 _BEST_PER_SAMPLE = 1.01
+CLOSE_ENOUGH = 0.02
+"""The largest size that fits is closed in to within this share of the smallest that does not."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,12 +97,16 @@ def close_in(
     `excess(size)` is the bytes by which a run exceeds its budget, at most 0 where it fits, and None where it does not run at all. It is
     interpolated linearly between the two ends; without two of them, sizes are doubled or halved. Sizes above `largest()`, which is asked before
     each try, are not tried; None: there is no such limit that is known. Without `needs_end` a size that is `close_enough` to one that fits is not
-    tried either, only to find that it does not fit.
+    tried either, only to find that it does not fit. `max_tries` are counted anew from the first size that does not fit, where an end is needed: how far
+    away it is says nothing about how close the answer comes.
     """
     low, high = known, None
     values: dict[int, int] = {}
     size, num_alike = first, 0
-    for _ in range(max_tries):
+    # Far from the first size the way up takes longer.
+    num_left = max_tries * 3 // 2 if needs_end else max_tries
+    while num_left > 0:
+        num_left -= 1
         most = largest()
         size = size if most is None else min(size, most)
         if size <= low or size in values:
@@ -117,6 +123,7 @@ def close_in(
             low = max(low, size)
         else:
             num_alike = num_alike + 1 if is_above else 0
+            num_left = num_left if is_above or not needs_end else max_tries
             high = size if high is None else min(high, size)
         if high is not None and high - low <= max(1, close_enough * high):
             break
@@ -134,8 +141,10 @@ def _next(values: Mapping[int, int], low: int, high: int | None, step: int) -> i
     nearest = ends or sorted(values, key=lambda size: abs(values[size]))[:2]
     if len(nearest) == 2 and values[nearest[0]] != values[nearest[1]]:
         slope = (values[nearest[1]] - values[nearest[0]]) / (nearest[1] - nearest[0])
-        # Activations grow linearly with the batch; a slope of 0 or less is the allocator's rounding of segments.
-        guess = int(nearest[0] - values[nearest[0]] / slope) if slope > 0 else 2 * low
+        # Activations grow linearly with the batch; a slope of 0 or less is the allocator's rounding of segments, beside which they do not count yet.
+        guess = int(nearest[0] - values[nearest[0]] / slope) if slope > 0 else _LARGEST_STEP * low
+    elif len(nearest) == 2 and high is None:
+        guess = _LARGEST_STEP * low
     else:
         guess = 2 * low if high is None else (low + high) // 2
     # A line comes to the answer from below only and never shows an upper end, so a step is at least `step`.

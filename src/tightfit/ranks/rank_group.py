@@ -28,6 +28,8 @@ class RankGroup:
         self.links = RankLinks(store, rank, size, on_cards=on_cards)
         self.signals = RankSignals()
         self._num_inside, self._process = 0, os.getpid()
+        # Whether all ranks were through the last meeting.
+        self.has_left = False
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
@@ -80,6 +82,7 @@ class RankGroup:
         """After the last meeting: no rank ends, and closes its connections, before all are through that."""
         with contextlib.suppress(RankLost):
             self.links.of_each(torch.zeros(1, dtype=torch.int64))
+        self.has_left = True
 
 
 def number_of(text: object) -> int:

@@ -23,6 +23,8 @@ FOLDER = "TIGHTFIT_RANKS_FOLDER"
 SEED = "TIGHTFIT_RANKS_SEED"
 TAKEN = "signal-{}"
 """The file, in the folder of the run, that says that the script has a function for the signal with this number."""
+ENDED = "ended-{}"
+"""The file, in the folder of the run, that is not empty when the rank with this number has come to the end of the script with all others."""
 # A rank that met the same error as the first one says so itself within this time.
 _GRACE_SECONDS, _KILL_SECONDS = 5.0, 3.0
 _POLL_SECONDS = 0.05
@@ -109,13 +111,13 @@ def _free_port() -> int:
 def _watch(ranks: Sequence["subprocess.Popen[bytes]"], folder: Path, say: Callable[[str], None]) -> int:
     """Waits until all ranks have ended well, or one has not; then the others are ended. Returns the exit code."""
     # None of them can be left to notice the end of another one: the first may be at work of its own, or wait for ever for what was not sent.
-    while None in (codes := _codes(ranks)) and not any(codes):
+    while None in (codes := _codes(ranks, folder)) and not any(codes):
         time.sleep(_POLL_SECONDS)
-    failed = [rank for rank, each in enumerate(ranks) if each.returncode]
+    failed = [rank for rank, code in enumerate(codes) if code]
     if not failed:
         return 0
     _wait_for(ranks, _GRACE_SECONDS)
-    codes = [each.returncode for each in ranks]
+    codes = _codes(ranks, folder)
     _end(ranks)
     if codes[0] is not None and codes[0] > 0 and codes[0] != LOST:
         # It has said why, as a run on one card does.
@@ -187,9 +189,22 @@ def _wait_for(ranks: Sequence["subprocess.Popen[bytes]"], seconds: float) -> Non
         time.sleep(_POLL_SECONDS)
 
 
-def _codes(ranks: Sequence["subprocess.Popen[bytes]"]) -> list[int | None]:
-    """The exit code of each rank that has ended, as of now. All are asked, also where the first one still runs."""
-    return [each.poll() for each in ranks]
+def _codes(ranks: Sequence["subprocess.Popen[bytes]"], folder: Path | None = None) -> list[int | None]:
+    """The exit code of each rank that has ended, as of now. All are asked, also where the first one still runs.
+
+    With the `folder` of the run, that of a rank which was through is 0 where its process was aborted after that: a thread of gloo's or autograd's that lets go of a tensor
+    while Python ends is ended by Python, and with it the process ("terminate called without an active exception").
+    """
+    codes = [each.poll() for each in ranks]
+    if folder is None:
+        return codes
+    return [
+        0 if code == -signal.SIGABRT and _size(folder / ENDED.format(rank)) else code for rank, code in enumerate(codes)
+    ]
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
 
 
 def _signal(process: "subprocess.Popen[bytes]", number: int) -> None:

@@ -1,5 +1,6 @@
 """One rank of a run: the user's script in this process, each batch of its models divided over the ranks."""
 
+import atexit
 import contextlib
 import datetime
 import os
@@ -7,14 +8,18 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tightfit.capture.processes.containment import linux
 from tightfit.capture.targets.target_kinds import Script, run_script
 from tightfit.errors import ApplyError, TightfitError, UsageError
 from tightfit.ranks.rank_input import refuse_input
-from tightfit.ranks.rank_launch import FOLDER, SEED, TAKEN
+from tightfit.ranks.rank_launch import ENDED, FOLDER, SEED, TAKEN
 from tightfit.ranks.rank_plan import RankPlan
 from tightfit.torch_hooks import manifest
+
+if TYPE_CHECKING:
+    from tightfit.ranks.rank_group import RankGroup
 
 # What torchrun sets: with it libraries would take this for a distributed run of theirs.
 _OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # fmt: skip
@@ -88,6 +93,8 @@ def run_rank(
         os.environ["WANDB_MODE"] = "disabled"
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
     if FOLDER in os.environ:
+        # The first that is registered is the last that is called: what the script has for its end comes before.
+        atexit.register(_note_end, group, os.open(folder / ENDED.format(rank), os.O_CREAT | os.O_WRONLY))
         _of_files(folder, rank)
         if rank == 0:
             group.signals.taken = lambda number: (folder / TAKEN.format(number)).touch()
@@ -108,6 +115,14 @@ def run_rank(
             raise attachment.failure from None
         raise
     attachment.end()
+
+
+def _note_end(group: "RankGroup", opened: int) -> None:
+    if group.has_left:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os.write(opened, b"1")
 
 
 def _seed(seed: bytes) -> None:

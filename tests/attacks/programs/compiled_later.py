@@ -47,7 +47,13 @@ def compiled_anew_for_other_sizes(t: Trial) -> None:
 @attack(
     "recomputation",
     "blocks branch by torch.cond",
-    only=("checkpointing", "checkpointing, all but the last", "nested checkpointing", "offloaded checkpointing"),
+    only=(
+        "checkpointing",
+        "checkpointing, all but the last",
+        "nested checkpointing",
+        "offloaded checkpointing",
+        "selective checkpointing",
+    ),
 )
 def branches_by_an_operator(t: Trial) -> None:
     class Branching(Block):

@@ -15,6 +15,7 @@ from tightfit.devices.device import Device
 from tightfit.errors import UsageError
 from tightfit.fit.available import Used, in_use, used_bytes_of
 from tightfit.fit.combinations import Axis, SweepRow, combinations, sweep
+from tightfit.reports.redacted import redacted
 from tightfit.reports.text.sweep_table import write_sweep
 
 
@@ -30,6 +31,7 @@ def write_rows(
     options: Mapping[str, Any],
     known_options: Mapping[str, str],
     json: bool,
+    redact: bool,
     used: Used,
     margin: str,
     tracing: TraceSettings,
@@ -47,24 +49,28 @@ def write_rows(
     elif options:
         raise UsageError(f"{', '.join(options)}: only for a Hugging Face config, and {target} is your own code")
     each, rows = combinations(axes), list[SweepRow]()
+
+    def shown(value: Any) -> Any:
+        return redacted(value) if redact else value
+
     try:
         for row in sweep(target, parsed, cards, each, settings, calibration, used=used, margin=margin, tracing=tracing):
             rows.append(row)
             if json:
                 elapsed = {"elapsed_seconds": round(time.monotonic() - started, 2)}
                 # A line as soon as there is one: what was traced stays, also after an interrupt.
-                sys.stdout.write(jsonlib.dumps({"target": target} | row.to_json() | elapsed) + "\n")
+                sys.stdout.write(jsonlib.dumps(shown({"target": target} | row.to_json() | elapsed)) + "\n")
                 sys.stdout.flush()
             elif sys.stderr.isatty():
                 sys.stderr.write(f"\r\x1b[K{len(rows)} of {len(each) * len(cards)} rows\r")
     finally:
         if rows and not json:
-            entries = [(row.values, row.device, row.estimate, row.error) for row in rows]
+            entries = [(shown(row.values), row.device, row.estimate, shown(row.reason)) for row in rows]
             taken = [(card, used_bytes_of(card, used)) for _, card in cards]
             notes = [f"{card.name}: {in_use(card, num_bytes)}" for card, num_bytes in taken if num_bytes]
-            write_sweep(target, entries, notes=notes, elapsed_seconds=time.monotonic() - started)
+            write_sweep(shown(target), entries, notes=notes, elapsed_seconds=time.monotonic() - started)
     for name in _without_effect(axes, rows):
-        sys.stderr.write(f"tightfit: {name} makes no difference to the memory: does {target} use it?\n")
+        sys.stderr.write(f"tightfit: {name} makes no difference to the memory: does {shown(target)} use it?\n")
     return max(row.exit_code for row in rows)
 
 

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import re
 import shlex
 import sys
@@ -76,7 +77,7 @@ def write_post_mortem(
     optimizers: Sequence[torch.optim.Optimizer],
     plans: Sequence[Plan] = (),
 ) -> Path:
-    """Writes `tightfit-out-of-memory-STEP.json` to `folder`, and returns its path.
+    """Writes `tightfit-out-of-memory-STEP.json` to `folder`, with the rank in the name where there are several, and returns its path.
 
     Raises:
         OutputError: the file cannot be written.
@@ -102,9 +103,24 @@ def write_post_mortem(
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         for index in _cards():
             found["devices"].setdefault(f"cuda:{index}", {}).update(_counters(index))
-    path = folder / f"tightfit-out-of-memory-{step}.json"
+    path = _free_path(folder, step)
     write_text(path, json.dumps(found, indent=1))
     return path
+
+
+def _free_path(folder: Path, step: int) -> Path:
+    """Ranks share a folder, and fail at the same step: each has a file. One that another run has left there stays."""
+    path = folder / f"tightfit-out-of-memory-{_rank()}{step}.json"
+    return path.with_stem(f"{path.stem}-{os.getpid()}") if path.exists() else path
+
+
+def _rank() -> str:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        rank, num_ranks = str(torch.distributed.get_rank()), torch.distributed.get_world_size()
+    else:
+        # As torchrun sets them: a program need not have made its process group yet.
+        rank, num_ranks = os.environ.get("RANK", ""), int(os.environ.get("WORLD_SIZE") or 1)
+    return f"rank{rank}-" if rank.isdigit() and num_ranks > 1 else ""
 
 
 def bytes_by_holder(

@@ -3,7 +3,7 @@
 from rich.table import Table
 from rich.text import Text
 
-from tightfit.planner.largest_batch_size import BatchSize, BatchSizes
+from tightfit.planner.largest_batch_size import CLOSE_ENOUGH, BatchSize, BatchSizes
 from tightfit.reports.text.estimates import console
 from tightfit.reports.text.table_columns import GAP
 from tightfit.units import format_bytes, format_seconds
@@ -24,7 +24,7 @@ def answer(found: BatchSizes) -> list[str]:
     """The largest sizes and the fastest, a line each."""
     name, budget = found.parameter, f"{format_bytes(found.budget_bytes)} on {found.device}"
     lines = [
-        f"{name} {found.plain.size} is the largest that was found to fit {budget} without changes{_end(found.plain_too_large)}"
+        f"{name} {found.plain.size} is the largest that was found to fit {budget} without changes{_end(found.plain_too_large, found.plain.size)}"
         if found.plain
         else f"no {name} that was tried fits {budget} without changes{_end(found.plain_too_large)}"
     ]
@@ -53,8 +53,14 @@ def answer(found: BatchSizes) -> list[str]:
     return lines
 
 
-def _end(too_large: int | None) -> str:
-    return f" ({too_large} does not)" if too_large is not None else ""
+def _end(too_large: int | None, fits: int | None = None) -> str:
+    if too_large is None:
+        return ""
+    # With techniques a size costs a whole plan, and the ends are further apart always.
+    gap = 0 if fits is None else too_large - fits
+    if gap > max(1, CLOSE_ENOUGH * too_large):
+        return f" ({too_large} does not; sizes between the two, {gap / too_large:.0%} of it, were not tried)"
+    return f" ({too_large} does not)"
 
 
 def _table(found: BatchSizes) -> Table:

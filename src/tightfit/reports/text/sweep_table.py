@@ -13,10 +13,9 @@ from tightfit.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from tightfit.errors import TightfitError
     from tightfit.reports.results import Estimate
 
-Entry = tuple["Mapping[str, str]", str, "Estimate | None", "TightfitError | None"]
+Entry = tuple["Mapping[str, str]", str, "Estimate | None", str]
 """The values of a row, its GPU, and its estimate or the reason why there is none."""
 
 
@@ -45,9 +44,9 @@ def _table(entries: Sequence[Entry]) -> Table:
         table.add_column(heading, justify="left" if heading == "fits" else "right", no_wrap=True)
     if has_failed:
         table.add_column("reason")
-    for values, device, estimate, error in entries:
+    for values, device, estimate, reason in entries:
         cells = [*values.values(), *([device.removeprefix("NVIDIA ")] if has_cards else []), *_figures(estimate)]
-        table.add_row(*map(Text, [*cells, *([str(error) if error is not None else ""] if has_failed else [])]))
+        table.add_row(*map(Text, [*cells, *([reason] if has_failed else [])]))
     return table
 
 

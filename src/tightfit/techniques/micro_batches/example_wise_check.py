@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from tightfit.effects.call_trails import WRITTEN_OUTSIDE, CallTrail
 from tightfit.effects.code import Code
 from tightfit.effects.independence.row_flow import FakeRun, Flow, NeedsValues
 from tightfit.effects.independence.row_proof import Computation, FollowedRun, Leaves, check_graph, check_hooks, prove
@@ -61,7 +62,7 @@ class Proved:
 
 Judge = Callable[[FollowedRun, torch.nn.Module], Proved]
 """Says what a run that was followed proves about the model, or raises Mixes."""
-_INSTEAD = " (draw from torch's, Python's or numpy's global generator, which can be put back)"
+_INSTEAD = " (iterators, and generators of numpy's own, cannot be put back: draw from the global generator of torch, Python or numpy)"
 _OF_ALL = ("Python's random", "numpy.random")
 
 
@@ -335,9 +336,11 @@ def _judged(proof: FollowedRun, model: torch.nn.Module) -> Proved:
     return Proved(joined=frozenset(joined), means=state.means)
 
 
-def put_back(proofs: BatchProofs) -> str:
-    """Puts the model's state back to that of when `proofs.of` was called; the first change that stays, in words, or nothing."""
+def put_back(proofs: BatchProofs, calls: CallTrail | None) -> str:
+    """Puts the model's state back to that of when `proofs.of` was called; the first change that stays, in words, or nothing. `calls` are what has run since."""
     before, told = proofs._before, proofs.changed()
+    if calls is not None and calls.written_outside(() if before is None else before.reach.tensors):
+        return WRITTEN_OUTSIDE
     if before is None or not told or before.gone():
         return told
     restore(before)

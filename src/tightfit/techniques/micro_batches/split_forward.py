@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from tightfit.capture.observe.host_python import spends
 from tightfit.cost.host_python import HostWork
 from tightfit.effects.ambient import modes_of_program
-from tightfit.effects.call_trails import operators_at
+from tightfit.effects.call_trails import CallTrail, operators_at
 from tightfit.effects.graph_shapes import graph_shape
 from tightfit.effects.independence.row_proof import are_all_hooked_backward
 from tightfit.effects.outside_calls import without_outside_calls
@@ -121,6 +121,8 @@ class SplitForward:
         self._runs_again = False
         self._latest: Callable[[], Unchanged | None] = lambda: None
         self._memory: OneMemory | None = None
+        # What the latest part has called, until the batch is done.
+        self._calls: CallTrail | None = None
         self._begins = moment()
         on_node_hooks(self, is_of_later=True)
 
@@ -155,7 +157,8 @@ class SplitForward:
         try:
             return self._in_parts(forward, args, kwargs)
         except ApplyError as error:
-            if not self._whole.may_run(error, self.model.parameters(), lambda: put_back(self._proofs)):
+            calls, self._calls = self._calls, None
+            if not self._whole.may_run(error, self.model.parameters(), lambda: put_back(self._proofs, calls)):
                 raise self._refuse(str(error)) from None
         return forward(*args, **kwargs)
 
@@ -164,7 +167,7 @@ class SplitForward:
     def _in_parts(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._memory is not None and self._memory.is_any_written():
             raise self._refuse(f"{WRITTEN}, and micro_batches has copies; leave it out")
-        self._memory = None
+        self._memory = self._calls = None
         self._whole.begin()
         batch = self._batch_of(args, kwargs)
         if not batch.num_examples:
@@ -250,6 +253,7 @@ class SplitForward:
             args, kwargs = batch.part(begin, end)
             spends(HostWork.MODULE_IN_PART, num_modules)
             watch = LossWatch(end - begin, allows_randomness=self._allows_randomness, led=led, given=batch.tensors())
+            self._calls = watch.calls
             is_new = proved is None or proved.is_of_first
             try:
                 with watch, operators_at(batch.device, watch.calls), _reads_if(is_new) as reads:
@@ -271,8 +275,7 @@ class SplitForward:
             if is_new:
                 _refuse_own_code(loss, self._refuse)
             # What was proved of parts that are led holds for no others: they may read what depends on the rows.
-            decided, is_other_way = [len(led), *decisions], False
-            values = None if reads is None else reads.values
+            decided, is_other_way, values = [len(led), *decisions], False, None if reads is None else reads.values
             shape = (end - begin, graph_shape(loss.grad_fn), watch.calls.number())
             # Another way through the code, for which nothing may be proved: a switch in a file, say.
             if proved is not None and not is_new and not proved.holds_for(decided, shape):
@@ -308,6 +311,7 @@ class SplitForward:
         if is_walked:
             sums.saved.add(loss, self.model, [*aside.parameters, *batch.tensors()])
         self._whole.begin_backward()
+        self._calls = None
         # As a program runs `backward` outside of its autocast context. `inputs=` keeps the pass from
         # accumulating into anything but the trained parameters.
         with torch.autocast(batch.device.type, enabled=False), of_a_part(), _told_of_shared_graphs(self._refuse):

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
+from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
 
@@ -58,12 +59,15 @@ def _without_checks(kind: Any) -> Any:
     """torch's mode, which numbers the operators that it sees, and does not see those of our checks: a technique within the block may check one of its runs and not the other."""
 
     class WithoutChecks(kind):
+        # Of torch.cond and its kin: what they run is computed again as one.
+        supports_higher_order_operators = True
+
         def __enter__(self) -> Any:
             self._num_paused = num_paused()
             return super().__enter__()
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if num_paused() > self._num_paused:
+            if num_paused() > self._num_paused or not isinstance(func, OpOverload):
                 return func(*args, **(kwargs or {}))
             return super().__torch_dispatch__(func, types, args, kwargs)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from tightfit.effects.call_trails import WRITTEN_OUTSIDE
 from tightfit.effects.code import Code
 from tightfit.effects.independence.rows import Mixes
 from tightfit.effects.random_states import TorchRandom
@@ -63,6 +64,7 @@ class TileProofs:
             ApplyError: it may not be run in tiles.
         """
         module = self._owner()
+        self.runs.latest = None
         self._random = TorchRandom.now()
         now = self._at_call = self._state.snapshot(module, is_kept=True)
         # Everything that Python code may branch on: shapes, dtype, device, the other arguments, and autocast,
@@ -86,6 +88,7 @@ class TileProofs:
             # Others: backward passes of earlier calls are compared with what was proved for those.
             known = self._known[key] = _Known(self._check_steps)
         self.runs = known.runs
+        self.runs.latest = None
         self.is_checked = known.checks_left > 0 and has_values(value)
         if self.is_checked:
             known.checks_left -= 1
@@ -102,6 +105,8 @@ class TileProofs:
         before, self._at_call = self._at_call, None
         if before is None or self._random is None:
             return ""
+        if self.runs.latest is not None and self.runs.latest.written_outside(before.reach.tensors):
+            return WRITTEN_OUTSIDE
         module = self._owner()
         found = differences(before, self._state.snapshot(module))
         if found and not before.gone():

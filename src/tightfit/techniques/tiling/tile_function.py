@@ -15,7 +15,7 @@ from torch.autograd import grad  # torch's own, whatever the program puts in its
 from tightfit.capture.observe.host_python import spends
 from tightfit.cost.host_python import HostWork
 from tightfit.effects.ambient import Ambient
-from tightfit.effects.call_trails import Trail, operators_at
+from tightfit.effects.call_trails import CallTrail, Trail, operators_at
 from tightfit.effects.graph_shapes import graph_shape
 from tightfit.effects.independence.row_proof import dense
 from tightfit.effects.state import MOVED
@@ -41,6 +41,8 @@ class TileRuns:
         # By tile, since those at the ends of a chain of convolutions pad what those in the middle do not, and by what has a gradient: a
         # discriminator is called with data and with what a generator made, and weights are frozen.
         self._shapes: dict[tuple[int, bool, tuple[bool, ...]], int] = {}
+        self.latest: CallTrail | None = None
+        """The calls of the last first run."""
         # By tile, the calls of first runs for which the proof holds.
         self._calls: dict[int, set[int]] = {}
 
@@ -120,6 +122,7 @@ class Tiling:
         trail.calls.lent.give([value])
         with trail, operators_at(value.device, trail.calls):
             result = self.run(self.tiles[number], part)
+        self.runs.latest = trail.calls
         calls = trail.calls.number()
         if not self.runs.is_proved(number, calls):
             self.prove_again(value)

@@ -102,4 +102,8 @@ def _sentence(index: int, found: Admission, settings: OutlookSettings) -> str:
     bound = f"peak of the others: {100 * settings.quantile:g} % within {format_bytes(found.upper_bytes)}"
     if found.probability is None:
         return f"GPU {index}: a job of {job} fits now, but for the next {span} with less than 50 % ({bound})"
-    return f"GPU {index}: a job of {job} fits now and for the next {span} with {100 * found.probability:g} % ({bound})"
+    probability = f"{100 * found.probability:g} %"
+    if not found.fits:
+        probability += f", below the {100 * settings.quantile:g} % asked for"
+        return f"GPU {index}: a job of {job} fits now, but for the next {span} with {probability} ({bound})"
+    return f"GPU {index}: a job of {job} fits now and for the next {span} with {probability} ({bound})"
