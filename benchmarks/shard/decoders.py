@@ -32,6 +32,7 @@ def with_layers(
     return dataclasses.replace(
         found,
         order=(0,) * number,
+        paths=tuple(f"blocks.{at}" for at in range(number)),
         stored_per_parameter=2.0,
         gathered_per_parameter=0.5,
         gradients_per_parameter=1.0,

@@ -132,3 +132,15 @@ def test_a_size_that_the_program_does_not_use_is_refused(tmp_path: Path, monkeyp
     words = ["plan", "train.py", "--device", "RTX 4090", "--search", "batch", "--steps", "1"]
     with pytest.raises(UsageError, match=r"batch: 8 and 1024 need the same memory and time, so train\.py does not use"):
         app(words, result_action="return_value")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--search", "batch"], "--search finds batch sizes and proves no plan: it takes no --no-prove"),
+        (["--gpus", "8"], "--gpus goes with --budget, --json and what is traced"),
+    ],
+)
+def test_what_proves_no_plan_takes_no_no_prove(words: list[str], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        app(["plan", "gpt2", "--device", "RTX 4090", "--no-prove", *words], result_action="return_value")

@@ -136,6 +136,8 @@ def test_an_estimate_and_the_recording_that_it_writes_are_the_same_run(
         (["doctor", "work.pickle"], 3, "work.pickle is not a memory recording"),
         (["doctor", "work.npz"], 3, "work.npz is not a tape"),
         (["doctor", "plain.npz", "-p", "batch_size=3"], 2, "is a finished run"),
+        (["doctor", "plain.npz", "--largest-batch"], 2, "it takes no --largest-batch"),
+        (["diff", "plain.npz", "plain.npz", "--steps", "9"], 2, "it takes no --steps"),
         (["doctor", "plain.npz", "--device", "no such card"], 2, "no such card"),
         (["doctor", "plain.npz", "--seconds", "0"], 2, "is not a time to search"),
         (["diff", "plain.npz", "gone.pickle"], 2, "there is no file gone.pickle"),

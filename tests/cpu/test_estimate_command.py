@@ -109,6 +109,10 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
             "--gpus 2 traces one of two processes",
         ),
         ("nowhere.npz", "there is no file nowhere.npz"),
+        (
+            "nowhere.npz --steps 9 --allow-writes",
+            "nowhere.npz is a finished run, which is not traced again: it takes no --steps, --allow-writes",
+        ),
         ("no_such_module.inner:workload", "no_such_module.inner:workload: No module named 'no_such_module'"),
         ("model.py:not-a-name", "'not-a-name' in model.py:not-a-name is not the name of a function"),
         (

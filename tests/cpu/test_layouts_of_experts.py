@@ -9,6 +9,7 @@ from tightfit.devices.nodes import node_of
 from tightfit.layouts.answers.layout_plan import PricedLayout
 from tightfit.layouts.layout import Layout
 from tightfit.layouts.layout_search import LayoutSearch
+from tightfit.layouts.model.heads_of_tape import Heads
 from tightfit.layouts.model.model_parts import ModelParts, model_parts
 
 WIDTH, HIDDEN, EXPERTS, CHOSEN = 512, 256, 24, 4
@@ -36,6 +37,13 @@ def test_experts_are_the_weights_that_are_multiplied_group_by_group(model: Model
     assert block.expert_bytes == 2 * 3 * EXPERTS * WIDTH * HIDDEN
     assert block.parameter_bytes > block.expert_bytes
     assert not model.after.num_experts
+
+
+def test_tensor_parallelism_divides_the_heads_and_the_key_value_heads(search: LayoutSearch, model: ModelParts) -> None:
+    (block,) = model.blocks
+    # Keys and values are repeated for attention: the products before it have them once.
+    assert block.heads == Heads(number=8, key_value=4)
+    assert {layout.tp for _, layout in search.candidates.of(8, 8)} == {1, 2, 4}
 
 
 def test_ranks_that_divide_the_experts_hold_less_and_send_tokens(search: LayoutSearch, model: ModelParts) -> None:

@@ -545,6 +545,8 @@ def test_what_interrupts_the_beginning_leaves_nothing_behind(tmp_path: Path, mon
         (["record", "no_such.py"], 2, "there is no file"),
         (["record", "gpt2"], 2, "only those can be run"),
         (["record", __file__, "--steps", "0"], 2, "at least one step"),
+        (["record", __file__, "--host", "--max-events", "0"], 2, "--max-events 0: at least one event"),
+        (["record", __file__, "--device", "4090", "--no-stacks"], 2, "a virtual one records all events"),
         (["record", f"{__file__}:train"], 2, "is not a generator function"),
         (["record", f"{__file__}:train", "--host"], 2, "is not a generator function"),
         (["record", __file__, "--host", "--device", "4090"], 2, "give one of them"),

@@ -56,6 +56,19 @@ def test_what_else_a_command_says_is_printed(capsys: pytest.CaptureFixture[str])
     assert "RTX 4090" in capsys.readouterr().out
 
 
+def test_a_help_page_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert jupyter.tightfit("estimate --help") is None
+    assert "--device" in capsys.readouterr().out
+
+
+def test_words_are_split_as_the_system_writes_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = r"""estimate C:\work\gen.py:train -p "name=a b" '#1' """
+    monkeypatch.setattr(jupyter, "_IS_WINDOWS", True)
+    assert jupyter._words(line) == ["estimate", r"C:\work\gen.py:train", "-p", "name=a b", "#1"]
+    monkeypatch.setattr(jupyter, "_IS_WINDOWS", False)
+    assert jupyter._words(r"estimate a\ run.npz") == ["estimate", "a run.npz"]
+
+
 @pytest.mark.parametrize("command", ["estimate none.npz --device 4090", "report none.npz --device 4090"])
 def test_an_error_is_its_one_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert jupyter.tightfit(command) is None

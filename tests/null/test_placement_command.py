@@ -24,8 +24,11 @@ def file(tmp_path: Path) -> Path:
 def test_json_has_the_keys_of_the_contract(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["place", str(file), "--capacity", "10", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert set(answer) == {"schema", "offsets", "height", "lower_bound", "seconds", "fits"}
+    assert set(answer) == {
+        *("schema", "offsets", "height", "lower_bound", "seconds", "fits", "proven", "reason", "strategy")
+    }
     assert (answer["schema"], answer["height"], answer["lower_bound"], answer["fits"]) == (1, 10, 10, True)
+    assert (answer["proven"], answer["reason"], answer["strategy"]) == (True, "", "greedy by size")
     assert faults(read_problem(file, capacity=10), answer["offsets"]) == []
 
 
@@ -47,6 +50,9 @@ def test_text_says_where_all_placements_were_tried(tmp_path: Path, capsys: pytes
     path.write_text(GAP)
     assert run(["place", str(path), "--capacity", "5"]) == 1
     assert capsys.readouterr().out.startswith("does not fit: no placement exists at this capacity")
+    assert run(["place", str(path), "--capacity", "5", "--json"]) == 1
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["proven"], answer["reason"][:22]) == (True, "no placement exists at")
     assert run(["place", str(path), "--capacity", "6"]) == 0
 
 

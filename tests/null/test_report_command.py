@@ -132,6 +132,8 @@ class TestWhatItRefuses:
             (["run.pickle", "--format", "perfetto", "--merge", "none.json"], 3, "none.json is not a trace"),
             (["run.pickle", "-p", "x=1"], 2, "run.pickle is a finished run"),
             (["run.npz", "--", "--epochs", "1"], 2, "run.npz is a finished run"),
+            (["run.npz", "--steps", "9"], 2, "it takes no --steps"),
+            (["run.pickle", "--until", "5", "--timeout", "3"], 2, "it takes no --until, --timeout"),
             (["none.npz"], 2, "there is no file none.npz"),
             (["run.npz", "-o", "no/such/x.html"], 2, "there is no folder no/such"),
             (["run.npz", "--device", "no such card"], 2, "no GPU is called 'no such card'"),

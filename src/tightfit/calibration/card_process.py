@@ -28,7 +28,7 @@ from tightfit.capture.processes.children import die_with_parent
 from tightfit.devices.calibration import SCHEMA
 from tightfit.devices.catalogue import find
 from tightfit.devices.device import Device
-from tightfit.errors import TightfitError, UnknownDevice
+from tightfit.errors import TightfitError, UnknownDevice, UsageError
 from tightfit.errors.faults import internal_error
 
 
@@ -49,7 +49,7 @@ def main(path: str, parent: str) -> None:
 def _content(request: dict[str, Any]) -> dict[str, Any]:
     folder = Path(request["disk_folder"])
     if not request["virtual"]:
-        instruments = CardInstruments(lambda name: _card(request["device"] or name))
+        instruments = CardInstruments(lambda name: measured_card(request["device"], name))
         return _measured(instruments, folder, driver=instruments.driver)
     from tightfit.capture.child_process.capture_session import CaptureSession
 
@@ -57,6 +57,26 @@ def _content(request: dict[str, Any]) -> dict[str, Any]:
     session = CaptureSession(request["device"], sys.maxsize, by_yield=True)
     with session.gpu:
         return _measured(SimulatedInstruments(session.device, session.recorder), folder, driver="")
+
+
+def measured_card(asked_for: str | None, reported: str) -> Device:
+    """The card that `asked_for` describes, which has to be the one that the driver has `reported`, if the catalogue knows that: figures of one card under the name of another would be believed.
+
+    Raises:
+        UsageError: it is another card.
+        UnknownDevice: neither is known.
+    """
+    card = _card(asked_for or reported)
+    try:
+        own = find(reported)
+    except UnknownDevice:
+        return card
+    # A file may describe the machine's card better than the catalogue does, under its name.
+    if own.name != card.name and not str(asked_for).endswith(".toml"):
+        raise UsageError(
+            f"--device {asked_for}: the GPU of this machine is {own.name}; leave --device out to measure it"
+        )
+    return card
 
 
 def _card(name: str) -> Device:

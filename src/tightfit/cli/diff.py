@@ -4,7 +4,7 @@ import json as jsonlib
 import sys
 
 from tightfit.cli.arguments.options import AS_USUAL, TraceOptions
-from tightfit.cli.shared.subjects import subject_of
+from tightfit.cli.shared.subjects import is_finished, subject_of
 
 
 def diff(a: str, b: str, /, *, device: str | None = None, json: bool = False, tracing: TraceOptions = AS_USUAL) -> int:
@@ -21,7 +21,12 @@ def diff(a: str, b: str, /, *, device: str | None = None, json: bool = False, tr
     json
         Print one JSON object.
     """
-    subjects = [subject_of(target, device=device, tracing=tracing) for target in (a, b)]
+    # What is given is for the run that is traced, where only one of them is.
+    is_mixed = is_finished(a) != is_finished(b)
+    subjects = [
+        subject_of(target, device=device, tracing=AS_USUAL if is_mixed and is_finished(target) else tracing)
+        for target in (a, b)
+    ]
     # Imported late, like all that needs numpy, so that usage errors and --help take no time.
     from tightfit.diagnosis.difference import difference
 

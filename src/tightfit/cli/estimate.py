@@ -204,6 +204,7 @@ def _tape(target: str, device: str, asked: dict[str, Any], how: dict[str, Any]) 
     if target.endswith(".npz"):
         if any(asked.values()):
             raise UsageError(f"{target} is a finished run: it takes no arguments, -p or model options")
+        how["tracing"].refuse_for(target)
         return _saved_tape(target)
     tracing = how["tracing"]
     is_rewritten = not tracing.show_output

@@ -49,7 +49,9 @@ def place(
             write_solution(output, problem, solution.offsets)
     finally:
         # Also where the file could not be written: the search may have taken a minute.
-        sys.stdout.write(json_module.dumps(_as_json(solution)) + "\n" if json else _text(solution, capacity_bytes))
+        sys.stdout.write(
+            json_module.dumps(_as_json(solution, capacity_bytes)) + "\n" if json else _text(solution, capacity_bytes)
+        )
     return 0 if solution.fits else 1
 
 
@@ -60,7 +62,7 @@ def _bytes_of(option: str, text: str) -> int:
         raise UsageError(f"{option}: {error}") from None
 
 
-def _as_json(solution: PlacementSolution) -> dict[str, object]:
+def _as_json(solution: PlacementSolution, capacity: int) -> dict[str, object]:
     return {
         "schema": 1,
         "offsets": dict(solution.offsets),
@@ -68,27 +70,36 @@ def _as_json(solution: PlacementSolution) -> dict[str, object]:
         "lower_bound": solution.lower_bound,
         "seconds": solution.seconds,
         "fits": solution.fits,
+        "proven": solution.fits or solution.is_proven_infeasible,
+        "reason": _why(solution, capacity),
+        "strategy": solution.strategy,
     }
 
 
 def _text(solution: PlacementSolution, capacity: int) -> str:
     crowd = solution.crowd
-    # Thousands of buffers can be live at the peak.
-    names = ", ".join(crowd.names[:_MAX_NAMES])
-    more = len(crowd.names) - _MAX_NAMES
-    who = f"{names} and {more} more" if more > 0 else names
     facts = (
         f"height       {solution.height} ({format_bytes(solution.height)}), found by {solution.strategy} in {solution.seconds:.2f} s\n"
         f"lower bound  {crowd.num_bytes} ({format_bytes(crowd.num_bytes)}), live at moment {crowd.moment}\n"
     )
     if solution.fits:
         return f"fits: {capacity - solution.height} bytes to spare\n{facts}"
+    return f"does not fit: {_why(solution, capacity)}\n{facts}"
+
+
+def _why(solution: PlacementSolution, capacity: int) -> str:
+    """Why it does not fit; empty where it does."""
+    crowd = solution.crowd
+    if solution.fits:
+        return ""
     # The lower bound alone rules the capacity out: these buffers are live at once.
     if crowd.num_bytes > capacity:
-        why = f"{crowd.num_bytes} bytes live at moment {crowd.moment}, {crowd.num_bytes - capacity} too many: {who}"
+        # Thousands of buffers can be live at the peak.
+        names = ", ".join(crowd.names[:_MAX_NAMES])
+        more = len(crowd.names) - _MAX_NAMES
+        who = f"{names} and {more} more" if more > 0 else names
+        return f"{crowd.num_bytes} bytes live at moment {crowd.moment}, {crowd.num_bytes - capacity} too many: {who}"
     # A search that ended by itself is a proof; one that ran out of time is not.
-    elif solution.is_proven_infeasible:
-        why = "no placement exists at this capacity; the search went through all of them"
-    else:
-        why = f"not found in the time given; the best is {solution.height - capacity} bytes too high (more --seconds may help)"
-    return f"does not fit: {why}\n{facts}"
+    if solution.is_proven_infeasible:
+        return "no placement exists at this capacity; the search went through all of them"
+    return f"not found in the time given; the best is {solution.height - capacity} bytes too high (more --seconds may help)"

@@ -118,11 +118,13 @@ def plan(
     check_outputs({"--output": output}, inputs=(target, gpu.calibration, device))
     if as_code and (json or search is not None):
         raise UsageError("--as-code prints lines of Python: it goes with neither --json nor --search")
+    if search is not None and no_prove:
+        raise UsageError("--search finds batch sizes and proves no plan: it takes no --no-prove")
     is_for_one = search is None and not (as_code or redact) and cards == ONE_CARD
     files = [] if ladder is None else files_of(output, ladder, goes=is_for_one)
     card = device or own_card()
     if cards != ONE_CARD:
-        is_plain = not (search or as_code or redact) and gpu == AS_KNOWN
+        is_plain = not (search or as_code or redact or no_prove) and gpu == AS_KNOWN
         check_alone(is_plain and bounds == dataclasses.replace(NO_BOUNDS, budget=bounds.budget), cards, output)
         traced = {"arguments": arguments, "parameters": parameter, "options": model.given(), "tracing": tracing}
         return plan_cards(target, card, cards, budget=bounds.budget, output=output, json=json, **traced)

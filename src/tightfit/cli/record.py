@@ -68,8 +68,8 @@ def record(
     from tightfit.recordings.recording import DEFAULT_MAX_EVENTS
     from tightfit.recordings.recording import record as new_recording
 
-    if steps is not None and steps < 1:
-        raise UsageError(f"--steps {steps}: at least one step must be run")
+    num_events = DEFAULT_MAX_EVENTS if max_events is None else max_events
+    _check(steps, num_events, device, is_limited=no_stacks or max_events is not None)
     parsed = parse_target(target, arguments=arguments, parameters=parameter)
     if isinstance(parsed, HuggingFaceConfig):
         raise UsageError(
@@ -90,7 +90,7 @@ def record(
             timeout=timeout,
             permissions=permissions,
         )
-    recording = new_recording(path, stacks=not no_stacks, max_events=max_events or DEFAULT_MAX_EVENTS)
+    recording = new_recording(path, stacks=not no_stacks, max_events=num_events)
     if isinstance(parsed, Script):
         code = exit_code_of(lambda: _run_script(parsed, recording, steps), parsed.path, closes_first=True)
     else:
@@ -101,6 +101,17 @@ def record(
         terminated.end(line)
     sys.stderr.write(f"tightfit: {line}\n" if line else "")
     return code
+
+
+def _check(steps: int | None, num_events: int, device: str | None, *, is_limited: bool) -> None:
+    if steps is not None and steps < 1:
+        raise UsageError(f"--steps {steps}: at least one step must be run")
+    if num_events < 1:
+        raise UsageError(f"--max-events {num_events}: at least one event must be kept")
+    if device is not None and is_limited:
+        raise UsageError(
+            "--no-stacks and --max-events are for a run on a real GPU or with --host: a virtual one records all events"
+        )
 
 
 def _has_card() -> bool:

@@ -83,8 +83,10 @@ def report(
             )
         return _to_file_or_stdout(path, lambda: sys.stdout.write(_plan_page(target, redact=redact)))
     is_recording = _is_recording(target)
-    if is_recording and (arguments or parameter):
-        raise UsageError(f"{target} is a finished run: it takes no arguments or -p")
+    if is_recording:
+        if arguments or parameter:
+            raise UsageError(f"{target} is a finished run: it takes no arguments or -p")
+        tracing.refuse_for(target)
     # The two clocks can be compared only for a recording: a tape's times are estimates.
     if merge is not None:
         if not is_recording:
@@ -159,6 +161,7 @@ def _tape(
     if target.endswith(".npz"):
         if arguments or parameter:
             raise UsageError(f"{target} is a finished run: it takes no arguments or -p")
+        tracing.refuse_for(target)
         if not Path(target).is_file():
             raise UsageError(f"there is no file {target}")
         return read_tape(target)

@@ -22,6 +22,7 @@ from tightfit.layouts.exports.layout_run import LayoutRun, num_nodes_of
 from tightfit.layouts.exports.tool import AbstractTool, joint_optimizers
 from tightfit.layouts.layout_search import LayoutSearch
 from tightfit.layouts.model.blocks_at_host import BlocksAtHost
+from tightfit.layouts.model.heads_of_tape import heads_words
 from tightfit.layouts.model.model_parts import ModelParts, model_parts
 from tightfit.layouts.stages import stage_sizes
 from tightfit.layouts.traced_step import with_traced_step
@@ -198,9 +199,7 @@ def _assumptions(model: ModelParts, node: str, tool: AbstractTool | None, assume
     if assumed:
         found.append(assumed)
     if model.order:
-        found.append(
-            "tensor parallelism divides every block: its degree has to divide the heads and the key-value heads"
-        )
+        found.append(heads_words([part.heads for part in model.blocks]))
     else:
         found.append("no list of blocks was found: neither tensor nor pipeline parallelism is considered")
     return tuple(found)

@@ -8,6 +8,7 @@ IPython is not needed to import this: the notebook hands itself over when it loa
 """
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from typing import Any, Protocol
 from tightfit.reports.html.fragment import estimate_fragment, framed_page
 from tightfit.reports.verdicts import verdict_of_answer
 from tightfit.units import format_bytes
+
+_IS_WINDOWS = os.name == "nt"
 
 
 class Shell(Protocol):
@@ -48,7 +51,7 @@ def load_ipython_extension(shell: Shell) -> None:
 
 def tightfit(line: str) -> NotebookResult | None:
     """Runs `tightfit LINE`. An estimate and a report are shown as HTML; what else a command prints is printed."""
-    words = shlex.split(line)
+    words = _words(line)
     if words[:1] == ["estimate"] and "--json" not in words:
         return _estimate(words)
     if words[:1] == ["report"] and not any(word.startswith("--format") for word in words):
@@ -57,13 +60,24 @@ def tightfit(line: str) -> NotebookResult | None:
     return None
 
 
+def _words(line: str) -> list[str]:
+    lexer = shlex.shlex(line, posix=True, punctuation_chars=False)
+    lexer.whitespace_split, lexer.commenters = True, ""
+    # There a backslash is between the folders of a path.
+    if _IS_WINDOWS:
+        lexer.escape = ""
+    return list(lexer)
+
+
 def _estimate(words: list[str]) -> NotebookResult | None:
     # A script's own arguments come after --, ours before.
     at = words.index("--") if "--" in words else len(words)
-    answers = [json.loads(answer) for answer in _run([*words[:at], "--json", *words[at:]]).stdout.splitlines()]
-    # The command failed and has said why on stderr.
-    if not answers:
+    said = _run([*words[:at], "--json", *words[at:]]).stdout
+    # A help page, or nothing: the command failed then, and has said why on stderr.
+    if not said.startswith("{"):
+        sys.stdout.write(said)
         return None
+    answers = [json.loads(answer) for answer in said.splitlines()]
     return NotebookResult("".join(map(estimate_fragment, answers)), "\n".join(map(_in_a_line, answers)))
 
 

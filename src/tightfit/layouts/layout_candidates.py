@@ -37,7 +37,8 @@ class LayoutCandidates:
         num_blocks = len(self._model.order)
         # One product after another is what can be cut by columns and then by rows.
         is_paired = num_blocks and all(part.num_products > 1 for part in self._model.blocks)
-        tensor = _powers(min(_MOST_TENSOR, self._node.num_linked)) if is_paired else [1]
+        most = min(_MOST_TENSOR, self._node.num_linked) if is_paired else 1
+        tensor = [n for n in _powers(most) if all(part.heads.are_divided_by(n) for part in self._model.blocks)]
         for tp in tensor:
             for pp in _powers(min(num_blocks, num_gpus // tp)) if num_blocks else [1]:
                 for cp in self._context(num_gpus // (tp * pp)):

@@ -7,7 +7,9 @@ the columns `id,lower,upper,size` (the format of MiniMalloc), and a solution is 
 
 import csv
 import dataclasses
+import heapq
 import io
+import itertools
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -85,15 +87,26 @@ def worst_crowd(problem: PlacementProblem) -> Crowd:
     rounding keeps the bound valid whichever that is.
     """
     # Live bytes grow only where a lifetime begins, so a maximum is at such a time.
-    allocations = sorted({buffer.lower for buffer in problem.buffers})
-    worst = Crowd(moment=0, num_bytes=0, names=())
-    for moment in allocations:
-        live = [buffer for buffer in problem.buffers if buffer.lower <= moment < buffer.upper and buffer.size]
-        paddings = [-buffer.size % problem.alignment for buffer in live]
-        total = sum(buffer.size for buffer in live) + sum(paddings) - max(paddings, default=0)
-        if total > worst.num_bytes:
-            worst = Crowd(moment=moment, num_bytes=total, names=tuple(buffer.name for buffer in live))
-    return worst
+    by_begin = sorted((buffer for buffer in problem.buffers if buffer.size), key=lambda buffer: buffer.lower)
+    ends: list[tuple[int, int]] = []
+    paddings: list[tuple[int, int]] = []
+    live_bytes = worst_bytes = worst_moment = 0
+    for moment, beginning in itertools.groupby(by_begin, key=lambda buffer: buffer.lower):
+        for buffer in beginning:
+            padding = -buffer.size % problem.alignment
+            live_bytes += buffer.size + padding
+            heapq.heappush(ends, (buffer.upper, buffer.size + padding))
+            heapq.heappush(paddings, (-padding, buffer.upper))
+        while ends[0][0] <= moment:
+            live_bytes -= heapq.heappop(ends)[1]
+        # The largest on top; those that are not live any more go when they are.
+        while paddings[0][1] <= moment:
+            heapq.heappop(paddings)
+        total = live_bytes + paddings[0][0]
+        if total > worst_bytes:
+            worst_bytes, worst_moment = total, moment
+    names = (b.name for b in problem.buffers if b.lower <= worst_moment < b.upper and b.size)
+    return Crowd(moment=worst_moment, num_bytes=worst_bytes, names=tuple(names) if worst_bytes else ())
 
 
 def read_problem(path: Path | str, *, capacity: int | None = None, alignment: int = 1) -> PlacementProblem:

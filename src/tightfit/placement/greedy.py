@@ -6,6 +6,8 @@ They take milliseconds and give the first placement, which a search then has to 
 
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
+
 from tightfit.placement.buffers import Buffer, PlacementProblem
 
 Key = Callable[[Buffer], tuple[int, ...]]
@@ -21,20 +23,29 @@ ORDERS: Mapping[str, Key] = {
 
 def place_in_order(buffers: Sequence[Buffer], alignment: int) -> dict[str, int]:
     """Offsets in bytes of the buffers, each put into the lowest gap between earlier ones whose lifetimes overlap its own."""
+    # Ranks in place of times, which are integers of any size.
+    moments = {moment: rank for rank, moment in enumerate(sorted({m for b in buffers for m in (b.lower, b.upper)}))}
+    most_bytes = sum(buffer.size + alignment for buffer in buffers)
+    # By begin address; row by row: begin, end rounded up to the alignment, and the lifetime.
+    placed = np.zeros((4, len(buffers)), dtype=np.int64 if most_bytes < 1 << 62 else object)
     offsets: dict[str, int] = {}
-    placed: list[tuple[int, int, int, int]] = []
+    num_placed = 0
     for buffer in buffers:
-        offset = 0
-        for begin, end, lower, upper in sorted(placed):
-            # Sorted by begin address, so the first gap that is large enough is the lowest.
-            if lower < buffer.upper and buffer.lower < upper:
-                if offset + buffer.size <= begin:
-                    break
-                offset = max(offset, end + -end % alignment)
+        lower, upper = moments[buffer.lower], moments[buffer.upper]
+        begins, ends, lowers, uppers = placed[:, :num_placed]
+        meets = np.flatnonzero((lowers < upper) & (lower < uppers))
+        # Below each of those that are live with it: the highest end of those before.
+        tops = np.concatenate(([0], np.maximum.accumulate(ends[meets])))
+        is_gap = tops[:-1] + buffer.size <= begins[meets]
+        offset = int(tops[is_gap.argmax() if is_gap.any() else -1])
         offsets[buffer.name] = offset
         # A buffer of 0 bytes overlaps nothing.
         if buffer.size:
-            placed.append((offset, offset + buffer.size, buffer.lower, buffer.upper))
+            end = offset + buffer.size
+            at = int(np.searchsorted(begins, offset))
+            placed[:, at + 1 : num_placed + 1] = placed[:, at:num_placed]
+            placed[:, at] = offset, end + -end % alignment, lower, upper
+            num_placed += 1
     return offsets
 
 

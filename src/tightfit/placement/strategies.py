@@ -44,7 +44,7 @@ def solve(problem: PlacementProblem, *, seconds: float = 60.0) -> PlacementSolut
     """
     begin = time.monotonic()
     crowd = worst_crowd(problem)
-    best = _greedy_best(problem, crowd)
+    best = _greedy_best(problem, crowd, begin + seconds)
     capacity = problem.capacity
     is_infeasible = capacity is not None and crowd.num_bytes > capacity
     if capacity is None:
@@ -72,8 +72,12 @@ def solve(problem: PlacementProblem, *, seconds: float = 60.0) -> PlacementSolut
     )
 
 
-def _greedy_best(problem: PlacementProblem, crowd: Crowd) -> _Best:
-    placements = {order: greedy(problem, order) for order in ORDERS}
+def _greedy_best(problem: PlacementProblem, crowd: Crowd, deadline: float) -> _Best:
+    placements: dict[str, dict[str, int]] = {}
+    for order in ORDERS:
+        # One is made however long it takes: there is no answer without.
+        if not placements or time.monotonic() < deadline:
+            placements[order] = greedy(problem, order)
     order = min(placements, key=lambda name: height_of(problem, placements[name]))
     return _Best(
         offsets=placements[order],

@@ -67,6 +67,17 @@ class TraceOptions(TraceSettings):
 
     __doc__ = TraceSettings.__doc__
 
+    def refuse_for(self, finished: str) -> None:
+        """Refuses what was given for a run that is over and is not traced.
+
+        Raises:
+            UsageError: with the options.
+        """
+        fields = dataclasses.fields(self)
+        given = [f"--{each.name.replace('_', '-')}" for each in fields if getattr(self, each.name) != each.default]
+        if given:
+            raise UsageError(f"{finished} is a finished run, which is not traced again: it takes no {', '.join(given)}")
+
 
 @Parameter(name="*", group=Group("How the program is traced", sort_key=2))
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

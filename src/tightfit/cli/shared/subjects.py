@@ -36,13 +36,13 @@ def subject_of(
         CaptureError: the workload could not be traced.
     """
     # By its ending too, so that a misspelt name of a recording is not taken for a module to import.
-    is_recording = target.endswith(_RECORDINGS) or _is_pickle(target)
-    is_tape = target.endswith(".npz")
-    if not (is_recording or is_tape):
+    is_recording = _is_recording(target)
+    if not is_finished(target):
         refuse_other_files(target)
     else:
         if arguments or parameters:
             raise UsageError(f"{target} is a finished run: it takes no arguments or -p")
+        tracing.refuse_for(target)
         if not Path(target).is_file():
             raise UsageError(f"there is no file {target}")
     return (
@@ -50,6 +50,15 @@ def subject_of(
         if is_recording
         else _traced(target, device, arguments=arguments, parameters=parameters, alloc_conf=alloc_conf, tracing=tracing)
     )
+
+
+def is_finished(target: str) -> bool:
+    """Whether that is a run that is over, recorded or traced, and not one to trace."""
+    return _is_recording(target) or target.endswith(".npz")
+
+
+def _is_recording(target: str) -> bool:
+    return target.endswith(_RECORDINGS) or _is_pickle(target)
 
 
 def _is_pickle(target: str) -> bool:

@@ -17,6 +17,7 @@ from tightfit.cost.classes import operator_class
 from tightfit.layouts.model.batches_of_tape import BatchOfTape, batch_of
 from tightfit.layouts.model.blocks_at_host import BlocksAtHost
 from tightfit.layouts.model.experts_of_tape import experts_of
+from tightfit.layouts.model.heads_of_tape import Heads, heads_of
 from tightfit.layouts.model.peaks_of_tape import PeaksOfTape
 from tightfit.layouts.model.product_sizes import ProductSizes, product_sizes
 from tightfit.layouts.model.weights_of_tape import WeightBytes, WeightsOfTape
@@ -50,7 +51,7 @@ class ModelPart:
     `saved_bytes` are saved for backward, its output among them; of these `product_bytes` would be if only the results of products were saved,
     and `alternate_bytes` if every second matrix product was not either. `input_bytes` is what
     the part is given. `working_bytes` is the peak of temporaries in its backward pass, `fixed_working_bytes` of those that are as large as weights. `key_value_bytes` are the keys and values of its attention.
-    `converted_bytes` are copies of its weights in the type that is computed with, saved for backward besides. `expert_bytes` are the weights (of `parameter_bytes`) of its `num_experts`, of which each token uses `experts_per_token`.
+    `converted_bytes` are copies of its weights in the type that is computed with, saved for backward besides. `expert_bytes` are the weights (of `parameter_bytes`) of its `num_experts`, of which each token uses `experts_per_token`. `heads` are those of its attention.
     """
 
     name: str
@@ -71,6 +72,7 @@ class ModelPart:
     class_name: str = ""
     converted_bytes: int = 0
     fixed_working_bytes: int = 0
+    heads: Heads = dataclasses.field(default_factory=Heads)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -318,6 +320,7 @@ class _Reader:
             expert_bytes=experts.num_bytes,
             num_experts=experts.number,
             experts_per_token=experts.per_token,
+            heads=heads_of(rows.sizes, rows.is_attention),
         )
 
     def _rows(self, chosen: Column) -> Rows:

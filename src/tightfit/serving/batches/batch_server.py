@@ -5,13 +5,13 @@ from collections.abc import Callable, Sequence
 
 from tightfit.cost.attention_plans import calls_planned_attention, seconds_of_a_plan
 from tightfit.cost.copies import copy_seconds
-from tightfit.cost.host_bandwidth import HOST_BYTES_PER_SECOND
 from tightfit.cost.roofline import is_kernel
 from tightfit.cost.steps import step_operators
 from tightfit.devices.device import Device
 from tightfit.serving.batches.batch_memory import BatchMemory, TracedPeaks, batch_memory_of
 from tightfit.serving.batches.batch_rules import BatchRules
 from tightfit.serving.batches.split_layers import SplitModel, split_model
+from tightfit.serving.batches.split_seconds import SplitClock
 from tightfit.serving.costs.profiled_batch import TracedStep
 from tightfit.serving.costs.seconds_range import SecondsRange
 from tightfit.serving.costs.serving_speed import ServingSpeed, speed_at
@@ -182,7 +182,9 @@ def _of_layers(server: BatchServer) -> ServingEstimate:
         room=float(requests),
         why=why,
         speed=None if why else _split_speed(server, split, on_card, requests),
-        words=["the processor is taken to read weights at the speed of two channels of memory"]
+        words=[
+            "the processor is taken to read weights at the speed of two channels of memory, and to reach 0.6 TFLOP/s; for 32 tokens or more the GPU computes all layers, whose weights at the host are copied for each micro-batch"
+        ]
         if on_card < split.most
         else [],
     )
@@ -262,15 +264,17 @@ def _later(first: SecondsRange, second: SecondsRange) -> SecondsRange:
 
 
 def _split_speed(server: BatchServer, split: SplitModel, on_card: int, requests: int) -> ServingSpeed:
-    found = speed_at(server.costs(), server.prompt, server.answer, requests)
-    share = min(1.0, on_card / split.most)
-    at_host = (split.at_host(on_card) - split.embedding) / HOST_BYTES_PER_SECOND
-    host = SecondsRange(low=at_host, high=at_host)
-    return dataclasses.replace(
-        found,
-        each_token=found.each_token.times(share) + host,
-        first_token=found.first_token.times(share) + host,
+    rows = server.model.facts.weights
+    clock = SplitClock(
+        costs=server.costs(),
+        device=server.device,
+        split=split,
+        on_card=on_card,
+        parameters=sum(row.num_elements for row in rows if row.role not in ("embedding", "head")),
+        slots=requests,
+        micro_batch=server.rules.micro_batch,
     )
+    return clock.speed(server.prompt, server.answer)
 
 
 def _answer(

@@ -37,7 +37,7 @@ class SplitModel:
 
     def on_card(self, num_layers: int) -> tuple[int, int]:
         """Bytes of weights and of cache on the card with so many layers there."""
-        has_output = num_layers > 0 and (self.output_first or num_layers == self.most)
+        has_output = self._has_output(num_layers)
         first = len(self.layers) - (num_layers - has_output)
         return sum(self.layers[first:]) + has_output * self.output, sum(self.caches[first:])
 
@@ -45,6 +45,18 @@ class SplitModel:
         """Bytes at the host, weights and cache."""
         weights, caches = self.on_card(num_layers)
         return self.embedding + self.output + sum(self.layers) + sum(self.caches) - weights - caches
+
+    def layers_at_host(self, num_layers: int) -> tuple[int, int]:
+        """Bytes of the layers and of their caches at the host, without the output."""
+        first = len(self.layers) - (num_layers - self._has_output(num_layers))
+        return sum(self.layers[:first]), sum(self.caches[:first])
+
+    def output_at_host(self, num_layers: int) -> int:
+        """Bytes of the output at the host."""
+        return 0 if self._has_output(num_layers) else self.output
+
+    def _has_output(self, num_layers: int) -> bool:
+        return num_layers > 0 and (self.output_first or num_layers == self.most)
 
     def largest_within(self, free_bytes: int) -> int | None:
         """The most layers for which there is room, None: not even for the graph's buffer."""
