@@ -76,6 +76,16 @@ def test_a_cache_that_grows_has_its_attention_planned_with_each_token_on_hopper(
     assert each_token("L4", "dynamic") == pytest.approx(each_token("L4", "static"), rel=0.2)
 
 
+@pytest.mark.parametrize("engine", ["transformers", "llama.cpp"])
+def test_lengths_that_nobody_named_are_no_longer_than_the_model(tmp_path: Path, engine: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**CONFIG, "num_hidden_layers": 1, "max_position_embeddings": 400}))
+    found = serving.serve(str(path), "L4", engine=engine)
+    assert found.fits and found.settings.max_model_len == 400
+    assert found.speed is not None
+    assert (found.speed.prompt_tokens, found.speed.answer_tokens) == (300, 100)
+
+
 def test_exllama_keeps_a_buffer_for_its_largest_weight(tmp_path: Path) -> None:
     found = estimated(tmp_path, "transformers", quantization="gptq")
     # Of each group of 128 inputs a scale and a zero, 20 bits, of each input its group, 32.
@@ -110,6 +120,7 @@ def test_layers_at_the_host_take_the_same_bytes_of_a_shared_memory(tmp_path: Pat
     ("transformers", {"quantization": "q4_k_m"}, "GGUF"),
     ("transformers", {"num_gpus": 2}, "one GPU"),
     ("llama.cpp", {"quantization": "awq"}, "GGUF"),
+    ("llama.cpp", {"enforce_eager": True}, "--enforce-eager is of vllm"),
     ("llama.cpp", {"kv_dtype": "fp8"}, "q8_0"),
     ("vllm", {"cache": "static"}, "--engine transformers"),
     ("vllm", {"kv_dtype": "q8_0"}, "llama.cpp"),

@@ -229,6 +229,14 @@ def test_the_fewest_cards_in_time_are_named_or_that_none_are(tape: Tape, capsys:
     assert "no layout fits up to 2 x" in capsys.readouterr().out
 
 
+def test_cards_that_the_first_layout_leaves_idle_are_not_linear(tape: Tape, capsys: pytest.CaptureFixture[str]) -> None:
+    curve = plan_layouts(tape, "H100", gpus=(3, 4), global_batch=2)
+    (first, _) = curve.points
+    assert first.best is not None and first.best.layout.num_gpus == 2
+    write_curve(curve, elapsed_seconds=1.0)
+    assert "67%" in next(line for line in capsys.readouterr().out.splitlines() if "(on 2)" in line)
+
+
 def test_a_deadline_needs_the_work_that_is_to_be_done(tape: Tape) -> None:
     with pytest.raises(UsageError, match="--deadline goes with --total"):
         plan_layouts(tape, "H100", gpus=(8,), deadline_seconds=1.0)

@@ -11,10 +11,12 @@ from tightfit.cli.main import run
 from tightfit.devices.catalogue import find
 from tightfit.errors import UsageError
 from tightfit.fit import serving, serving_planning
+from tightfit.serving.batches.batch_rules import BatchRules
 from tightfit.serving.choices.candidate_servers import Kind, PricedCard, kinds, servers
 from tightfit.serving.choices.choosing import Offer, Wanted, best_of_kind, ranked
 from tightfit.serving.choices.serving_plan import ServingPlan
 from tightfit.serving.engine_rules import rules_of
+from tightfit.serving.launch.launch_arguments import launch_arguments, launch_of
 from tightfit.serving.load.arrivals import drawn_arrivals
 from tightfit.serving.load.load_summary import ServiceLevel
 from tightfit.serving.model.weight_formats import format_named
@@ -161,6 +163,38 @@ def test_a_server_that_refuses_the_requests_is_not_planned(model: TracedModel, m
         planned([(5000, 10)])
 
 
+def test_the_line_for_sglang_gives_the_cache_that_was_planned(model: TracedModel) -> None:
+    server = serving.server_of(model, "L4", RULES, ServeSettings())
+    found = server.start_up()
+    arguments = launch_arguments("sglang", launch_of(server, found, "m"))
+    share = float(arguments[arguments.index("--mem-fraction-static") + 1])
+    settings = dataclasses.replace(server.settings, gpu_memory_utilization=share)
+    started = dataclasses.replace(server, rules=rules_of("sglang"), settings=settings).start_up()
+    assert started.fits
+    # The share is rounded up in its fourth digit.
+    assert found.kv_bytes <= started.kv_bytes <= found.kv_bytes + 2e-4 * L4.device.capacity_bytes
+
+
+def test_advice_is_one_that_can_be_followed(model: TracedModel) -> None:
+    whole = serving.server_of(model, "L4", RULES, ServeSettings())
+    found = whole.start_up()
+    share = (found.charged_bytes + 1000) / found.capacity_bytes
+    settings = dataclasses.replace(whole.settings, gpu_memory_utilization=share)
+    why = dataclasses.replace(whole, settings=settings).start_up().why
+    assert "are left for the cache, which not even a request of one token has room in; raise --gpu-mem" in why
+
+
+def test_a_version_that_is_newer_than_the_rules_is_said(model: TracedModel) -> None:
+    def said(version: str | None) -> bool:
+        server = serving.server_of(model, "L4", rules_of("vllm", version), ServeSettings())
+        return any("the newest that are known, are used" in each for each in server.start_up().assumptions)
+
+    assert said("99.1")
+    assert not any(map(said, (None, RULES.version, f"{RULES.version}.post1", "0.11.0")))
+    assert BatchRules.of("transformers", "99.1").newest
+    assert not BatchRules.of("llama.cpp", None).newest
+
+
 def test_the_load_of_an_engine_that_schedules_in_another_way_is_refused(model: TracedModel) -> None:
     old = rules_of("vllm", "0.6.1")
     server = serving.server_of(model, "L4", old, ServeSettings(max_model_len=2048, max_num_batched_tokens=2048))
@@ -195,6 +229,8 @@ def test_the_command_says_what_to_start_and_changes_answers_only_where_allowed(
         (["--plan", "--price-per-hour", "T4=1"], "is none of the --device"),
         (["--plan", "--price-per-hour", "free"], "--price-per-hour free: write what a GPU costs"),
         (["--plan", "--at-once", "0"], "--at-once 0: at least 1"),
+        (["--plan", "--at-once", "4"], "--at-once is of --for memory and of --beside"),
+        (["--at-once", "4"], "--at-once is of --for memory and of --beside"),
         (["--device", "H100"], "several --device: give --plan too"),
     ):
         assert run(["serve", str(folder), "--device", "L4", *wrong]) == 2

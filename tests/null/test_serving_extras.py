@@ -50,6 +50,9 @@ def test_no_adapters(text: str) -> None:
 def test_a_draft_adds_its_weights_and_its_cache() -> None:
     both = with_draft(facts(row("model.a", (10, 10))), facts(row("model.a", (4, 4))))
     assert weights_bytes(both, None) == 2 * (100 + 16)
+    # Adapters are for the model alone.
+    slots = AdapterSlots.parsed("16:4")
+    assert slots.num_bytes(both, 1) == slots.num_bytes(facts(row("model.a", (10, 10))), 1)
     assert [tensor.path for tensor in both.cache] == ["layers.0.keys", "draft.layers.0.keys"]
 
 

@@ -87,7 +87,7 @@ def test_options_say_what_the_settings_are() -> None:
     assert found["vllm"]["--tensor-parallel-size"] == "2"
     assert found["vllm"]["--gpu-memory-utilization"] == "0.9"
     # SGLang counts weights and cache alone.
-    assert found["sglang"]["--mem-fraction-static"] == "0.812"
+    assert found["sglang"]["--mem-fraction-static"] == "0.8125"
     assert found["tgi"]["--max-input-tokens"] == "8191"
     # TGI computes prompts whole.
     assert found["tgi"]["--max-batch-prefill-tokens"] == "8192"
@@ -123,6 +123,8 @@ def test_a_manifest_runs_the_command_with_its_gpus() -> None:
     assert container["command"] == [*arguments, "--port", "8000"]
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 2}
     assert deployment["metadata"]["name"] == service["metadata"]["name"] == "some-model-8b"
+    other = list(yaml.safe_load_all(manifest("01-ai/Yi-6B", "image", arguments, num_gpus=1)))[1]
+    assert other["metadata"]["name"] == "model-01-ai-yi-6b"
     assert service["spec"]["selector"] == deployment["spec"]["template"]["metadata"]["labels"]
     assert service["spec"]["ports"][0]["targetPort"] == container["ports"][0]["containerPort"]
 

@@ -1,5 +1,6 @@
 """Seconds of llama.cpp with layers at the host: a layer there is never faster, and prompts copy its weights for each micro-batch."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -40,7 +41,7 @@ def speed(on_card: int, prompt: int, *, slots: int = 1, output_first: bool = Tru
 @pytest.mark.parametrize(("prompt", "slots"), [(20, 1), (31, 8), (512, 1), (4000, 1), (530, 40)])
 def test_fewer_layers_on_the_card_are_never_faster(prompt: int, slots: int, output_first: bool) -> None:
     found = [speed(n, prompt, slots=slots, output_first=output_first) for n in range(NUMBER + 2)]
-    for fewer, more in zip(found, found[1:], strict=False):
+    for fewer, more in itertools.pairwise(found):
         for one, other in ((fewer.first_token, more.first_token), (fewer.each_token, more.each_token)):
             assert one.low > other.low
             assert one.high > other.high

@@ -96,6 +96,7 @@ def serve(
     cards = cards_of(device or [own_card()], gpus, price_per_hour)
     asked = ServeSettings(num_gpus=gpus, **dataclasses.asdict(arguments))
     requests = lengths_of(lengths) if lengths is not None else []
+    _refuse_unused_requests(plan)
     if plan.beside and is_script(model):
         raise UsageError("--beside: give the configs of both models; a script is served alone")
     with served_model(
@@ -230,6 +231,13 @@ def _answer_one(
     return 0 if found.fits else 1
 
 
+def _refuse_unused_requests(plan: PlanArguments) -> None:
+    if plan.at_once < 1:
+        raise UsageError(f"--at-once {plan.at_once}: at least 1")
+    if plan.at_once > 1 and plan.objective != "memory" and not plan.beside:
+        raise UsageError("--at-once is of --for memory and of --beside: give one of them, or leave it out")
+
+
 def _refuse_what_nothing_uses(
     load: LoadArguments, prices: Sequence["PricedCard"], lengths: Sequence[tuple[int, int]]
 ) -> None:
@@ -253,8 +261,6 @@ def _chosen(
     objective = next((each for each in OBJECTIVES if each == (plan.objective or "throughput")), None)
     if objective is None:
         raise UsageError(f"--for {plan.objective}: one of {', '.join(OBJECTIVES)}")
-    if plan.at_once < 1:
-        raise UsageError(f"--at-once {plan.at_once}: at least 1")
     lengths = served.lengths
     asked_load = load_of(load, lengths)
     wanted = Wanted(objective=objective, lengths=lengths, at_once=plan.at_once, level=level_of(load), load=asked_load)

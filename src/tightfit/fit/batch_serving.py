@@ -11,6 +11,7 @@ from tightfit.serving.batches.batch_rules import CACHES, BatchRules
 from tightfit.serving.batches.batch_server import BatchServer
 from tightfit.serving.engine_rules import rules_of
 from tightfit.serving.launch.launch_arguments import llama_cpp_launch
+from tightfit.serving.load.lengths import DEFAULT_LENGTHS, default_lengths
 from tightfit.serving.model.checkpoint_format import checkpoint_format
 from tightfit.serving.model.weight_formats import format_named, is_of_files
 from tightfit.serving.serve_settings import ServeSettings
@@ -18,8 +19,6 @@ from tightfit.serving.serving_curves import room_by_length
 from tightfit.serving.serving_estimate import ServingEstimate
 from tightfit.serving.serving_points import ServingCurves
 
-# The lengths of vLLM's own benchmark, where the user names none.
-_DEFAULT_LENGTHS = (1024, 128)
 _NO_QUEUE = "generate takes one batch after the other, and has no queue"
 # Rows of next tokens between which the peak of choosing them is affine.
 _ROWS = (1, 64)
@@ -70,6 +69,8 @@ def serve_batch(
     if is_llama_cpp and traced.facts.is_encoder_decoder:
         raise UsageError(f"--engine llama.cpp: its server takes no encoder-decoder, as a {traced.facts.model_type} is")
     positions = traced.facts.max_positions
+    if positions is not None and not lengths and asked.max_model_len is None:
+        prompt, answer = default_lengths(positions)
     if positions is not None and prompt + answer > positions:
         raise UsageError(f"a request of {prompt + answer:,} tokens is longer than the model's positions, {positions:,}")
     of_checkpoint = named or (None if is_llama_cpp else checkpoint_format(traced.facts.quantization))
@@ -103,6 +104,8 @@ def _checked(asked: ServeSettings, rules: BatchRules) -> str:
     if rules.engine == "llama.cpp":
         if asked.cache is not None:
             raise UsageError("--cache is of --engine transformers")
+        if asked.enforce_eager:
+            raise UsageError("--enforce-eager is of vllm and sglang; llama.cpp has no such option")
         if asked.kv_dtype.startswith("fp8"):
             raise UsageError(f"--kv-dtype {asked.kv_dtype}: llama.cpp has auto, float16, bfloat16, q8_0, q4_0")
         if asked.quantization is not None and not is_of_files(asked.quantization):
@@ -130,4 +133,4 @@ def _longest(lengths: Sequence[tuple[int, int]], max_model_len: int | None) -> t
         return max(1, prompt), max(1, answer)
     if max_model_len is not None:
         return max(1, max_model_len - max_model_len // 8), max(1, max_model_len // 8)
-    return _DEFAULT_LENGTHS
+    return DEFAULT_LENGTHS

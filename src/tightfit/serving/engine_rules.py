@@ -21,7 +21,7 @@ _LARGEST_GRAPH, _LARGEST_WHOLE = 512, 256
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRules:
-    """The rules of one version of an engine; the fields are described in `engines/vllm.toml`, those of SGLang in `engines/sglang.toml`."""
+    """The rules of one version of an engine; the fields are described in `engines/vllm.toml`, those of SGLang in `engines/sglang.toml`. `newest` is the newest version that is known, where an even newer one was asked for."""
 
     engine: str
     version: str
@@ -44,6 +44,7 @@ class EngineRules:
     fused: tuple[tuple[str, ...], ...] = ()
     classes: tuple[tuple[int, int, int, int], ...] = ()
     rotary_item_bytes: int = 0
+    newest: str = ""
 
     @property
     def has_static_share(self) -> bool:
@@ -129,7 +130,17 @@ def rules_of(engine: str, version: str | None = None) -> EngineRules:
     first = table.pop("from")
     for name in ("fused", "classes"):
         table[name] = tuple(tuple(row) for row in table.get(name, ()))
-    return EngineRules(**table, version=version or first)
+    return EngineRules(**table, version=version or first, newest=first if is_beyond(wanted, tables[-1]["from"]) else "")
+
+
+def is_beyond(wanted: tuple[int, ...] | None, newest: str) -> bool:
+    """Whether a version is newer than the newest that is known, and no patch of it."""
+    return wanted is not None and wanted[:2] > parsed_version(newest)[:2]
+
+
+def newest_words(engine: str, newest: str) -> list[str]:
+    """What is assumed of such a version."""
+    return [f"the rules of {engine} {newest}, the newest that are known, are used"] if newest else []
 
 
 def parsed_version(text: str) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from tightfit.devices.device import Device
 from tightfit.devices.nodes import node_of
 from tightfit.serving.costs.profiled_batch import StepMemory
 from tightfit.serving.costs.serving_speed import ServingSpeed
-from tightfit.serving.engine_rules import EngineRules
+from tightfit.serving.engine_rules import EngineRules, newest_words
 from tightfit.serving.host_memory import HostCache, Sleep, asleep, host_cache
 from tightfit.serving.load.load_summary import LoadSummary
 from tightfit.serving.model.cache_size import CacheSize, mean_request_bytes, num_tokens
@@ -241,11 +241,12 @@ def _refusal(kv_bytes: int, longest: int, share: int, settings: ResolvedSettings
             f"{settings.gpu_memory_utilization:g} of the card is {format_bytes(share)}, and {format_bytes(free)}"
             f" are free beside the CUDA context{others}: lower --gpu-memory-utilization to {most:g}"
         )
+    # The engine refuses a share of more than is free beside its context.
+    raised = "raise --gpu-memory-utilization, " if free - share > max(0, -kv_bytes) else ""
     if kv_bytes <= 0:
-        # The engine refuses a share of more than is free beside its context.
-        unused = device.capacity_bytes - device.context_bytes - device.system_bytes - share
-        raised = "raise --gpu-memory-utilization, " if unused > -kv_bytes else ""
         return f"no memory is left for the cache: {format_bytes(-kv_bytes)} are missing; {raised}quantise, or use more cards"
+    if kv_bytes < longest and not fitting:
+        return f"{format_bytes(kv_bytes)} are left for the cache, which not even a request of one token has room in; {raised}quantise, or use more cards"
     if kv_bytes < longest:
         return (
             f"one request of {settings.max_model_len:,} tokens needs {format_bytes(longest)} of cache, and {format_bytes(kv_bytes)} are left:"
@@ -256,6 +257,7 @@ def _refusal(kv_bytes: int, longest: int, share: int, settings: ResolvedSettings
 
 def _assumptions(facts: ModelFacts, settings: ResolvedSettings, rules: EngineRules) -> tuple[str, ...]:
     found = [*facts.left_open, f"{rules.engine} {rules.version}: {rules.source}"]
+    found += newest_words(rules.engine, rules.newest)
     if not settings.enforce_eager:
         when = "before it sizes the cache" if rules.charges_graphs else "beside its share of the GPU"
         found.append(

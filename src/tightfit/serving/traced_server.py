@@ -14,6 +14,7 @@ from tightfit.serving.costs.traced_operators import TracedLayers
 from tightfit.serving.costs.weight_products import WeightProducts
 from tightfit.serving.engine_rules import EngineRules
 from tightfit.serving.load.arrivals import Arrivals
+from tightfit.serving.load.lengths import default_lengths
 from tightfit.serving.load.load_costs import CachePages, LoadCosts
 from tightfit.serving.load.load_summary import ServiceLevel
 from tightfit.serving.load.scheduler import SchedulerLimits
@@ -25,9 +26,6 @@ from tightfit.serving.model.weight_formats import WeightFormat, format_named
 from tightfit.serving.serve_settings import KV_DTYPES, ResolvedSettings
 from tightfit.serving.serving_estimate import ServingEstimate, estimate_serving
 from tightfit.tape import Tape
-
-# The lengths of vLLM's own benchmark (`vllm bench serve`, random), where the user names none.
-_DEFAULT_LENGTHS = (1024, 128)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +150,7 @@ class Server:
 
     def speed(self, costs: StepCosts, lengths: Sequence[tuple[int, int]], room: float) -> ServingSpeed:
         """The speed for requests of the mean of `lengths`, of which there is room for so many."""
-        prompt, answer = _mean(lengths) if lengths else self._default_lengths()
+        prompt, answer = _mean(lengths) if lengths else default_lengths(self.settings.max_model_len)
         together = max(1, min(int(room), self.settings.max_num_seqs))
         chunk = self.settings.max_num_batched_tokens if self.settings.is_chunked else None
         return speed_at(costs, prompt, answer, together, chunk=chunk)
@@ -182,11 +180,6 @@ class Server:
             ),
             max_model_len=settings.max_model_len,
         )
-
-    def _default_lengths(self) -> tuple[int, int]:
-        prompt, answer = _DEFAULT_LENGTHS
-        limit = self.settings.max_model_len
-        return (prompt, answer) if prompt + answer <= limit else (max(1, limit - limit // 4), limit // 4)
 
 
 @functools.lru_cache(maxsize=512)

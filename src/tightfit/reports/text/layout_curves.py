@@ -73,7 +73,8 @@ def _figures(curve: LayoutCurve, point: LayoutPlan, best: PricedLayout) -> list[
     fewest = curve.fewest
     assert fewest is not None
     assert fewest.best is not None
-    linear = point.rate(best) / point.num_gpus / (fewest.rate(fewest.best) / fewest.num_gpus)
+    # Of cards that the first layout uses: those that it leaves idle are not linear either.
+    linear = point.rate(best) / point.num_gpus / (fewest.rate(fewest.best) / fewest.best.layout.num_gpus)
     figures = [format_bytes(best.worst.total_bytes), format_seconds(best.seconds.total), f"{point.rate(best):,.0f}"]
     return [*figures, f"{linear:.0%}"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from tightfit.errors import UsageError
-from tightfit.serving.engine_rules import parsed_version
+from tightfit.serving.engine_rules import is_beyond, parsed_version
 
 BATCH_ENGINES = ("transformers", "llama.cpp")
 CACHES = ("dynamic", "static", "offloaded", "quantized", "fp8")
@@ -36,6 +36,7 @@ class BatchRules:
     logits_of_slots: bool = False
     mask_bytes: int = 0
     host_microseconds: tuple[float, ...] = (0.0, 0.0)
+    newest: str = ""
 
     @classmethod
     def of(cls, engine: str, version: str | None) -> Self:
@@ -52,7 +53,8 @@ class BatchRules:
             raise UsageError(f"--engine-version {version}: {engine} is known from {_named(engine, tables[0])} on")
         table = {name: value for name, value in {**content, **fitting[-1]}.items() if name not in ("version", "from")}
         table |= {name: tuple(table[name]) for name in ("caches", "host_microseconds") if name in table}
-        return cls(engine=engine, version=version or _named(engine, fitting[-1]), **table)
+        newest = _named(engine, tables[-1]) if is_beyond(wanted, tables[-1]["from"]) else ""
+        return cls(engine=engine, version=version or _named(engine, fitting[-1]), newest=newest, **table)
 
 
 def _numbered(version: str) -> str:

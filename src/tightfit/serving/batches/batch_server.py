@@ -18,6 +18,7 @@ from tightfit.serving.costs.serving_speed import ServingSpeed, speed_at
 from tightfit.serving.costs.step_costs import StepCosts, step_costs
 from tightfit.serving.costs.traced_operators import TracedLayers, layer_times
 from tightfit.serving.costs.weight_products import WeightProducts
+from tightfit.serving.engine_rules import newest_words
 from tightfit.serving.model.cache_size import CacheSize
 from tightfit.serving.model.smallest_change import FILE_FORMATS, LOADED_FORMATS, smallest_change
 from tightfit.serving.model.weight_formats import WeightFormat, all_formats, format_named, row_bytes
@@ -325,6 +326,7 @@ def _answer(
         assumptions=(
             *server.model.facts.left_open,
             f"{server.rules.engine} {server.rules.version}: {server.rules.source}",
+            *newest_words(server.rules.engine, server.rules.newest),
             *words,
         ),
         speed=speed,

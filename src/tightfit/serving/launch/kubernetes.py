@@ -11,6 +11,9 @@ _PORT = 8000
 def manifest(name: str, image: str, arguments: Sequence[str], *, num_gpus: int) -> str:
     """The manifest as YAML: `image` runs the command `arguments`, with `num_gpus` of the node's."""
     label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:50].strip("-") or "model"
+    if label[0].isdigit():
+        # The name of a Service begins with a letter (RFC 1035).
+        label = f"model-{label}"
     labels = {"app": label}
     container = {
         "name": "server",

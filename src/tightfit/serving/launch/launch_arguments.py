@@ -1,10 +1,11 @@
 """The arguments that start an engine with a server's settings: of vLLM, SGLang and TGI from the same estimate. The commands and their options are data: `commands.toml`.
 
-vLLM's share of the card holds activations too; SGLang's is of weights and cache alone, so it is worked out from those.
+vLLM's share of the card holds activations too; SGLang's is of weights and cache alone, and of what is free before the weights: it is worked out from those.
 """
 
 import dataclasses
 import functools
+import math
 import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -12,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.errors import UsageError
+from tightfit.serving.engine_rules import rules_of
 from tightfit.serving.serve_settings import ResolvedSettings
 from tightfit.serving.serving_estimate import ServingEstimate
 from tightfit.serving.traced_server import Server
 from tightfit.units import GIB
 
 ENGINES = ("vllm", "sglang", "tgi")
+# A share is rounded up to this, so that what was planned has room.
+_SHARE_STEPS = 10_000
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +51,19 @@ def launch_of(server: Server, found: ServingEstimate, model: str) -> Launch:
         dtype=server.model.facts.dtype,
         settings=found.settings,
         quantization=None if weights is None or is_own else weights.name,
-        static_share=found.settings.gpu_memory_utilization
-        if server.rules.has_static_share
-        else (found.weights_bytes + found.kv_bytes) / found.capacity_bytes,
+        static_share=_static_share(server, found),
         kv_tokens=found.kv_tokens,
     )
+
+
+def _static_share(server: Server, found: ServingEstimate) -> float:
+    """SGLang's share with which its cache has as many bytes: of what is free before the weights, for weights and cache as SGLang counts them."""
+    if server.rules.has_static_share:
+        return found.settings.gpu_memory_utilization
+    all_of_it = dataclasses.replace(found.settings, gpu_memory_utilization=1.0)
+    whole = dataclasses.replace(server, rules=rules_of("sglang"), settings=all_of_it).start_up()
+    others = whole.weights_bytes + whole.adapter_bytes
+    return min(1.0, (others + found.kv_bytes) / (others + whole.kv_bytes))
 
 
 def launch_arguments(engine: str, launch: Launch) -> list[str]:
@@ -119,7 +131,7 @@ def _value(setting: str, launch: Launch, engine: str, of: Mapping[str, Any]) -> 
     derived = {
         # TGI takes no type of weights beside a format of them, and the engines cut no prompt that leaves no room for an answer.
         "dtype": None if engine == "tgi" and launch.quantization else launch.dtype,
-        "static_share": round(launch.static_share, 3),
+        "static_share": math.ceil(round(launch.static_share * _SHARE_STEPS, 3)) / _SHARE_STEPS,
         "max_prompt": max(1, settings.max_model_len - 1),
         # TGI computes prompts whole.
         "prefill_tokens": max(settings.max_num_batched_tokens, settings.max_model_len),

@@ -9,6 +9,14 @@ from tightfit.errors import UsageError
 _PROMPT = ("prompt", "context", "input", "request token")
 _ANSWER = ("answer", "generated", "output", "response")
 
+DEFAULT_LENGTHS = (1024, 128)
+"""Those of vLLM's own benchmark (`vllm bench serve`, random), where the user names none."""
+
+
+def default_lengths(limit: int) -> tuple[int, int]:
+    """Tokens of prompt and answer where the user names none, of a request of at most `limit`."""
+    return DEFAULT_LENGTHS if sum(DEFAULT_LENGTHS) <= limit else (max(1, limit - limit // 4), limit // 4)
+
 
 def lengths_of(text: str) -> list[tuple[int, int]]:
     """Tokens of prompt and answer of each request: of `2000:300`, or of the rows of a CSV whose header has a column for each (`ContextTokens,GeneratedTokens` as in the

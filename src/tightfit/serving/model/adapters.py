@@ -38,7 +38,7 @@ class AdapterSlots:
 
     def num_bytes(self, facts: ModelFacts, degree: int) -> int:
         """Bytes on one of `degree` ranks: for each weight of a product two matrices for each adapter, of which one is cut with the weight (`fully_sharded_loras` is off)."""
-        return sum(self._of(row, degree) for row in facts.weights if row.role == "linear")
+        return sum(self._of(row, degree) for row in facts.weights if row.role == "linear" and row.takes_adapters)
 
     def _of(self, row: WeightRow, degree: int) -> int:
         *others, num_outputs, num_inputs = row.shape
@@ -51,7 +51,7 @@ class AdapterSlots:
 
 def with_draft(facts: ModelFacts, draft: ModelFacts) -> ModelFacts:
     """`facts` with the weights and the cache of a model that drafts tokens for it."""
-    weights = tuple(dataclasses.replace(row, name=f"draft.{row.name}") for row in draft.weights)
+    weights = tuple(dataclasses.replace(row, name=f"draft.{row.name}", takes_adapters=False) for row in draft.weights)
     cache = tuple(dataclasses.replace(tensor, path=f"draft.{tensor.path}") for tensor in draft.cache)
     widths = (*facts.rotary_widths, *draft.rotary_widths)
     return dataclasses.replace(

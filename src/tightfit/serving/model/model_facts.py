@@ -14,7 +14,7 @@ _LAYER = re.compile(r"(?<![^.])\d+(?![^.])")
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WeightRow:
     """One parameter or saved buffer. `parts` is in how many it can be cut at most, 0: in any number. `role` is `embedding`, `head`, `linear` (a weight of a matrix product) or `other`; `cut` the style of tensor parallelism in the model's plan, "" if it
-    is kept whole. `num_layers` is how many layers there are where it is one of them, else 0."""
+    is kept whole. `num_layers` is how many layers there are where it is one of them, else 0. `takes_adapters`: it is of the model that adapters are for, and not of a draft beside it."""
 
     name: str
     shape: tuple[int, ...]
@@ -24,6 +24,7 @@ class WeightRow:
     kind: str
     parts: int = 0
     num_layers: int = 0
+    takes_adapters: bool = True
 
     @property
     def num_elements(self) -> int:
