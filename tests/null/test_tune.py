@@ -338,8 +338,9 @@ class TestOtherSizes:
         assert trials.try_always("").peak_reserved_bytes == 1072 * MIB
         assert trials.try_always("roundup_power2_divisions:4").peak_reserved_bytes == 1000 * MIB
         trials.try_always("expandable_segments:True")
-        assert not trials.lasts("roundup_power2_divisions:4", [""], until=math.inf)
-        assert trials.lasts("expandable_segments:True", [""], until=math.inf)
+        assert trials.num_copies_passed("roundup_power2_divisions:4", [""], until=math.inf) is None
+        assert trials.num_copies_passed("expandable_segments:True", [""], until=math.inf) == 6
+        assert trials.num_copies_passed("expandable_segments:True", [""], until=0.0) == 0
         assert "roundup" not in tune(script.recording(), is_windows=True).recommended.settings
 
 
@@ -425,6 +426,12 @@ class TestCommand:
         )
         assert "would reach 60.0 MiB; no placement is lower." in said
 
+    def test_checks_that_the_time_ended_are_said_to_be_few(self, path, capsys, monkeypatch):
+        for number, words in ((2, "Checked on 2 of 6 copies"), (0, "Checked on no copy")):
+            monkeypatch.setattr(Trials, "num_copies_passed", lambda *_, **__: number)  # noqa: B023 - called in this turn
+            assert replay_command(path, tune=True) == 0
+            assert f" {words} with other sizes: the time was over" in capsys.readouterr().out
+
     def test_a_bad_pair_is_said_to_be_one(self, path, capsys):
         assert replay_command(path, tune=True, alloc_conf="max_split_size_mb:64,expandable_segments:True") == 0
         said = capsys.readouterr().out
@@ -439,7 +446,7 @@ class TestCommand:
         assert tuned == plain
         assert found.keys() == {
             *("recommended", "reason", "live_bytes", "static", "default", "as_recorded", "given", "rows", "refused"),
-            *("capacity_bytes", "trials", "complete", "elapsed_seconds"),
+            *("capacity_bytes", "trials", "copies_checked", "complete", "elapsed_seconds"),
         }
         assert found["recommended"] == "expandable_segments:True"
         assert found["given"]["settings"] == "max_split_size_mb:64"

@@ -45,6 +45,7 @@ SAYS_WHAT_IT_IS_LIKE = frozenset(
     | {torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.stride, torch.Tensor.is_contiguous}
 )
 """Functions of torch that need no note."""
+_UNCOUNTED = -1
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 # What is called here is called by who enters a context such as `torch.no_grad()`, or calls an operator.
 _PASS_ON = frozenset({torch.autograd.grad_mode.__file__, OpOverload.__call__.__code__.co_filename})
@@ -113,11 +114,15 @@ class CallTrail:
     def written_outside(self, known: Iterable[torch.Tensor]) -> bool:
         """Whether the run has written in place to a tensor that was there before it, besides those that are known."""
         others = set(map(id, known))
-        written = [
-            each() for each, version in self._outside if (tensor := each()) is not None and tensor._version != version
+        met = [(tensor, version) for each, version in self._outside if (tensor := each()) is not None]
+        # Of one that was made in inference mode, nobody counts writes.
+        if any(version == _UNCOUNTED for _, version in met):
+            return True
+        written = [tensor for tensor, version in met if tensor._version != version]
+        written += [
+            tensor for each, data in self._data_of_outside if data._version > 0 and (tensor := each()) is not None
         ]
-        written += [each() for each, data in self._data_of_outside if not data.is_inference() and data._version > 0]
-        return any(tensor is not None and id(tensor) not in others for tensor in written)
+        return any(id(tensor) not in others for tensor in written)
 
     def number(self) -> int:
         """The same for the same calls."""
@@ -131,8 +136,7 @@ class CallTrail:
         self._last_number -= 1
         reference = weakref.ref(tensor)
         self._tensors[id(tensor)] = reference, self._last_number
-        if not tensor.is_inference():
-            self._outside.append((reference, tensor._version))
+        self._outside.append((reference, _UNCOUNTED if tensor.is_inference() else tensor._version))
         # Of what the code has from before: what it makes is looked at where its memory is handed out.
         if not tensor.requires_grad and is_lent(tensor):
             self.lent.is_any = True

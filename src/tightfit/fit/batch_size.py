@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from tightfit.capture.targets.script_options import option_of, value_of, with_option
 from tightfit.capture.targets.target_kinds import GeneratorFunction, HuggingFaceConfig, Target, parse_target
 from tightfit.capture.trace_settings import AS_USUAL, TraceSettings
 from tightfit.errors import CaptureError, UsageError
@@ -19,7 +20,6 @@ from tightfit.fit.available import Used
 from tightfit.fit.card_settings import CardSettings
 from tightfit.fit.planning import allowed
 from tightfit.fit.planning_progress import OnProgress, ProgressLog
-from tightfit.fit.script_options import option_of, value_of, with_option
 from tightfit.fit.searching.search import Found, Search
 from tightfit.fit.traced_runs import TracedRuns
 from tightfit.planner.largest_batch_size import CLOSE_ENOUGH, BatchSize, BatchSizes, close_in, fastest

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tightfit.allocator.settings import AllocatorSettings
+from tightfit.capture.targets.script_options import option_of, with_option
 from tightfit.capture.targets.target_kinds import GeneratorFunction, HuggingFaceConfig, Target
 from tightfit.capture.trace_settings import AS_USUAL, TraceSettings
 from tightfit.devices.calibration import Calibration
@@ -18,7 +19,6 @@ from tightfit.devices.device import Device
 from tightfit.errors import TightfitError, UsageError
 from tightfit.fit import capture, cost
 from tightfit.fit.available import Used
-from tightfit.fit.script_options import option_of, with_option
 from tightfit.reports.results import Estimate
 
 MAX_COMBINATIONS = 256

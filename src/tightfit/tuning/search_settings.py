@@ -58,7 +58,8 @@ class Tuning:
 
     `as_recorded` and `given` are None where they are the default or were not given (or refused). `rows` are the best that were tried, the
     default among them, by reserved bytes. `live_bytes` is the peak of allocated blocks, a lower bound for any allocator. `is_complete`: the
-    search ended before its time limit.
+    search ended before its time limit. `num_copies`: on how many copies with other sizes the recommended settings were no worse than the default and the
+    recorded ones; None where they are one of these.
     """
 
     default: TriedSettings
@@ -72,6 +73,7 @@ class Tuning:
     static: StaticPlacement
     capacity_bytes: int | None
     num_trials: int
+    num_copies: int | None
     is_complete: bool
     elapsed_seconds: float
 
@@ -89,6 +91,7 @@ class Tuning:
             "refused": [dataclasses.asdict(one) for one in self.refused],
             "capacity_bytes": self.capacity_bytes,
             "trials": self.num_trials,
+            "copies_checked": self.num_copies,
             "complete": self.is_complete,
             "elapsed_seconds": round(self.elapsed_seconds, 3),
         }
@@ -129,9 +132,8 @@ def tune(
     refused += _refusal(recorded, is_windows=is_windows) + _refusal("expandable_segments:True", is_windows=is_windows)
     is_complete = SettingsSearch(trials).run()
     rows = _Rows(trials, capacity_bytes)
-    recommended, reason = _Choice(
-        trials, rows, recorded, is_windows=is_windows, until=began + seconds * _CHECKED_BY
-    ).make()
+    choice = _Choice(trials, rows, recorded, is_windows=is_windows, until=began + seconds * _CHECKED_BY)
+    recommended, reason = choice.make()
     # What is left of the time; its bound tells how much any setting could still save.
     static = place_statically(programs, seconds=seconds * (1 - _CHECKED_BY))
     shown = [recommended] if recommended is not None else []
@@ -147,6 +149,7 @@ def tune(
         static=static,
         capacity_bytes=capacity_bytes,
         num_trials=trials.num_trials,
+        num_copies=choice.num_copies,
         is_complete=is_complete,
         elapsed_seconds=time.monotonic() - began,
     )
@@ -242,6 +245,8 @@ class _Choice:
         self._baselines = ["", recorded] if is_sound else [""]
         self._is_windows = is_windows
         self._until = until
+        self.num_copies: int | None = None
+        """On how many copies the chosen settings were compared; None where they are a baseline."""
 
     def make(self) -> tuple[TriedSettings | None, str]:
         """The row to recommend, and the sentence that says why."""
@@ -257,11 +262,10 @@ class _Choice:
         # Each check on an altered copy costs as much as a trial, so only the preferred candidate is checked, until one passes.
         for _ in range(_MAX_CHECKS):
             chosen = self._preferred(sound)
-            if (
-                chosen is None
-                or chosen in self._baselines
-                or self._trials.lasts(chosen, self._baselines, until=self._until)
-            ):
+            if chosen is None or chosen in self._baselines:
+                break
+            self.num_copies = self._trials.num_copies_passed(chosen, self._baselines, until=self._until)
+            if self.num_copies is not None:
                 break
             sound.remove(chosen)
         else:

@@ -22,7 +22,8 @@ from tightfit.tuning.program import Program, Trial
 
 MIN_GAIN = 0.01
 """Settings that save less than this share of the default's reserved bytes are not worth recommending."""
-_NUM_COPIES = 6
+NUM_COPIES = 6
+"""Of the program, with every size changed."""
 _DOWNWARDS = -1
 _CUT_ABOVE = 1.1
 """A trial that reserves this many times the default's bytes is stopped: it will not help in a combination either."""
@@ -74,22 +75,25 @@ class Trials:
             self.trials[text] = self.play(self._settings[text])
         return self.trials[text]
 
-    def lasts(self, text: str, baselines: Sequence[str], *, until: float) -> bool:
-        """Whether settings are no worse than the baselines with the driver's addresses in the opposite order, and with other sizes.
+    def num_copies_passed(self, text: str, baselines: Sequence[str], *, until: float) -> int | None:
+        """On how many copies with other sizes settings are no worse than the baselines; None where they are worse on one, or with the driver's
+        addresses in the opposite order.
 
-        Copies with other sizes are tried while there is time; a baseline that runs out of memory on a copy does not count there.
+        Copies are tried while there is time; a baseline that runs out of memory on a copy does not count there, nor does a copy on which all do.
         """
         rivals = [self._trial_of_copy(_DOWNWARDS, baseline) for baseline in baselines]
         if not all(self._trial_of_copy(_DOWNWARDS, text).is_no_worse(rival) for rival in rivals):
-            return False
-        for copy in range(_NUM_COPIES):
+            return None
+        num_passed = 0
+        for copy in range(NUM_COPIES):
             if time.monotonic() > until:
                 break
             rivals = [self._trial_of_copy(copy, baseline) for baseline in baselines]
             fitting = [rival for rival in rivals if rival.oom_event is None]
             if not all(self._trial_of_copy(copy, text).is_no_worse(rival) for rival in fitting):
-                return False
-        return True
+                return None
+            num_passed += bool(fitting)
+        return num_passed
 
     def _trial_of_copy(self, copy: int, text: str) -> Trial:
         if (copy, text) not in self._copied:

@@ -7,6 +7,7 @@ from rich.text import Text
 
 from tightfit.tuning.candidate_settings import keys_of
 from tightfit.tuning.search_settings import TriedSettings, Tuning
+from tightfit.tuning.settings_search import NUM_COPIES
 from tightfit.units import format_bytes
 
 VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
@@ -55,9 +56,12 @@ def recommendation(tuning: Tuning) -> str:
     if not row.settings:
         return f"Recommended: {tuning.reason}."
     cost = ""
+    if tuning.num_copies is not None and tuning.num_copies < NUM_COPIES:
+        number = f"on {tuning.num_copies} of {NUM_COPIES} copies" if tuning.num_copies else "on no copy"
+        cost = f" Checked {number} with other sizes: the time was over, or the others do not fit by default."
     # Expandable segments are the one setting without a value that was chosen for these sizes.
     if any(key != "expandable_segments" for key in keys_of(row.settings)):
-        cost = " Values fitted to one recording: check them on another."
+        cost += " Values fitted to one recording: check them on another."
     # Collected segments are allocated again in the next step; cudaMalloc and cudaFree synchronise the device.
     if row.driver_calls > tuning.default.driver_calls and "garbage_collection_threshold" in row.settings:
         more = row.driver_calls - tuning.default.driver_calls

@@ -157,8 +157,10 @@ class SplitForward:
         try:
             return self._in_parts(forward, args, kwargs)
         except ApplyError as error:
-            calls, self._calls = self._calls, None
-            if not self._whole.may_run(error, self.model.parameters(), lambda: put_back(self._proofs, calls)):
+            may_run = self._whole.may_run(error, self.model.parameters(), lambda: put_back(self._proofs, self._calls))
+            # Its weak references to tensors would be in the way of `torch.utils.swap_tensors`.
+            self._calls = None
+            if not may_run:
                 raise self._refuse(str(error)) from None
         return forward(*args, **kwargs)
 

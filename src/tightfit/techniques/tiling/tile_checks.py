@@ -97,16 +97,18 @@ class TileProofs:
         return FirstState(self._owner, self._state, now, code=self._code, trained=trained)
 
     def forget(self) -> None:
-        """Drops the state that `put_back` puts back."""
-        self._at_call = None
+        """Drops the state that `put_back` puts back, and the calls of tiles, whose weak references to tensors would be in the way of `torch.utils.swap_tensors`."""
+        self._at_call = self.runs.latest = None
 
     def put_back(self) -> str:
         """Puts the state back to that of when `prove` was called, since `forget`; the first change that stays, in words, or nothing."""
         before, self._at_call = self._at_call, None
         if before is None or self._random is None:
             return ""
-        if self.runs.latest is not None and self.runs.latest.written_outside(before.reach.tensors):
+        calls, self.runs.latest = self.runs.latest, None
+        if calls is not None and calls.written_outside(before.reach.tensors):
             return WRITTEN_OUTSIDE
+        del calls
         module = self._owner()
         found = differences(before, self._state.snapshot(module))
         if found and not before.gone():
