@@ -8,6 +8,7 @@ import pytest
 
 from tightfit.analysis.profile import Profile
 from tightfit.capture.trace_settings import TraceSettings
+from tightfit.cost.collectives import Group, collective_seconds
 from tightfit.devices.catalogue import find
 from tightfit.devices.nodes import node_of
 from tightfit.errors import UsageError
@@ -300,6 +301,15 @@ def test_weights_that_both_ends_use_are_once_on_a_rank_that_has_both(program: Pa
     two = Layout(pp=2, zero_stage=0, schedule="1f1b", micro_batch=BATCH, accumulation=2)
     ends = [rank_bytes(model, two, stage, DEVICE, NODE).by_class["parameters"] for stage in stages_of(model, two)]
     assert sum(ends) == model.parameter_bytes + table
+    # Both add up its gradient once a step, which one rank alone need not.
+    untied = dataclasses.replace(model, tied_bytes=0)
+    first, other = (search(each).clock.step(two).exposed for each in (model, untied))
+    assert first - other == pytest.approx(
+        collective_seconds(
+            "all_reduce", table * model.gradients_per_parameter, Group.of(2, stride=1, num_linked=8), NODE
+        )
+    )
+    assert search(model).clock.step(one).exposed == search(untied).clock.step(one).exposed
 
 
 def test_a_batch_of_a_hundred_million_examples_is_searched_at_once(model: ModelParts) -> None:

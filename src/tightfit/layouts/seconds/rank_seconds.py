@@ -6,7 +6,8 @@ tensor        an all-gather and a reduce-scatter of the activations around each 
 context       keys and values are gathered before attention, their gradients reduced after it: waited for
 streamed      weights come from the host and gradients leave beside the blocks (`streamed_seconds.py`)
 experts       two all-to-alls of the tokens, forward and backward: waited for
-pipeline      micro-batches times the slowest stage, the other stages once, over the stages of a rank, and the sends between stages (Narayanan et al. 2021)
+pipeline      micro-batches times the slowest stage, the other stages once, over the stages of a rank, and the sends between stages (Narayanan et al. 2021); gradients of
+              an embedding that is the head's weight too are added up between the first stage and the last (megatron/core/distributed/finalize_model_grads.py)
 """
 
 import dataclasses
@@ -214,12 +215,19 @@ class StepClock:
         return sum(self._collective(kind, tokens, layout.tp, 1) for kind in _HALVES_OF_ALL_REDUCE)
 
     def _sends(self, layout: Layout, share: float) -> float:
-        """Seconds of the sends between stages that nothing hides: each micro-batch's first crossing, forward and backward."""
+        """Seconds of what stages send each other and nothing hides: each micro-batch's first crossing, forward and backward, and once a step the gradients of weights that the first and
+        the last both have."""
         if layout.pp == 1:
             return 0.0
-        boundary = max((part.input_bytes for part in self.model.blocks), default=0) * share / layout.tp
-        once = self._collective("send", boundary, 2, layout.num_gpus // layout.pp)
-        return 2 * once * (layout.accumulation * layout.stages_per_rank + layout.pp - 1)
+        model, per_stage = self.model, layout.num_gpus // layout.pp
+        boundary = max((part.input_bytes for part in model.blocks), default=0) * share / layout.tp
+        once = self._collective("send", boundary, 2, per_stage)
+        crossings = 2 * once * (layout.accumulation * layout.stages_per_rank + layout.pp - 1)
+        tied = min(model.tied_bytes, model.before.trained_bytes, model.after.trained_bytes)
+        if not tied:
+            return crossings
+        num_bytes = tied / layout.tp * model.stored_per_parameter * model.gradients_per_parameter
+        return crossings + self._collective("all_reduce", num_bytes, 2, per_stage * (layout.pp - 1))
 
     def _ends(self, layout: Layout, stage: Stage, seconds: tuple[PartSeconds, ...]) -> float:
         """What is waited for once a step: the first gather, the last reduction, and the part of a data-parallel all-reduce that the last backward pass does not hide."""
