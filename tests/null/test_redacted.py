@@ -29,6 +29,7 @@ from tightfit.reports.redacted import redacted, redacted_text
         ("/u/jane/train.py:3 main", "~/train.py:3 main"),
         ("cannot read '/u/jane'", "cannot read '~'"),
         ("/nfs/homes/jane.doe/x.py", "~/x.py"),
+        ("cannot read /nfs/homes/jane.doe", "cannot read ~"),
         ("/u/home/j/jane/train.py", "~/train.py"),
         ("/afs/cern.ch/user/j/jane/x.py", "~/x.py"),
         ("/global/u2/j/jane/x.py", "~/x.py"),

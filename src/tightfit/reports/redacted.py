@@ -25,7 +25,8 @@ _LETTER = rf"(?:(?:{'|'.join(f'{letter}{_SEPARATOR}(?={letter})' for letter in '
 _WITHOUT = rf"{_PREFIX}{{0,4}}?{_SEPARATOR}home{_SEPARATOR}{_LETTER}{_NAME}"
 # Of clusters: /gpfs/home01/jane, /mnt/users/jane, /u/jane. Such words name other folders too: what looks like a file there is none's home.
 _ROOTS = rf"(?:{_PREFIX}{{0,4}}?{_SEPARATOR}home(?:s|dirs?|\d+)|{_PREFIX}{{0,2}}?{_SEPARATOR}users?|(?:{_SEPARATOR}global)?{_SEPARATOR}u\d*)"
-_OF_CLUSTERS = rf"{_ROOTS}{_SEPARATOR}{_LETTER}(?:{_NAME}(?={_SEPARATOR})|[^\\/:;,\"'\s()<>|.]+)"
+_FILES = r"\.(?:py|npz|csv|toml|json|html|ya?ml|pickle|ipynb|txt|sh|so|pt)"
+_OF_CLUSTERS = rf"{_ROOTS}{_SEPARATOR}{_LETTER}(?:{_NAME}(?={_SEPARATOR})|(?![\w.+-]+{_FILES}{_END}){_NAME})"
 _HOMES = re.compile(rf"{_START}(?:{_WITH_SPACES}|{_WITHOUT}|{_OF_CLUSTERS}|{_SEPARATOR}root){_END}")
 
 _Value = TypeVar("_Value")
