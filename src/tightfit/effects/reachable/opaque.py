@@ -11,7 +11,6 @@ import random
 import re
 import sys
 import threading
-import types
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from tightfit.effects.reachable.classes_of_libraries import UNCHANGING
+from tightfit.effects.reachable.scopes import slots_of
 from tightfit.effects.users_code import module_of
 
 State = tuple[Callable[[], Any], Callable[[Any], None] | None]
@@ -171,10 +171,7 @@ def is_of_c(value: Any) -> bool:
     if _origin(kind) in UNCHANGING:
         return False
     known = max(base.__basicsize__ for base in kind.__mro__ if _is_known(base))
-    num_slots = sum(
-        isinstance(each, types.MemberDescriptorType) for base in kind.__mro__ for each in vars(base).values()
-    )
-    return kind.__basicsize__ > known + _PLACE_BYTES * (num_slots + 2)
+    return kind.__basicsize__ > known + _PLACE_BYTES * (len(slots_of(kind)) + 2)
 
 
 def _is_known(kind: type) -> bool:
