@@ -46,7 +46,8 @@ IN_BF16 = ("bf16, stochastic", "bf16, compensated")
 REFUSED: dict[tuple[str, str], str] = {
     (name, chosen): words
     for names, techniques, words in (
-        (("never_clears", "zeroes_through_an_alias", "steps_twice"), IN_TWO, "used up"),
+        (("never_clears", "steps_twice"), IN_TWO, "used up"),
+        (("zeroes_through_an_alias",), IN_TWO[1:], "used up"),
         (("sharpness_aware", "weight_decay_by_hand_before_the_step"), IN_TWO, "was written to"),
         (("weight_decay_through_data_before_the_step",), IN_TWO, "other gradients"),
         (

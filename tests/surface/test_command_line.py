@@ -231,7 +231,18 @@ ESTIMATE_KEYS = {
     "band": {"cause", "less_bytes", "more_bytes"},
 }
 DOCTOR_KEYS = {
-    *("schema", "label", "origin", "device", "capacity_bytes", "context_bytes", "settings", "num_events", "moment"),
+    *(
+        "schema",
+        "label",
+        "origin",
+        "device",
+        "capacity_bytes",
+        "context_bytes",
+        "communicator_bytes",
+        "settings",
+        "num_events",
+        "moment",
+    ),
     *("peak_allocated_bytes", "peak_reserved_bytes", "start_reserved_bytes", "at_peak", "holders", "steps", "growth"),
     *(
         "growth_note",
