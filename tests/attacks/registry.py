@@ -43,6 +43,8 @@ def attack(
     def registered(program: Callable[[Trial], None]) -> Callable[[Trial], None]:
         name = program.__name__
         assert name not in _ATTACKS, f"there are two attacks {name}"
+        # The rows of the page are found by these words.
+        assert what not in {each.what for each in _ATTACKS.values()}, f"two attacks are called '{what}'"
         _ATTACKS[name] = Attack(name=name, kind=kind, what=what, program=program, only=only)
         return program
 

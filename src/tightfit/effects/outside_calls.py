@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from tightfit.effects.users_code import is_users_file
+from tightfit.errors import ApplyError
 
 # Python modules all of whose functions work on what lies outside.
 _MODULES = frozenset(
@@ -66,6 +67,7 @@ for _module, _names in _BY_MODULE.items():
 _ALIASES = {"nt": "posix", "dbm": "gdbm"}
 # Which threads of Python's own hand on work and results, what logs, and we ourselves.
 _ALLOWED = re.compile(r"(concurrent\.futures|asyncio|logging|threading|multiprocessing\.pool|weakref|tightfit)(\.|$)")
+_ONCE_MORE = "which would be done once more outside of the process's memory"
 _WRITES = re.compile(r"[rbt]{0,2}([wax][bt]?\+?[bt]?|\+[bt]?)$")
 
 NAMES = frozenset(
@@ -168,9 +170,15 @@ def without_outside_calls(refusal: Callable[[str], Exception], *, is_on: bool) -
         yield
         return
     with OutsideCalls() as calls:
-        yield
+        try:
+            yield
+        except ApplyError as error:
+            # Another refusal may let the block run again as a whole; what has been done outside says that it must not.
+            if not calls.found:
+                raise
+            raise refusal(f"calls {calls.found}, {_ONCE_MORE}") from error
     if calls.found:
-        raise refusal(f"calls {calls.found}, which would be done once more outside of the process's memory")
+        raise refusal(f"calls {calls.found}, {_ONCE_MORE}")
 
 
 def _where(frame: types.FrameType | None) -> str:

@@ -1,6 +1,8 @@
-"""Tables in an `lru_cache`, which no snapshot of a model's state sees, that blocks begin to write to in place."""
+"""What no snapshot of a model's state sees, and blocks begin to write to: tables in an `lru_cache`, files."""
 
 import functools
+import tempfile
+from pathlib import Path
 
 import torch
 from tests.attacks.models import WIDTH, Block, Net, train
@@ -35,6 +37,28 @@ def cached_table_written_late(t: Trial) -> None:
     _trained(t)
 
 
-@attack("parts", "the same through .data")
+@attack("parts", "blocks write from step 4 on to the data of a table that is cached for all lengths (lru_cache)")
 def cached_table_written_late_by_data(t: Trial) -> None:
     _trained(t, by_data=True)
+
+
+@attack("parts", "from step 4 on a block writes a line to a file in each call, with the other blocks as they were")
+def late_lines_in_a_file(t: Trial) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "log"
+        path.touch()
+
+        class Writing(Block):
+            step = 0
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                if Writing.step >= _BEGINS:
+                    with open(path, "a") as file:
+                        file.write("called\n")
+                return super().forward(x)
+
+        def before(step: int) -> None:
+            Writing.step = step
+
+        train(t, Net([Writing(), Block()]), num_steps=_BEGINS + 3, before=before)
+        t.note("lines", len(path.read_text().splitlines()))

@@ -123,6 +123,8 @@ class SplitForward:
         self._memory: OneMemory | None = None
         # What the latest part has called, until the batch is done.
         self._calls: CallTrail | None = None
+        # What parts have done outside of the process's memory nobody takes back: the batch is not run whole then.
+        self._has_reached_outside = False
         self._begins = moment()
         on_node_hooks(self, is_of_later=True)
 
@@ -157,7 +159,9 @@ class SplitForward:
         try:
             return self._in_parts(forward, args, kwargs)
         except ApplyError as error:
-            may_run = self._whole.may_run(error, self.model.parameters(), lambda: put_back(self._proofs, self._calls))
+            may_run = not self._has_reached_outside and self._whole.may_run(
+                error, self.model.parameters(), lambda: put_back(self._proofs, self._calls)
+            )
             # Its weak references to tensors would be in the way of `torch.utils.swap_tensors`.
             self._calls = None
             if not may_run:
@@ -215,6 +219,7 @@ class SplitForward:
             latest.state = self._proofs.changes_from_now()
 
     def _refuse_outside(self, why: str) -> ApplyError:
+        self._has_reached_outside = True
         return self._refuse(f"the model {why}; leave micro_batches out")
 
     def _run_led(self, forward: Forward, batch: AbstractBatch, aside: "_GradientsAside") -> tuple[Sums, Outputs]:

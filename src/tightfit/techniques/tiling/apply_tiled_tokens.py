@@ -79,6 +79,7 @@ class _Tiles:
         self._repeats = RepeatedProofs(_NAME, notes)
         self._notes = notes
         self._has_run = False
+        self._has_reached_outside = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Tiles":
         return _Tiles(self._where, self._num_tiles, verdict=Verdict(), check_steps=self._check_steps, notes=[])
@@ -109,7 +110,9 @@ class _Tiles:
         """Whether a call that cannot be in tiles may run whole: if others were, and its tiles and proofs have left nothing behind. In a trace it is refused: the next plan is made without."""
         proofs = self._proofs.get(module)
         is_own = error.technique == _NAME and self._where in error.places
-        if not (is_own and self._has_run and has_values(value)) or (proofs is not None and proofs.put_back()):
+        if self._has_reached_outside or not (is_own and self._has_run and has_values(value)):
+            return False
+        if proofs is not None and proofs.put_back():
             return False
         note = f"tiled_tokens ran a later call whole: {str(error).partition('; leave it out')[0]}"
         if note not in self._notes:
@@ -161,7 +164,7 @@ class _Tiles:
         if proofs is None:
             proofs = self._proofs[module] = TileProofs(module, self._refusal, self._check_steps, self._repeats)
         is_watched = has_values(value) and (value.device.type == "cpu" or proofs.names_outside)
-        with without_outside_calls(self._refusal, is_on=is_watched):
+        with without_outside_calls(self._refuse_outside, is_on=is_watched):
             run_first = functools.partial(run, tiles[0])
             first_state = proofs.prove(run_first, value, dim, tiles, (others, kwargs))
             tiling = Tiling(
@@ -179,8 +182,8 @@ class _Tiles:
             )
             found = run_tiled(tiling, value)
             proofs.forget()
-            self._has_run = True
-            return found
+        self._has_run = True
+        return found
 
     def _refuse_tiles_that_raise(
         self, error: Exception, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -202,6 +205,10 @@ class _Tiles:
         raise self._refusal(
             f"raises {type(error).__name__} for some of its tokens, and not for all ({told})"
         ) from error
+
+    def _refuse_outside(self, why: str) -> ApplyError:
+        self._has_reached_outside = True
+        return self._refusal(why)
 
     def _refusal(self, why: str) -> ApplyError:
         return self._verdict.refuse(

@@ -23,6 +23,7 @@ from tightfit.capture.observe.host_python import spends
 from tightfit.cost.host_python import HostWork
 from tightfit.effects.ambient import dispatch_modes_of_program
 from tightfit.effects.bytecode.class_questions import ClassQuestion
+from tightfit.effects.values.card_sums import unseen
 from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.code_in_graphs import CodeInGraph, runs_own_code
 from tightfit.techniques.lazy_tensors.data_of_stand_ins import refuse_data_of_stand_ins
@@ -478,7 +479,8 @@ class Updates:
         self._passes.forget_done()
         result = forward(*args, **kwargs)
         if not self._passes.why_kept:
-            self._given.add((args, kwargs), result)
+            with unseen():
+                self._given.add((args, kwargs), result)
         return result
 
 
