@@ -144,7 +144,7 @@ def _bar(group: Sequence[TrackWork], scale: float) -> StepBar:
 
 
 def _path(work: Sequence[TrackWork], scale: float) -> Iterator[tuple[float, float]]:
-    """Place and width of each stretch on the critical path; gaps that nobody can see are closed."""
+    """Place and width of each stretch on the critical path; gaps too narrow to see are closed."""
     begin = end = None
     for part in work:
         if not part.is_critical:
