@@ -8,7 +8,7 @@ generates, samples or saves, or leads to one.
 import ast
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 
 from tightfit.capture.after_steps.changing_sizes import Sizes
 from tightfit.capture.after_steps.function_tables import FunctionTables
@@ -146,6 +146,17 @@ def not_reached(
     return tuple(found)
 
 
+def unfrozen_later(program: RewrittenProgram, loops: Iterable[int], left: Sequence[int]) -> tuple[NotReached, ...]:
+    """What is unfrozen in each turn of `loops`, which were `left` with frozen weights: `unfreeze(layers=epoch)`, `model[-epoch].requires_grad_()`.
+
+    `loops` are around other training loops, whose own statements do not count: what is frozen and unfrozen from step to step (in a GAN) was seen.
+    """
+    source = _Source(program)
+    trained = {id(node) for _, node in _nodes_of(program, set(left))}
+    nodes = [(file, each) for file, loop in _nodes_of(program, set(loops)) for each in source.unfreezing(loop, trained)]
+    return tuple(dict.fromkeys(_named(node, file, "in a later turn") for file, node in nodes))
+
+
 def run_early_alone(program: RewrittenProgram, left: Sequence[int]) -> tuple[NotReached, ...]:
     """The calls in the training loops `left` that ran in the first turn, before an optimizer had its state, and could in a later one:
     an evaluation `if step % 500 == 0`, which begins with one at step 0."""
@@ -229,6 +240,26 @@ class _Source:
             return
         for child in ast.iter_child_nodes(node):
             yield from self._works_in(child)
+
+    def unfreezing(self, node: ast.AST, without: Set[int]) -> Iterator[ast.expr]:
+        """What unfreezes weights in each turn of the loop `node`: not on a condition, nor in the nodes whose ids are in `without`."""
+        for child in ast.iter_child_nodes(node):
+            if id(child) in without or isinstance(child, ast.If | ast.FunctionDef | ast.ClassDef | ast.Lambda):
+                continue
+            if isinstance(child, ast.Assign) and _is_unfreezing(child):
+                yield ast.copy_location(ast.Name(ast.unparse(child)), child)
+            elif isinstance(child, ast.Call) and (_unfreezes(child) or self._is_unfreezing_function(called(child))):
+                yield child
+            else:
+                yield from self.unfreezing(child, without)
+
+    def _is_unfreezing_function(self, name: str) -> bool:
+        """Whether a function of the program unfreezes weights and trains nothing."""
+        nodes = [node for function in self.functions.get(name, ()) for node in ast.walk(function)]
+        calls = [node for node in nodes if isinstance(node, ast.Call)]
+        if any(called(call) in {"backward", "step"} for call in calls):
+            return False
+        return any(map(_unfreezes, calls)) or any(isinstance(n, ast.Assign) and _is_unfreezing(n) for n in nodes)
 
     def _is_work(self, call: ast.Call) -> bool:
         # `models["ema"](x)` is a call of `models`.
