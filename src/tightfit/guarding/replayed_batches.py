@@ -10,7 +10,6 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from tightfit.effects.random_states import AllRandom
 from tightfit.effects.state import Snapshot
-from tightfit.guarding.state.drawn_items import DrawnItem
 
 Batch = TypeVar("Batch")
 
@@ -22,7 +21,7 @@ class _Given:
     batch: Any
     is_end: bool
     random: AllRandom
-    drawn: DrawnItem | None
+    drawn: Any
 
 
 class DrawWatch(Protocol):
@@ -32,12 +31,12 @@ class DrawWatch(Protocol):
         """The state of what the step reaches."""
         ...
 
-    def drew(self, before: list[Snapshot], batch: Any) -> DrawnItem:
-        """A batch was made; `before` is the state before that."""
+    def drew(self, before: list[Snapshot], batch: Any) -> Any:
+        """A batch was made; `before` is the state before that. Returns what `hands_out` is given for it."""
         ...
 
-    def hands_out(self, drawn: DrawnItem) -> None:
-        """The step gets it."""
+    def hands_out(self, drawn: Any, *, is_again: bool) -> None:
+        """The step gets it, made now or handed out again."""
         ...
 
 
@@ -63,8 +62,7 @@ class ReplayedBatches(Iterator[Batch], Generic[Batch]):
             given = self._waiting.popleft()
             given.random.put()
             if given.drawn is not None and self.watch is not None:
-                given.drawn.put()
-                self.watch.hands_out(given.drawn)
+                self.watch.hands_out(given.drawn, is_again=True)
         else:
             given = self._drawn()
         self._given.append(given)
@@ -89,7 +87,7 @@ class ReplayedBatches(Iterator[Batch], Generic[Batch]):
         if self.watch is None or before is None:
             return _Given(batch=batch, is_end=is_end, random=random, drawn=None)
         drawn = self.watch.drew(before, batch)
-        self.watch.hands_out(drawn)
+        self.watch.hands_out(drawn, is_again=False)
         return _Given(batch=batch, is_end=is_end, random=random, drawn=drawn)
 
     @property

@@ -43,8 +43,10 @@ class StepDraws:
         """A batch was made; `before` is the state before that."""
         return self._states.drew(self._beginning, before, batch)
 
-    def hands_out(self, drawn: DrawnItem) -> None:
-        """The step gets it."""
+    def hands_out(self, drawn: DrawnItem, *, is_again: bool) -> None:
+        """The step gets it, made now or handed out again."""
+        if is_again:
+            drawn.put()
         self._beginning.drawn.append(drawn)
 
 
