@@ -148,8 +148,9 @@ def _is_made_anew(parameter: torch.Tensor) -> bool:
     if gradient.dtype != parameter.dtype or any(one != other for size, one, other in sizes if size > 1):
         return False
     storage = gradient.untyped_storage()
-    # What the program has noted on it stays.
-    return not vars(gradient) and STORAGE_USES.call(storage._cdata) <= _OWN_USES
+    # What the program has noted on it stays. (Those of the virtual GPU have attributes of torch's.)
+    is_noted = type(gradient) is torch.Tensor and bool(vars(gradient))
+    return not is_noted and STORAGE_USES.call(storage._cdata) <= _OWN_USES
 
 
 def _settle(known: "weakref.ref[torch.optim.Optimizer]") -> tuple[()]:
