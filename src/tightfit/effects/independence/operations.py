@@ -14,13 +14,32 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tightfit.effects.independence.rows import Mixes
+from tightfit.effects.independence.sources import Source, are_alike
 from tightfit.effects.values.contents import content_of
 from tightfit.effects.values.lent_memory import is_lent
 
 aten = torch.ops.aten
 Found = TypeVar("Found")
 # Sizes in schemas that say which elements are taken, and not how many: where they are multiples of the number of rows, others are taken for each.
-_PLACES = frozenset(["k", "index", "start", "shifts", "storage_offset", "step"])
+_PLACES = frozenset(
+    [
+        "k",
+        "index",
+        "start",
+        "shifts",
+        "storage_offset",
+        "step",
+        "diagonal",
+        "dilation",
+        "groups",
+        "low",
+        "high",
+        "ignore_index",
+        "padding_idx",
+        "window_size_left",
+        "window_size_right",
+    ]
+)
 COMPARISONS = frozenset(["eq", "ne", "lt", "le", "gt", "ge"])
 # Of tables, and not of data sets in a file.
 _LARGEST_LENT_BYTES = 1 << 24
@@ -33,7 +52,7 @@ class Operation:
     """One operator for the comparison: the function and its plain arguments must be equal; sizes and shapes are compared as multiples.
 
     `given` is the shape of its first argument, and `made_of` the shapes and contents of tensors that the code makes of Python's numbers, or whose
-    memory numpy may write to.
+    memory numpy may write to. `sources` says of each tensor where it is from, as in `Sources`.
     """
 
     func: Any
@@ -42,6 +61,7 @@ class Operation:
     shapes: tuple[tuple[int, ...], ...]
     given: tuple[int, ...] = ()
     made_of: tuple[tuple[tuple[int, ...], Any], ...] = ()
+    sources: tuple[Source, ...] = ()
 
     def for_one_row(self, num_rows: int, given: tuple[int, ...] | None) -> "Operation | None":
         """This operation for one row, on a tensor of shape `given`, if it does nothing there; None for all others."""
@@ -113,7 +133,9 @@ def is_plain(value: Any) -> bool:
     return isinstance(value, int | float | bool | complex | str | torch.dtype | torch.device | torch.layout | None)
 
 
-def operation_of(func: Any, arguments: Mapping[str, Any], outputs: Sequence[torch.Tensor]) -> Operation:
+def operation_of(
+    func: Any, arguments: Mapping[str, Any], outputs: Sequence[torch.Tensor], sources: tuple[Source, ...] = ()
+) -> Operation:
     """The operation to compare for one call of an operator."""
     values: list[Any] = []
     sizes: list[Any] = []
@@ -138,6 +160,7 @@ def operation_of(func: Any, arguments: Mapping[str, Any], outputs: Sequence[torc
             for each in tensors_of(arguments.values())
             if func is aten.lift_fresh.default or _is_written_by_others(each)
         ),
+        sources=sources,
     )
 
 
@@ -214,6 +237,9 @@ def compare_one(mine: Operation, its: Operation, num_mine: int, num_its: int) ->
         # One of another length may have a number for each row.
         if shape == its_shape and content != its_content:
             raise Mixes(f"makes a tensor of other numbers {rows}")
+    is_of_one = 1 in (num_mine, num_its)
+    if not all(are_alike(a, b, is_of_one=is_of_one) for a, b in zip(mine.sources, its.sources, strict=False)):
+        raise Mixes(f"hands another tensor to {_name(mine.func)} {rows}")
     pairs = [*zip(mine.sizes, its.sizes, strict=True)]
     for first, second in zip(mine.shapes, its.shapes, strict=True):
         if len(first) != len(second):
