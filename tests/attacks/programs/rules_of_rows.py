@@ -1,5 +1,6 @@
 """Losses and layers whose operators say less of rows than they seem to: weighted means of errors, norms over all but one dimension, position numbers that are written to."""
 
+import inspect
 from collections.abc import Callable
 
 import torch
@@ -27,6 +28,11 @@ def _trained(t: Trial, made: Loss) -> None:
     train(t, model, sgd(model, lr=0.05))
 
 
+def _given(function: Callable[..., torch.Tensor], weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Older versions of torch take no weights."""
+    return {"weight": weight} if "weight" in inspect.signature(function).parameters else {}
+
+
 def _weights(y: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     """Another sum in each example."""
     return (y[..., None] + 1.0).expand(logits.shape).to(logits.dtype)
@@ -34,12 +40,22 @@ def _weights(y: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
 
 @attack("parts", "a mean of squared errors with a weight for each of them", only=_SPLITS)
 def weighted_squared_errors(t: Trial) -> None:
-    _trained(t, lambda logits, y: functional.mse_loss(logits, logits.detach().tanh(), weight=_weights(y, logits)))
+    _trained(
+        t,
+        lambda logits, y: functional.mse_loss(
+            logits, logits.detach().tanh(), **_given(functional.mse_loss, _weights(y, logits))
+        ),
+    )
 
 
 @attack("parts", "a mean of absolute errors with a weight for each of them", only=_SPLITS)
 def weighted_absolute_errors(t: Trial) -> None:
-    _trained(t, lambda logits, y: functional.l1_loss(logits, logits.detach().tanh(), weight=_weights(y, logits)))
+    _trained(
+        t,
+        lambda logits, y: functional.l1_loss(
+            logits, logits.detach().tanh(), **_given(functional.l1_loss, _weights(y, logits))
+        ),
+    )
 
 
 @attack("parts", "a sum of weighted absolute errors", only=_SPLITS)
@@ -47,14 +63,22 @@ def summed_absolute_errors(t: Trial) -> None:
     _trained(
         t,
         lambda logits, y: (
-            functional.l1_loss(logits, logits.detach().tanh(), reduction="sum", weight=_weights(y, logits)) / 100
+            functional.l1_loss(
+                logits, logits.detach().tanh(), reduction="sum", **_given(functional.l1_loss, _weights(y, logits))
+            )
+            / 100
         ),
     )
 
 
 @attack("parts", "a mean of Huber's errors with a weight for each of them", only=_SPLITS)
 def weighted_huber_errors(t: Trial) -> None:
-    _trained(t, lambda logits, y: functional.huber_loss(logits, logits.detach().tanh(), weight=_weights(y, logits)))
+    _trained(
+        t,
+        lambda logits, y: functional.huber_loss(
+            logits, logits.detach().tanh(), **_given(functional.huber_loss, _weights(y, logits))
+        ),
+    )
 
 
 class _Norms(Block):
