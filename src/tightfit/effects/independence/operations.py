@@ -14,7 +14,6 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tightfit.effects.independence.rows import Mixes
-from tightfit.effects.independence.sources import Source, are_alike
 from tightfit.effects.values.contents import content_of
 from tightfit.effects.values.lent_memory import is_lent
 
@@ -40,11 +39,51 @@ _PLACES = frozenset(
         "window_size_right",
     ]
 )
+Source = tuple[Any, ...] | None
+"""Where a tensor is from, as in `Sources.of`."""
+_NUM_OF_NAMED = 3
 COMPARISONS = frozenset(["eq", "ne", "lt", "le", "gt", "ge"])
 # Of tables, and not of data sets in a file.
 _LARGEST_LENT_BYTES = 1 << 24
 # Names of one thing: which of them a reshape ends in depends on strides.
 _VIEWS = {aten._unsafe_view.default: aten.view.default, aten._reshape_alias.default: aten.view.default}
+
+
+class Sources:
+    """Where the tensors of one run are from, as another one of two that are alike, chosen by the number of rows, is another computation: tensors that were there before it have a name that is the same in all runs, others the number of the operator that has made their memory."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, Any] = {}
+        self._made: dict[int, tuple[int, int]] = {}
+
+    def name(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
+        """Names tensors that are there before the run by their place in this order."""
+        for number, tensor in enumerate(tensors):
+            if tensor.layout is torch.strided:
+                self._names.setdefault(_key_of(tensor), (kind, number))
+
+    def made(self, outputs: Sequence[torch.Tensor], number: int) -> None:
+        """Operator `number` has returned these."""
+        for place, output in enumerate(outputs):
+            if _key_of(output) not in self._names:
+                self._made.setdefault(_key_of(output), (number, place))
+
+    def of(self, tensor: torch.Tensor) -> Source:
+        """The name of a tensor and its place in its memory, or what has made it; None where neither is known."""
+        key = _key_of(tensor)
+        name = self._names.get(key)
+        return self._made.get(key) if name is None else ("", name, tensor.storage_offset())
+
+
+def are_alike(one: Source, other: Source, *, is_of_one: bool) -> bool:
+    """Whether two tensors are from the same place. `is_of_one`: where one run has one row, operators are left out there, and all that follow are of other numbers."""
+    if one == other or one is None or other is None:
+        return True
+    return is_of_one and not (len(one) == len(other) == _NUM_OF_NAMED)
+
+
+def _key_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,29 +28,9 @@ MAKES_UNIFORM = frozenset(
     ]
 )
 # Besides pointwise operators, which see that position numbers vary along the rows.
-TAKES_COUNT = frozenset(
-    [
-        "index",
-        "_unsafe_index",
-        "index_put",
-        "_index_put_impl",
-        "_unsafe_index_put",
-        "index_fill",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-        "new_empty",
-        "new_empty_strided",
-        "squeeze",
-        "unsqueeze",
-        "t",
-        "transpose",
-        "swapaxes",
-        "swapdims",
-        "detach",
-        "as_strided",
-    ]
-)
+_WITH_COUNTS = """index _unsafe_index index_put _index_put_impl _unsafe_index_put index_fill new_zeros new_ones new_full new_empty new_empty_strided
+    squeeze unsqueeze t transpose swapaxes swapdims detach as_strided"""
+TAKES_COUNT = frozenset(_WITH_COUNTS.split())
 KEEPS_COUNT = frozenset(["_to_copy", "clone", "lift_fresh_copy"])
 # `all` and `any` over the batch are taken for a check of its inputs (no NaN, no padding): a part answers for
 # its own rows.

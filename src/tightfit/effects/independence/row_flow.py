@@ -21,6 +21,7 @@ from tightfit.effects.independence.meta_kernels import MetaKernels
 from tightfit.effects.independence.operations import (
     ByOperator,
     Operation,
+    Sources,
     add_left_out,
     compare_one,
     is_plain,
@@ -46,7 +47,6 @@ from tightfit.effects.independence.row_states import (
     key_of,
 )
 from tightfit.effects.independence.rows import Mixes, Pattern, RowLayout, pattern_of
-from tightfit.effects.independence.sources import Sources
 from tightfit.effects.independence.totals import (
     Total,
     compares_with_rows,

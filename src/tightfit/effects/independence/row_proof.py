@@ -33,12 +33,11 @@ from tightfit.effects.independence import indexing_rules, product_rules  # noqa:
 from tightfit.effects.independence.functions import Functions
 from tightfit.effects.independence.left_behind import Left, depends_on_rows
 from tightfit.effects.independence.left_tensors import LeftTensor
-from tightfit.effects.independence.operations import compare
+from tightfit.effects.independence.operations import are_alike, compare
 from tightfit.effects.independence.row_flow import FakeRun, Flow, NeedsValues
 from tightfit.effects.independence.row_states import key_of
 from tightfit.effects.independence.rows import Mixes, RowLayout
 from tightfit.effects.independence.rules import RULES
-from tightfit.effects.independence.sources import are_alike
 from tightfit.effects.outside_calls import Unwatched
 from tightfit.effects.state import RegionState, restore
 from tightfit.effects.users_code import is_users_class, is_users_file
