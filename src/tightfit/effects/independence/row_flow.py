@@ -328,13 +328,13 @@ def _is_of_counts(rows: RowStates, output: torch.Tensor, call: OperatorCall) -> 
 
 def _note_writes(flow: "Flow", call: OperatorCall) -> None:
     """Position numbers that are written to, by an operator or by numpy, are none any longer."""
-    told = f"{call.func} depends on the number of rows{at_line()}"
+    rows, written = flow.rows, list[torch.Tensor]()
     if torch.Tag.inplace_view not in call.func.tags:
-        for tensor in _written(call.func, call.arguments):
-            flow.rows.note_written(tensor, told)
-    for tensor in call.tensors:
-        if not isinstance(tensor, FakeTensor) and flow.rows.counts_rows(tensor) and is_lent(tensor):
-            flow.rows.note_written(tensor, told)
+        written += [t for t in _written(call.func, call.arguments) if key_of(t) in rows.counting]
+    written += [t for t in call.tensors if not isinstance(t, FakeTensor) and rows.counts_rows(t) and is_lent(t)]
+    for tensor in written:
+        if rows.state(tensor) is None:
+            rows.set(tensor, Mixed(reason=f"{call.func} depends on the number of rows{at_line()}"))
 
 
 def _in_uniform(

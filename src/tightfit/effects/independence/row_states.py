@@ -57,7 +57,8 @@ class RowStates:
         # Of constants, the dimensions with as many elements as there are rows: expanded, or counting them.
         # Kept by tensor and not by storage: an expanded constant shares the storage of the one that is not.
         self._scaled: dict[int, tuple[torch.Tensor, tuple[int, ...], bool]] = {}
-        self._counting: set[int] = set()
+        self.counting: set[int] = set()
+        """The storages of those that count them."""
 
     def state(self, tensor: torch.Tensor) -> State | None:
         """The state of a tensor's storage; None for a constant."""
@@ -96,12 +97,7 @@ class RowStates:
         """Notes a constant whose dimensions `dims` have an element per row: repeated, or with `counts` 0, 1, 2, ..."""
         self._scaled[id(tensor)] = tensor, dims, counts
         if counts:
-            self._counting.add(key_of(tensor))
-
-    def note_written(self, tensor: torch.Tensor, reason: str) -> None:
-        """Something is written to a tensor: position numbers are none afterwards."""
-        if key_of(tensor) in self._counting and self.state(tensor) is None:
-            self.set(tensor, Mixed(reason=reason))
+            self.counting.add(key_of(tensor))
 
     def set(self, tensor: torch.Tensor, state: State) -> None:
         """Sets the state of a tensor's storage."""
