@@ -15,15 +15,16 @@ from tests.attacks.registry import Attack, attacks
 from tests.attacks.table import MARKS, marks_on_page
 
 PAGE_MARKS = marks_on_page()
+NUM_TURNS = 5
 _NUM_PLACES = collections.Counter(
     name for marks in PAGE_MARKS.values() for name, mark in marks.items() if mark != MARKS[Outcome.NO_PLACE]
 )
 
 
 def of_kinds(*kinds: str) -> list[object]:
-    """The attacks of some kinds, as parameters of a test; two in three, drawn by name, are marked as slow, but for those that are known to be wrong.
+    """The attacks of some kinds, as parameters of a test: by turns, but for clean programs and those that are known to be wrong.
 
-    The others are tried by turns, but for clean programs.
+    Where no commit draws what has its turn, two in three, drawn by name, are marked as slow.
     """
     wrong = {name for name, _ in KNOWN_WRONG}
     return [
@@ -34,16 +35,18 @@ def of_kinds(*kinds: str) -> list[object]:
 
 
 def _marks(attack: Attack) -> pytest.MarkDecorator:
+    if os.environ.get("TIGHTFIT_COMMIT"):
+        return pytest.mark.by_turns(NUM_TURNS)
     return pytest.mark.slow if is_slow(attack) else pytest.mark.by_turns(3)
 
 
 def is_slow(attack: Attack) -> bool:
-    """Whether the attack is left out of the tests that are always run."""
+    """Whether the attack is left out where no commit draws what has its turn."""
     return attack.kind != "clean" and _number(f"{attack.name} is slow") % 3 != 0
 
 
 def tried_with(attack: Attack) -> list[str]:
-    """The techniques that an attack is tried with here: one, drawn by name, and all that the page calls anything but right and refused.
+    """The techniques that an attack is tried with here: one, drawn by name and commit, and all that the page calls anything but right and refused.
 
     Of a program that any technique refuses, every second one is tried with one of these. All pairs together take half an hour of a processor:
     TIGHTFIT_SLOW_TESTS=1, or `python -m tests.attacks.report`.
@@ -53,11 +56,13 @@ def tried_with(attack: Attack) -> list[str]:
     marks = {name: mark for name, mark in PAGE_MARKS.get(attack.what, {}).items() if mark != MARKS[Outcome.NO_PLACE]}
     refused = [name for name in VARIANTS if marks.get(name) == MARKS[Outcome.REFUSED]]
     right = [name for name in VARIANTS if marks.get(name) == MARKS[Outcome.RIGHT]]
-    draws_refused = refused and not (right and _number(attack.name) % 2)
+    # Each pair is tried with some commit, and by two runs of one commit the same.
+    commit = os.environ.get("TIGHTFIT_COMMIT", "")
+    draws_refused = refused and not (right and _number(f"{attack.name} {commit}") % 2)
     # What has a place on few programs is drawn more often on these.
     drawn = min(
         refused if draws_refused else right or VARIANTS,
-        key=lambda name: _number(f"{attack.name} {name}") * _NUM_PLACES[name],
+        key=lambda name: _number(f"{attack.name} {name} {commit}") * _NUM_PLACES[name],
     )
     return [name for name in VARIANTS if name == drawn or name in marks.keys() - {*refused, *right}]
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 from tests.attacks.check import is_slow, tried_with
 from tests.attacks.known_wrong import KNOWN_WRONG
 from tests.attacks.places import VARIANTS
@@ -17,11 +18,21 @@ def test_there_are_enough_attacks() -> None:
     assert {name for _, name in KNOWN_WRONG} <= VARIANTS.keys()
 
 
-def test_enough_programs_are_tried_by_turns_and_each_technique() -> None:
-    tried = {attack.name: tried_with(attack) for attack in ATTACKS.values() if not is_slow(attack)}
+@pytest.mark.parametrize("commit", ["", "86ff5d2b", "e08571cb"])
+def test_enough_programs_are_tried_by_turns_and_each_technique(commit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIGHTFIT_COMMIT", commit)
+    tried = {attack.name: tried_with(attack) for attack in ATTACKS.values() if commit or not is_slow(attack)}
     assert all(tried.values())
     assert len(tried) >= 300
     assert {name for names in tried.values() for name in names} == VARIANTS.keys()
+
+
+def test_each_commit_draws_other_techniques(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = []
+    for commit in ("86ff5d2b", "e08571cb"):
+        monkeypatch.setenv("TIGHTFIT_COMMIT", commit)
+        drawn.append([tried_with(attack) for attack in ATTACKS.values()])
+    assert sum(one != other for one, other in zip(*drawn, strict=True)) > len(ATTACKS) / 2
 
 
 def test_the_page_counts_its_rows() -> None:

@@ -22,6 +22,9 @@ from tightfit.capture.after_steps.rewriting import SEEN, Branch, Rewriter
 from tightfit.reports.results import Estimate
 from tightfit.reports.verdicts import verdict_words
 
+# Many traces, of which each commit tries a half.
+pytestmark = pytest.mark.by_turns(2)
+
 CARD = "RTX 4090"
 NAMED_OF_ALL = {**NAMED, **ends_of_programs.NAMED}
 PLAIN_OF_ALL = {**PLAIN, **ends_of_programs.PLAIN}

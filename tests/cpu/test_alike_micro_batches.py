@@ -12,6 +12,9 @@ from tightfit.capture.targets.target_kinds import Script
 from tightfit.capture.trace import trace
 from tightfit.tape import Phase
 
+# Many traces, of which each commit tries a half.
+pytestmark = pytest.mark.by_turns(2)
+
 _HEAD = """
 import random
 import torch

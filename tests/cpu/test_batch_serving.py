@@ -17,6 +17,9 @@ from tightfit.serving.model.weight_formats import format_named
 from tightfit.serving.serve_settings import ServeSettings
 from tightfit.serving.serving_estimate import ServingEstimate
 
+# Many traces, of which each commit tries a half.
+pytestmark = pytest.mark.by_turns(2)
+
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5")
 

@@ -18,6 +18,9 @@ from tightfit.devices.calibration import Calibration
 from tightfit.devices.calibration_file import to_toml
 from tightfit.devices.catalogue import find
 
+# Many traces, of which each commit tries a half.
+pytestmark = pytest.mark.by_turns(2)
+
 COUNT_ON_THE_VIRTUAL_GPU = """
 import json, os, sys
 from tightfit.capture.child_process.capture_session import CaptureSession

@@ -11,6 +11,9 @@ from benchmarks.engine.exactness import compared
 from benchmarks.engine.growth import grown
 from benchmarks.engine.ways import TIERS, WAYS
 
+# Many traces, of which each commit tries a half.
+pytestmark = pytest.mark.by_turns(2)
+
 DOCS = Path(__file__).parents[2] / "docs" / "engine"
 PAIRS = [(way, tier) for way in WAYS for tier in TIERS]
 

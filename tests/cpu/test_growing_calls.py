@@ -10,6 +10,9 @@ import pytest
 from tightfit import fit
 from tightfit.capture.steps.growing_calls import NUM_CALLS_TRACED
 
+# Many traces, of which each commit tries a half.
+pytestmark = pytest.mark.by_turns(2)
+
 pytest.importorskip("transformers", minversion="5")
 
 SCRIPT = """

@@ -100,6 +100,47 @@ TAKEN_BACK = {
             update(mean_square(x, y))
             losses.append((schedule.last_epoch, schedule.get_last_lr()[0]))
         """,
+    "functions in decorators of libraries": """
+        import contextlib, functools
+        seen = []
+        @torch.no_grad()
+        def evaluate():
+            evaluate.calls = getattr(evaluate, "calls", 0) + 1
+            seen.append(evaluate.calls)
+        @contextlib.contextmanager
+        def timed():
+            seen.append("begin")
+            yield len(seen)
+            seen.append("end")
+        @functools.singledispatch
+        def note(value): pass
+        @note.register
+        def _(value: int): seen.append(value)
+        for x, y in DataLoader(data, batch_size=8, shuffle=True):
+            evaluate()
+            with timed() as count:
+                note(count)
+                update(mean_square(x, y))
+        losses += seen
+        """,
+    "batches that are asked for, and what they are made with": """
+        class Stream:
+            def __init__(self): self.at, self.seen = 0, []
+            def __iter__(self): return self
+            def __next__(self):
+                self.at += 1
+                rows = torch.randint(0, 24, (6,), generator=chance)
+                return {"x": data[rows][0], "y": data[rows][1], "n": [self.at]}
+        chance, stream = torch.Generator().manual_seed(5), Stream()
+        for step in range(3):
+            batch = next(stream)
+            stream.seen.append(step)
+            batch["n"].append(step)
+            y = batch.pop("y")
+            x = batch["x"].mul_(2).add_(torch.randn((), generator=chance))
+            update(mean_square(x, y))
+            losses.append((batch["n"], stream.at, list(stream.seen), x.sum().item()))
+        """,
     "a learning rate set by hand": """
         for x, y in DataLoader(data, batch_size=8, shuffle=True):
             for group in optimizer.param_groups:

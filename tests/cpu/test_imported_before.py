@@ -17,6 +17,9 @@ from tightfit.capture.targets.target_kinds import GeneratorFunction, Script
 from tightfit.fit import capture
 from tightfit.tape.allocated_bytes import allocated_bytes
 
+# Many traces, of which each commit tries a half.
+pytestmark = pytest.mark.by_turns(2)
+
 _IMPORTS = """
 import accelerate, lightning
 from peft import LoraConfig, get_peft_model

@@ -43,7 +43,7 @@ def test_an_estimate_of_a_function_with_its_parameters() -> None:
     assert [span.name for span in small.spans if span.kind == "step"] == ["step 1", "step 2"]
     assert small.fits
     assert large.at_peak["activations"] - small.at_peak["activations"] > 60 * MIB
-    assert any(holder.line == "model.py:5" and holder.category == "parameters" for holder in small.holders)
+    assert any(holder.line == "model.py:5" and holder.category == "parameters" for holder in small.allocation_sites)
 
 
 def test_a_saved_run_is_estimated_like_the_run_itself(capsys: pytest.CaptureFixture[str]) -> None:

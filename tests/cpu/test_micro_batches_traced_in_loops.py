@@ -19,6 +19,9 @@ from tightfit.planner.option import Option
 from tightfit.tape import Tape
 from tightfit.techniques.micro_batches.micro_batches import MicroBatches
 
+# Many traces, of which each commit tries a half.
+pytestmark = pytest.mark.by_turns(2)
+
 # The traced process imports it, this one need not.
 if importlib.util.find_spec("lightning") is None:
     pytest.skip("lightning is not installed", allow_module_level=True)

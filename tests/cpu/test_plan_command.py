@@ -124,6 +124,9 @@ def test_what_is_planned_fits_and_the_plain_run_does_not(planned: dict[str, Any]
     assert planned["baseline"]["peak"]["device_bytes"] > budget
     assert planned["choices"]
     assert planned["model"]["roots"][0]["inputs"] == {"0": [16384, 256]}
+    # A likely peak, without the safety margin, as those of the runs beside it.
+    (every,) = (each for each in planned["alternatives"] if each["name"] == "checkpointing of every block")
+    assert every["device_bytes"] < planned["peak"]["device_bytes"] - (100 << 20), "it checkpoints two blocks more"
 
 
 def test_the_file_is_the_plan_that_was_printed(planned: dict[str, Any]) -> None:

@@ -10,6 +10,9 @@ from tests.cpu.test_plan_command import COMMAND, WORKLOAD
 from tightfit.cli.main import run
 from tightfit.planner.plan import Plan
 
+# Many traces, of which each commit tries a half.
+pytestmark = pytest.mark.by_turns(2)
+
 
 @pytest.fixture(autouse=True)
 def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

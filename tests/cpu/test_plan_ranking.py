@@ -25,7 +25,7 @@ def run(*techniques: str, seconds: float, exact: bool = True, settings: str = ""
         peak=a_run(8, seconds).peak,
         at_peak={},
         moment=PeakMoment(span="", phase="", operator="", module="", line=""),
-        holders=(),
+        allocation_sites=(),
         spans=(),
         band=(),
         host_peak_bytes=0,

@@ -13,6 +13,9 @@ import pytest
 
 from tightfit.cli.main import run
 
+# Many traces, of which each commit tries a half.
+pytestmark = pytest.mark.by_turns(2)
+
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 LSTM = 2048 * (256 + 512 + 2) + 2048 * (512 + 512 + 2)

@@ -13,6 +13,9 @@ from tightfit.planner.option import Option
 from tightfit.planner.problem import together
 from tightfit.techniques.registry import technique
 
+# Many traces, of which each commit tries a half.
+pytestmark = pytest.mark.by_turns(2)
+
 MODELS = Path(__file__).with_name("host_bound_models.py")
 OFF = 0.1
 

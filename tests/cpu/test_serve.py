@@ -20,6 +20,9 @@ from tightfit.serving.serve_settings import ServeSettings
 from tightfit.serving.serving_estimate import ServingEstimate
 from tightfit.serving.traced_server import AskedLoad, Server, TracedModel
 
+# Many traces, of which each commit tries a half.
+pytestmark = pytest.mark.by_turns(2)
+
 transformers = pytest.importorskip("transformers", minversion="5")
 torch = pytest.importorskip("torch")
 

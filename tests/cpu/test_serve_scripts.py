@@ -10,6 +10,9 @@ from tightfit.cli.main import run
 from tightfit.errors import UsageError
 from tightfit.fit.generating_scripts import GeneratingCall, generating_call, refuse_what_is_beside
 
+# Many traces, of which each commit tries a half.
+pytestmark = pytest.mark.by_turns(2)
+
 pytest.importorskip("transformers", minversion="5")
 
 HEAD = """

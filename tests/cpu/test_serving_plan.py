@@ -23,6 +23,9 @@ from tightfit.serving.model.weight_formats import format_named
 from tightfit.serving.serve_settings import ServeSettings
 from tightfit.serving.traced_server import AskedLoad, TracedModel
 
+# Many traces, of which each commit tries a half.
+pytestmark = pytest.mark.by_turns(2)
+
 pytest.importorskip("transformers", minversion="5")
 
 CONFIG = {

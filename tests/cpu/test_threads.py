@@ -14,6 +14,9 @@ from tightfit.fit import capture
 from tightfit.tape import EventKind, Tape
 from tightfit.units import MIB
 
+# Many traces, of which each commit tries a half.
+pytestmark = pytest.mark.by_turns(2)
+
 BATCH_BYTES = 16 * MIB
 HEAD = """\
 import queue

@@ -15,6 +15,9 @@ from tightfit.capture.processes import fork_server
 from tightfit.capture.processes.containment.policy import Policy
 from tightfit.capture.targets.huggingface import known_names
 
+# Many traces, of which each commit tries a half.
+pytestmark = pytest.mark.by_turns(2)
+
 
 @pytest.mark.parametrize(
     ("target", "names_model"),

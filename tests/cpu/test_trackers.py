@@ -54,7 +54,7 @@ for step in range(20):
     found = tightfit.estimate("train.py", "RTX 4090")
     assert verdict_words(found)[0] == "fits"
     assert found.coverage.words == ""
-    assert not any("packages" in holder.line for holder in found.holders)
+    assert not any("packages" in holder.line for holder in found.allocation_sites)
     # Python asks `uname` for the processor, which is no news.
     assert not any("uname" in assumption.what for assumption in found.assumptions)
     assert not (tmp_path / "tracked.jsonl").exists()

@@ -11,6 +11,9 @@ from tightfit.capture.targets.target_kinds import Script
 from tightfit.capture.trace import trace
 from tightfit.tape import Source, Tape
 
+# Many traces, of which each commit tries a half.
+pytestmark = pytest.mark.by_turns(2)
+
 pytest.importorskip("transformers")
 
 _HEAD = """

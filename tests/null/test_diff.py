@@ -63,7 +63,7 @@ def test_sequences_that_have_nothing_in_common_part_at_once_and_for_good():
 def test_a_run_is_no_different_from_itself(tmp_path):
     run = recorded(training(tmp_path / "run.pickle"))
     found = difference(run, run)
-    assert (found.changes, found.partings) == ((), ())
+    assert (found.changes, found.divergences) == ((), ())
     assert [pair.a_allocations == pair.same_allocations for pair in found.steps] == [True] * 3
     assert "All allocations of these steps are equal" in text_of(found)
 
@@ -74,7 +74,7 @@ def test_a_leak_that_one_run_has_is_found_with_its_line(tmp_path):
     )
     change = next(change for change in found.changes if change.kind == "new")
     assert (change.b_where, change.a_bytes, change.category) == ("train.py:24", 0, "activations")
-    parting = found.partings[0]
+    parting = found.divergences[0]
     assert parting.a is None
     assert parting.b is not None
     assert (parting.b.where, parting.b.num_bytes) == ("train.py:24", 3 * MIB)
@@ -87,7 +87,7 @@ def test_another_size_at_the_same_line_is_told_as_such(tmp_path):
         recorded(training(tmp_path / "a.pickle", width=4 * MIB)),
         recorded(training(tmp_path / "b.pickle", width=8 * MIB)),
     )
-    first = found.partings[0]
+    first = found.divergences[0]
     assert first.a is not None
     assert first.b is not None
     assert (first.a.where, first.b.where) == ("backward of MmBackward0", "backward of MmBackward0")
@@ -119,13 +119,13 @@ SIZES = [3 * MIB, 5 * MIB, *[(20 + at) * MIB for at in range(8)]]
 def test_a_prediction_and_a_recording_of_other_lines_are_matched_by_order(tmp_path):
     found = difference(*estimate_and_recording(tmp_path, SIZES))
     assert found.matched_by == "order"
-    assert (found.changes, found.partings) == ((), ())
+    assert (found.changes, found.divergences) == ((), ())
     assert "All allocations" in text_of(found)
 
 
 def test_the_first_place_where_prediction_and_reality_part(tmp_path):
     found = difference(*estimate_and_recording(tmp_path, SIZES, extra_bytes=700 * KIB))
-    (parting,) = found.partings
+    (parting,) = found.divergences
     assert parting.a is None
     assert parting.b is not None
     assert (parting.b.number, parting.b.where, parting.b.num_bytes) == (2, "train.py:24", 700 * KIB)

@@ -37,7 +37,7 @@ def test_a_recordings_peak_is_split_by_category_and_by_stack(tmp_path):
     found = diagnosis_of(training(tmp_path / "run.pickle"))
     assert sum(found.at_peak.values()) == found.peak_allocated_bytes
     assert 16 * MIB <= found.at_peak["optimizer_state"] < 20 * MIB, "blocks may be larger than the 16 MiB asked for"
-    holder = next(holder for holder in found.holders if holder.category == "activations")
+    holder = next(holder for holder in found.allocation_sites if holder.category == "activations")
     assert (holder.where, holder.callers, holder.operator) == ("model.py:7", ("train.py:20",), "aten.mm")
     assert found.moment.step in ("step 2", "step 3")
     assert found.growth == ()
@@ -106,7 +106,7 @@ def test_a_snapshot_without_events_is_its_state(tmp_path):
     path.write_bytes(pickle.dumps({"segments": whole["segments"]}))
     found = diagnosis_of(path)
     assert found.peak_allocated_bytes == 40 * MIB == sum(found.at_peak.values())
-    assert found.holders[0].where == "model.py:7", "blocks have stacks of their own"
+    assert found.allocation_sites[0].where == "model.py:7", "blocks have stacks of their own"
     assert "this is the state at the snapshot" in " ".join(text_of(found).split())
 
 
@@ -150,7 +150,7 @@ def test_an_output_that_outlives_its_step_is_named():
         sizes, [0, 1, -1, -2], lines=lines, categories=categories, spans=[("step 1", 1, 0, 1), ("step 2", 1, 1, 4)]
     )
     let_go = tape_of(sizes, [0, -1, 1, -2], lines=lines, categories=categories, spans=spans)
-    remedies = [diagnose(subject_of_tape(tape, CARD)).remedies for tape in (kept, let_go)]
+    remedies = [diagnose(subject_of_tape(tape, CARD)).suggestions for tape in (kept, let_go)]
     found = [[one for one in some if one.what.startswith("`del`")] for some in remedies]
     assert [(one.where, one.saves_bytes, one.adds_seconds) for one in found[0]] == [("train.py:9", 50 * MIB, 0.0)]
     assert found[1] == []
@@ -165,7 +165,7 @@ def test_checkpointing_keeps_the_outputs_and_one_inside():
     tape.operators.module[:] = [2, 2, first, first, first + 1, first + 1]
     object.__setattr__(tape, "strings", strings)
     found = diagnose(subject_of_tape(tape, CARD))
-    (remedy,) = [remedy for remedy in found.remedies if remedy.what.startswith("checkpoint")]
+    (remedy,) = [remedy for remedy in found.suggestions if remedy.what.startswith("checkpoint")]
     assert (remedy.where, remedy.saves_bytes) == ("net.*", 20 * MIB)
     assert remedy.adds_seconds is not None
     assert remedy.adds_seconds > 0
@@ -177,7 +177,7 @@ def test_one_line_for_nothing_comes_before_what_saves_more():
     categories = [Category.ACTIVATIONS, Category.GRADIENTS, Category.GRADIENTS, Category.ACTIVATIONS]
     spans = [("step 1", 1, 0, 1), ("step 2", 1, 1, 8)]
     tape = tape_of(sizes, [0, 1, 2, 3, -1, -2, -3, -4], lines=["train.py:9"] * 4, categories=categories, spans=spans)
-    first, second, *_ = diagnose(subject_of_tape(tape, CARD)).remedies
+    first, second, *_ = diagnose(subject_of_tape(tape, CARD)).suggestions
     assert (first.what.split()[0], first.is_one_line) == ("`del`", True)
     assert second.saves_bytes > 10 * first.saves_bytes
     assert second.adds_seconds == 0
@@ -186,7 +186,7 @@ def test_one_line_for_nothing_comes_before_what_saves_more():
 def test_remedies_come_by_bytes_per_second_and_unknown_costs_last():
     categories = [Category.OPTIMIZER_STATE, Category.GRADIENTS, Category.GRADIENTS]
     tape = tape_of([400 * MIB, 200 * MIB, 100 * MIB], [0, 1, 2, -3, -2], categories=categories)
-    costs = [remedy.adds_seconds for remedy in diagnose(subject_of_tape(tape, CARD)).remedies]
+    costs = [remedy.adds_seconds for remedy in diagnose(subject_of_tape(tape, CARD)).suggestions]
     known = [cost for cost in costs if cost is not None]
     assert costs == known + [None] * (len(costs) - len(known))
     assert known == sorted(known)
@@ -205,7 +205,7 @@ def test_a_saving_counts_only_where_no_other_moment_is_as_high():
 
 def test_a_run_that_asked_for_nothing_is_no_fault(tmp_path):
     found = diagnose(subject_of_tape(tape_of([], []), CARD))
-    assert (found.peak_allocated_bytes, found.holders, found.remedies) == (0, (), ())
+    assert (found.peak_allocated_bytes, found.allocation_sites, found.suggestions) == (0, (), ())
     assert "peak allocated    0 B" in text_of(found)
     recorded = diagnosis_of(Recorder(before=[2 * GIB]).save(tmp_path / "run.pickle"))
     assert recorded.start_reserved_bytes == 2 * GIB

@@ -92,7 +92,7 @@ def test_the_moment_and_the_holders_name_the_program():
     estimate = estimate_peak(tape_of([30 * MIB, 20 * MIB, 20 * MIB], [0, 1, 2]), find("RTX 4090"))
     assert estimate.moment.span == "step 1"
     assert (estimate.moment.operator, estimate.moment.line) == ("aten.mm", "train.py:7")
-    (holder,) = estimate.holders
+    (holder,) = estimate.allocation_sites
     assert (holder.module, holder.num_storages, holder.num_bytes) == ("Model.layers.*", 3, 70 * MIB)
 
 

@@ -41,7 +41,7 @@ class TestWhatItSays:
 
     def test_why_advice_and_assumptions_each_once(self, page: Reader) -> None:
         assert "time per step: 120.0 ms instead of 100.0 ms (+20.0%)" in page.text
-        assert "One more GiB would save about 8.9 ms per step." in page.text
+        assert "1.00 GiB more would save about 10.0 ms per step." in page.text
         assert "half the batch size would need about 8 GiB" in page.text
         assert page.text.count("a value is assumed to be 1.0") == 1
         assert "(train.py:3, train.py:9)" in page.text

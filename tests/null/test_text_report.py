@@ -51,7 +51,7 @@ ESTIMATE = Estimate(
     moment=PeakMoment(
         span="step 2", phase="backward", operator="aten.mm", module="Net.head", line="project/train.py:41"
     ),
-    holders=(
+    allocation_sites=(
         SiteAtPeak(
             category="activations",
             module="LanguageModel.transformer.layers.*.feed_forward.activation",
@@ -168,8 +168,10 @@ def test_a_narrow_terminal_shortens_folders_and_modules_and_drops_operators() ->
 
 
 def test_a_column_that_nothing_is_known_for_is_left_out() -> None:
-    holders = tuple(dataclasses.replace(holder, line="") for holder in ESTIMATE.holders)
-    heading, *_ = section(text_of(dataclasses.replace(ESTIMATE, holders=holders), width=120), "top allocation sites")
+    holders = tuple(dataclasses.replace(holder, line="") for holder in ESTIMATE.allocation_sites)
+    heading, *_ = section(
+        text_of(dataclasses.replace(ESTIMATE, allocation_sites=holders), width=120), "top allocation sites"
+    )
     assert heading.split() == ["bytes", "blocks", "what", "module", "operator"]
 
 
@@ -284,7 +286,7 @@ def test_an_empty_run_costs_its_context() -> None:
         ROOMY,
         at_peak={"context": 150 * MIB},
         moment=PeakMoment(span="", phase="other", operator="", module="", line=""),
-        holders=(),
+        allocation_sites=(),
         spans=(),
         band=(),
         assumptions=(),

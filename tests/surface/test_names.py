@@ -57,7 +57,7 @@ def test_an_estimate_is_frozen_and_knows_how_to_show_itself() -> None:
         "peak",
         "at_peak",
         "moment",
-        "holders",
+        "allocation_sites",
         "spans",
         "band",
         "host_peak_bytes",

@@ -24,7 +24,7 @@ class SiteUsage:
     num_bytes: int
 
 
-def holders_of(history: History, places: Sequence[AllocationSite], chosen: Column) -> tuple[SiteUsage, ...]:
+def largest_sites(history: History, places: Sequence[AllocationSite], chosen: Column) -> tuple[SiteUsage, ...]:
     """The allocation sites of the `chosen` blocks (booleans, one for each block), the largest first."""
     # The layers of a model share their lines; listed one by one they would fill the table with equal rows.
     modules = [".".join("*" if p.isdigit() else p for p in module.split(".")) for module in history.modules]

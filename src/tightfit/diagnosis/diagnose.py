@@ -11,7 +11,7 @@ import numpy as np
 
 from tightfit.allocator.caching import CachingAllocator
 from tightfit.allocator.pools import Block
-from tightfit.diagnosis.allocation_sites import SiteUsage, bytes_by_category, holders_of
+from tightfit.diagnosis.allocation_sites import SiteUsage, bytes_by_category, largest_sites
 from tightfit.diagnosis.diagnosed_run import DiagnosedRun, SettingTried
 from tightfit.diagnosis.fragmentation import Fragmentation, fragmentation_of
 from tightfit.diagnosis.growth import MIN_STEPS, Growth, growth_of
@@ -28,7 +28,9 @@ from tightfit.simulate.history import CATEGORIES, History
 from tightfit.tape import Assumption
 
 SCHEMA = 1
-NUM_HOLDERS = 12
+NUM_SITES = 12
+# Keys that programs read already keep their first names.
+_JSON_KEYS = {"allocation_sites": "holders", "suggestions": "remedies"}
 NUM_PINS = 5
 DEFAULT_SECONDS = 10.0
 
@@ -74,7 +76,7 @@ class RecordedOutOfMemory:
 class Diagnosis:
     """The diagnosis of one run. All bytes are sizes of blocks, as the allocator rounds them.
 
-    `leaks` are the growing sites whose holder is known. `moment` is the allocated peak, which `at_peak` and `holders` describe. `fragmented_at` is the reserved peak (or the out-of-memory error, where
+    `leaks` are the growing sites whose holder is known. `moment` is the allocated peak, which `at_peak` and `allocation_sites` describe. `fragmented_at` is the reserved peak (or the out-of-memory error, where
     there was one), which `fragmentation` describes. `start_reserved_bytes` was reserved before the first event.
     """
 
@@ -91,7 +93,7 @@ class Diagnosis:
     start_reserved_bytes: int
     moment: Moment
     at_peak: Mapping[str, int]
-    holders: tuple[SiteUsage, ...]
+    allocation_sites: tuple[SiteUsage, ...]
     steps: tuple[StepSpan, ...]
     growth: tuple[Growth, ...]
     growth_note: str
@@ -101,7 +103,7 @@ class Diagnosis:
     pinned_by: tuple[PinnedBy, ...]
     oom: RecordedOutOfMemory | None
     settings_tried: tuple[SettingTried, ...]
-    remedies: tuple[Suggestion, ...]
+    suggestions: tuple[Suggestion, ...]
     assumptions: tuple[Assumption, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -111,8 +113,8 @@ class Diagnosis:
         plain["fragmentation"].pop("pins")
         plain["fragmentation"]["free_bytes"] = self.fragmentation.free_bytes
         plain["leaks"] = [one.to_json() for one in self.leaks]
-        plain["remedies"] = [one.to_json() for one in self.remedies]
-        return {"schema": SCHEMA} | plain
+        plain["suggestions"] = [one.to_json() for one in self.suggestions]
+        return {"schema": SCHEMA} | {_JSON_KEYS.get(name, name): value for name, value in plain.items()}
 
 
 def diagnose(subject: DiagnosedRun, *, seconds: float = DEFAULT_SECONDS) -> Diagnosis:
@@ -145,7 +147,7 @@ def diagnose(subject: DiagnosedRun, *, seconds: float = DEFAULT_SECONDS) -> Diag
         start_reserved_bytes=look.start_reserved_bytes,
         moment=_moment(history, places, peak),
         at_peak=bytes_by_category(history, alive),
-        holders=holders_of(history, places, alive)[:NUM_HOLDERS],
+        allocation_sites=largest_sites(history, places, alive)[:NUM_SITES],
         steps=every_step,
         growth=growth_of(history, places, steps),
         growth_note="" if len(steps) >= MIN_STEPS else f"needs {MIN_STEPS} steps; this run has {len(steps)}",
@@ -155,7 +157,7 @@ def diagnose(subject: DiagnosedRun, *, seconds: float = DEFAULT_SECONDS) -> Diag
         pinned_by=_pinned_by(history, places, fragmented_at, found),
         oom=_out_of_memory(subject, found),
         settings_tried=settings,
-        remedies=in_order(
+        suggestions=in_order(
             [
                 *suggestions_of(history, places, subject.phases, subject.costs),
                 *suggestions_on_loading(subject.pipeline),

@@ -22,7 +22,7 @@ from tightfit.units import MIB
 
 SCHEMA = 1
 NUM_CHANGES = 16
-NUM_PARTINGS = 8
+NUM_DIVERGENCES = 8
 # Two versions of a program share most lines; two different programs at best those of a library.
 _MIN_SHARED = 0.2
 # 64 KiB: below it differences are the rounding of small blocks.
@@ -90,7 +90,7 @@ class Asked:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Parting:
+class Divergence:
     """Where the allocations of two steps diverge: the first on each side (None where that side has none), with all others of the same two sites.
 
     `count` is how often these two sites differ, with `a_bytes` and `b_bytes` of allocations in all.
@@ -107,18 +107,24 @@ class Parting:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunDifference:
-    """Two runs compared: the second against the first. `partings` are those of the first two steps that differ, in order."""
+    """Two runs compared: the second against the first. `divergences` are those of the first two steps that differ, in order."""
 
     a: Side
     b: Side
     changes: tuple[SiteChange, ...]
     steps: tuple[StepPair, ...]
-    partings: tuple[Parting, ...]
+    divergences: tuple[Divergence, ...]
     matched_by: Literal["lines", "order"]
 
     def to_json(self) -> dict[str, Any]:
         """The object that `tightfit diff --json` prints."""
-        return {"schema": SCHEMA} | dataclasses.asdict(self)
+        # A key that programs read already keeps its first name.
+        return {
+            "schema": SCHEMA,
+            **{
+                "partings" if name == "divergences" else name: value for name, value in dataclasses.asdict(self).items()
+            },
+        }
 
 
 def difference(a: DiagnosedRun, b: DiagnosedRun) -> RunDifference:
@@ -134,7 +140,7 @@ def difference(a: DiagnosedRun, b: DiagnosedRun) -> RunDifference:
         changes=_changes(a_spots, b_spots),
         steps=tuple(pair.summary() for pair in pairs),
         # The first step that differs stands for all: later ones repeat its differences.
-        partings=tuple(next((found for pair in pairs if (found := pair.partings())), [])[:NUM_PARTINGS]),
+        divergences=tuple(next((found for pair in pairs if (found := pair.divergences())), [])[:NUM_DIVERGENCES]),
         matched_by=matched_by,
     )
 
@@ -209,7 +215,7 @@ class _Pair:
                     strict=True,
                 )
 
-    def partings(self) -> list[Parting]:
+    def divergences(self) -> list[Divergence]:
         """Where the two diverge, grouped by pairs of allocation sites."""
         groups: dict[tuple[str, str], list[AlignedRange]] = {}
         for aligned in self.aligned_ranges:
@@ -219,7 +225,7 @@ class _Pair:
                 key = (first_a.where if first_a else "", first_b.where if first_b else "")
                 groups.setdefault(key, []).append(aligned)
         return [
-            Parting(
+            Divergence(
                 a_step=self.a_step.name,
                 b_step=self.b_step.name,
                 a=self._asked(self.a, self.a_blocks, some[0].a_begin, some[0].a_end),

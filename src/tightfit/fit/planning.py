@@ -421,7 +421,9 @@ def _full_checkpointing(found: Found) -> Alternative | None:
     outermost = [i for i in blocks if not any(options[i].slots < options[j].slots for j in blocks)]
     if not outermost:
         return None
-    device_bytes = variant.problem.peak_bytes(outermost) + variant.gap_bytes
+    # The likely peak, as those of the traced runs beside it: what the margin asks for beyond it is in the variant's gap.
+    margin_bytes = found.best.needed_bytes - found.best.estimate.peak.device_bytes
+    device_bytes = variant.problem.peak_bytes(outermost) + variant.gap_bytes - margin_bytes
     # The lowest peak was searched for among choices that this one belongs to, and was traced: a lower prediction is too low.
     is_too_low = not found.fits and device_bytes < found.best.estimate.peak.device_bytes
     return Alternative(

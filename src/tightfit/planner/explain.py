@@ -173,8 +173,9 @@ def _proof(plan: Plan) -> str:
 
 def _more_memory(plan: Plan) -> Iterator[str]:
     """The time that more memory than the budget saves, up to a GiB of it, from the memory/time curve."""
-    # As predicted, since the curve is; a faster plan that the budget had room for would have been found.
-    now_bytes = max(plan.budget_bytes - plan.headroom_bytes, plan.promised_bytes)
+    # As predicted, since the curve is, whose points are budgets: the safety margin is in them. A faster plan that this budget had room for
+    # would have been found.
+    now_bytes = max(plan.budget_bytes, plan.promised_bytes + plan.headroom_bytes)
     now_seconds = plan.run.seconds_per_step if plan.predicted_seconds is None else plan.predicted_seconds
     more = sorted((p for p in plan.frontier if p.device_bytes > now_bytes), key=lambda point: point.device_bytes)
     if not more:

@@ -14,7 +14,7 @@ _HELD_BY_THE_MODEL = ("parameters", "gradients", "optimizer_state")
 _HELD_BY_THE_BATCH = ("activations", "temporaries", "inputs")
 
 
-def largest_holders(estimate: Estimate) -> str:
+def largest_allocations(estimate: Estimate) -> str:
     """The largest categories at the peak, with their bytes."""
     # The cache and the context are among the categories, so the answer can also be that the program is not to blame.
     largest = sorted(estimate.at_peak.items(), key=lambda item: -item[1])[:_NUM_NAMED]

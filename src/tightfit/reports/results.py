@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Self
 
-from tightfit.reports.advice import largest_holders, to_try
+from tightfit.reports.advice import largest_allocations, to_try
 from tightfit.reports.html.fragment import estimate_fragment
 from tightfit.reports.printer import Printer
 from tightfit.reports.text.estimates import EstimateText
@@ -32,7 +32,7 @@ class Estimate(simulated.Estimate):
             f"Its peak is {format_bytes(peak.device_bytes)} of {format_bytes(self.capacity_bytes)}, "
             f"between {format_bytes(peak.device_low_bytes)} and {format_bytes(peak.device_high_bytes)}, "
             f"in {moment.span or 'the run'} ({where}).",
-            f"Largest: {largest_holders(self)}.",
+            f"Largest: {largest_allocations(self)}.",
         ]
         if not self.fits:
             sentences.append(f"To try: {to_try(self)}.")

@@ -122,7 +122,7 @@ class Estimate:
     peak: Peak
     at_peak: Mapping[str, int]
     moment: PeakMoment
-    holders: tuple[SiteAtPeak, ...]
+    allocation_sites: tuple[SiteAtPeak, ...]
     spans: tuple[SpanPeak, ...]
     band: tuple[Band, ...]
     host_peak_bytes: int
@@ -166,7 +166,7 @@ class Estimate:
             "headroom_bytes": self.headroom_bytes,
             "at_peak": dict(self.at_peak),
             "moment": dataclasses.asdict(self.moment),
-            "holders": [dataclasses.asdict(h) for h in self.holders],
+            "holders": [dataclasses.asdict(site) for site in self.allocation_sites],
             "steps": [{k: v for k, v in dataclasses.asdict(s).items() if k.endswith("_bytes")} for s in steps],
             "spans": [dataclasses.asdict(s) for s in self.spans],
             "band": [dataclasses.asdict(b) for b in self.band],

@@ -29,7 +29,7 @@ from tightfit.tape import Category, Column, EventKind, Phase, SpanKind, Tape
 _COMMUNICATORS_DOUBT = 0.5
 
 # What fits a screen; the JSON has as many, so that both say the same.
-NUM_HOLDERS = 12
+NUM_SITES = 12
 
 
 def estimate_peak(
@@ -95,7 +95,7 @@ def estimate_peak(
         ),
         at_peak=at_peak,
         moment=_moment(tape, at),
-        holders=_holders(tape, alive, timeline.block_bytes),
+        allocation_sites=_allocation_sites(tape, alive, timeline.block_bytes),
         spans=_span_peaks(tape, timeline),
         band=band,
         host_peak_bytes=tape.host_peak_bytes,
@@ -143,7 +143,7 @@ def _moment(tape: Tape, at: int) -> PeakMoment:
     )
 
 
-def _holders(tape: Tape, alive: Column, block_bytes: Column) -> tuple[SiteAtPeak, ...]:
+def _allocation_sites(tape: Tape, alive: Column, block_bytes: Column) -> tuple[SiteAtPeak, ...]:
     """The largest allocation sites. Storages of one category, line and operator are grouped; numbers in module paths become `*`."""
     groups: dict[tuple[str, str, str, str], list[int]] = {}
     operators, strings = tape.operators, tape.strings
@@ -159,7 +159,7 @@ def _holders(tape: Tape, alive: Column, block_bytes: Column) -> tuple[SiteAtPeak
         group = groups.setdefault((category, module, name, line), [0, 0])
         group[0] += 1
         group[1] += int(block_bytes[storage])
-    largest = sorted(groups.items(), key=lambda item: -item[1][1])[:NUM_HOLDERS]
+    largest = sorted(groups.items(), key=lambda item: -item[1][1])[:NUM_SITES]
     return tuple(
         SiteAtPeak(category=c, module=m, operator=o, line=l, num_storages=n, num_bytes=b)
         for (c, m, o, l), (n, b) in largest

@@ -39,7 +39,7 @@ class DiagnosisText:
         sections = (
             Group(_subject(diagnosis), _figures(diagnosis)),
             category_table(diagnosis.at_peak, diagnosis.peak_allocated_bytes, width, is_ascii=options.ascii_only),
-            *_holders(diagnosis, width),
+            *_allocation_sites(diagnosis, width),
             *_steps(diagnosis, width),
             *_growth(diagnosis, width),
             *_leaks(diagnosis),
@@ -149,11 +149,11 @@ def _place_column(heading: str = "your line") -> Column:
 
 def _stripped(diagnosis: Diagnosis) -> Callable[[str], str]:
     """A function that removes the folder that all places have in common."""
-    named = (*diagnosis.holders, *diagnosis.growth, *diagnosis.pinned_by, *diagnosis.remedies)
+    named = (*diagnosis.allocation_sites, *diagnosis.growth, *diagnosis.pinned_by, *diagnosis.suggestions)
     return without_common_folder(one.where for one in named)
 
 
-def _holders(diagnosis: Diagnosis, width: int) -> Iterator[RenderableType]:
+def _allocation_sites(diagnosis: Diagnosis, width: int) -> Iterator[RenderableType]:
     shown = _stripped(diagnosis)
     columns = (
         Column(heading="bytes", is_number=True),
@@ -175,7 +175,7 @@ def _holders(diagnosis: Diagnosis, width: int) -> Iterator[RenderableType]:
             holder.module,
             _from(holder.callers),
         )
-        for holder in diagnosis.holders
+        for holder in diagnosis.allocation_sites
     ]
     if rows:
         yield _shown(columns, rows, width, "top allocation sites")
@@ -302,8 +302,8 @@ def _settings(diagnosis: Diagnosis, width: int) -> Iterator[RenderableType]:
 
 
 def _remedies(diagnosis: Diagnosis) -> Iterator[RenderableType]:
-    remedies, shown = diagnosis.remedies, _stripped(diagnosis)
-    if not remedies:
+    suggestions, shown = diagnosis.suggestions, _stripped(diagnosis)
+    if not suggestions:
         return
     table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0))
     table.title, table.title_justify, table.title_style = "suggestions, cheapest first", "left", "bold"
@@ -311,18 +311,20 @@ def _remedies(diagnosis: Diagnosis) -> Iterator[RenderableType]:
     table.add_column("memory", justify="right", no_wrap=True)
     table.add_column("time per step", justify="right", no_wrap=True)
     table.add_column("", overflow="fold")
-    for remedy in remedies:
+    for suggestion in suggestions:
         # A free one has a cost too, 0: an empty cell would leave it open.
-        cost = "unknown" if remedy.adds_seconds is None else format_seconds_change(remedy.adds_seconds) or "±0"
-        where = f" [{shown(remedy.where)}]" if remedy.where else ""
-        lossy = "" if remedy.is_exact else "; changes results"
+        cost = "unknown" if suggestion.adds_seconds is None else format_seconds_change(suggestion.adds_seconds) or "±0"
+        where = f" [{shown(suggestion.where)}]" if suggestion.where else ""
+        lossy = "" if suggestion.is_exact else "; changes results"
         table.add_row(
-            format_bytes_change(-remedy.saves_bytes),
+            format_bytes_change(-suggestion.saves_bytes),
             cost,
-            Text.assemble(f"{remedy.what}{where}", (f" ({remedy.note}{lossy})" if remedy.note else lossy, "dim")),
+            Text.assemble(
+                f"{suggestion.what}{where}", (f" ({suggestion.note}{lossy})" if suggestion.note else lossy, "dim")
+            ),
         )
     yield table
-    times = " Times are estimates." if any(remedy.adds_seconds for remedy in remedies) else ""
+    times = " Times are estimates." if any(suggestion.adds_seconds for suggestion in suggestions) else ""
     yield Text(f"Each row alone lowers the peak of the whole run by that much; rows do not add up.{times}", style="dim")
 
 

@@ -15,7 +15,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from tightfit.reports.advice import LABELS, largest_holders, to_try
+from tightfit.reports.advice import LABELS, largest_allocations, to_try
 from tightfit.reports.text.table_columns import (
     GAP,
     Column,
@@ -79,12 +79,12 @@ class EstimateText:
         yield _figures(estimate)
         if not estimate.fits:
             yield ""
-            yield Text(f"largest: {largest_holders(estimate)}\nto try:  {to_try(estimate)}")
+            yield Text(f"largest: {largest_allocations(estimate)}\nto try:  {to_try(estimate)}")
         yield ""
         yield category_table(estimate.at_peak, estimate.peak.device_bytes, width, is_ascii=options.ascii_only)
-        if estimate.holders:
+        if estimate.allocation_sites:
             yield ""
-            yield _holders(estimate, width)
+            yield _allocation_sites(estimate, width)
         if estimate.spans:
             yield ""
             yield _spans(estimate, width)
@@ -311,20 +311,20 @@ def _paragraphs(columns: Sequence[Column], rows: Sequence[Sequence[str]], title:
     return table
 
 
-def _holders(estimate: Estimate, width: int) -> Table:
+def _allocation_sites(estimate: Estimate, width: int) -> Table:
     rows = [
         (
-            format_bytes(holder.num_bytes),
-            str(holder.num_storages),
-            LABELS.get(holder.category, holder.category),
-            holder.line,
-            holder.module,
-            holder.operator.removeprefix("aten."),
+            format_bytes(site.num_bytes),
+            str(site.num_storages),
+            LABELS.get(site.category, site.category),
+            site.line,
+            site.module,
+            site.operator.removeprefix("aten."),
         )
-        for holder in estimate.holders
+        for site in estimate.allocation_sites
     ]
     # The file and the line must stay whole: they are what a reader looks for.
-    file_cells = max(len(holder.line.rpartition("/")[2]) for holder in estimate.holders)
+    file_cells = max(len(site.line.rpartition("/")[2]) for site in estimate.allocation_sites)
     last = len(_HOLDER_COLUMNS) if width >= _WIDTH_FOR_OPERATORS else len(_HOLDER_COLUMNS) - 1
     shown = [i for i in range(last) if any(row[i] for row in rows)]
     columns = [

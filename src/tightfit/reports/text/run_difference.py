@@ -29,7 +29,7 @@ class DifferenceText:
             _peaks(difference, width),
             *_changes(difference, width),
             *_steps(difference, width),
-            *_partings(difference, width),
+            *_divergences(difference, width),
         ):
             yield ""
             yield section
@@ -62,7 +62,7 @@ def _lines_of(difference: RunDifference) -> list[Column]:
 
 
 def _places(difference: RunDifference, ours: str, theirs: str) -> tuple[str, ...]:
-    asked = [(parting.a, parting.b) for parting in difference.partings]
+    asked = [(divergence.a, divergence.b) for divergence in difference.divergences]
     ours_all = [*(change.a_where for change in difference.changes), *(a.where for a, _ in asked if a)]
     theirs_all = [*(change.b_where for change in difference.changes), *(b.where for _, b in asked if b)]
     # Each run by its own folder: the two were often recorded on different machines.
@@ -136,15 +136,15 @@ def _steps(difference: RunDifference, width: int) -> Iterator[RenderableType]:
     yield fitted(columns, rows, width, title="step by step")
 
 
-def _partings(difference: RunDifference, width: int) -> Iterator[RenderableType]:
-    if not difference.partings:
+def _divergences(difference: RunDifference, width: int) -> Iterator[RenderableType]:
+    if not difference.divergences:
         yield Text(
             "All allocations of these steps are equal, in the same order."
             if difference.steps
             else "No steps to compare."
         )
         return
-    first = difference.partings[0]
+    first = difference.divergences[0]
     head = Text.assemble(
         ("first difference", "bold"), f": in {first.a_step} of A and {first.b_step} of B (allocations count from 0)"
     )
@@ -157,12 +157,14 @@ def _partings(difference: RunDifference, width: int) -> Iterator[RenderableType]
     )
     rows = [
         (
-            f"{parting.count:,}",
-            format_bytes(parting.a_bytes),
-            format_bytes(parting.b_bytes),
-            *_places(difference, parting.a.where if parting.a else "", parting.b.where if parting.b else ""),
+            f"{divergence.count:,}",
+            format_bytes(divergence.a_bytes),
+            format_bytes(divergence.b_bytes),
+            *_places(
+                difference, divergence.a.where if divergence.a else "", divergence.b.where if divergence.b else ""
+            ),
         )
-        for parting in difference.partings
+        for divergence in difference.divergences
     ]
     yield fitted(columns, rows, width, title="allocations that differ")
 
