@@ -163,6 +163,15 @@ TAKEN_BACK = {
             optimizer.step()
         losses += [*notes, counts[77_777], counts[13]]
         """,
+    "names that are texts": """
+        import noted
+        noted.count, total = 0, 0
+        for x, y in DataLoader(data, batch_size=8, shuffle=True):
+            globals()["total"] += 1
+            setattr(noted, "count", getattr(noted, "count") + 1)
+            update(mean_square(x, y))
+        losses += [total, noted.count]
+        """,
     "a learning rate set by hand": """
         for x, y in DataLoader(data, batch_size=8, shuffle=True):
             for group in optimizer.param_groups:
@@ -281,6 +290,20 @@ REFUSED = {
         counts = [{"seen": 0} for _ in range(5_000)]
         for x, y in DataLoader(data, batch_size=8):
             counts[-1]["seen"] += 1
+            update(mean_square(x, y))
+        """,
+    "it wrote to log.gz": """
+        import gzip
+        with gzip.open("log.gz", "wt") as log:
+            for x, y in DataLoader(data, batch_size=8):
+                log.write("a line")
+                update(mean_square(x, y))
+        """,
+    "compressed was drawn from or written to": """
+        import zlib
+        compressed = zlib.compressobj()
+        for x, y in DataLoader(data, batch_size=8):
+            losses.append(compressed.compress(b"a batch"))
             update(mean_square(x, y))
         """,
     "it wrote to log.txt": """

@@ -24,7 +24,7 @@ from tightfit.effects.code import CODE
 from tightfit.effects.holders import ClassAttributes, Names, class_state, is_plain
 from tightfit.effects.outside_calls import NAMES
 from tightfit.effects.reachable.cells import Cell, contents
-from tightfit.effects.reachable.classes_of_libraries import BAGS, COUNTING, OF_ARRAYS, STATELESS, UNCHANGING
+from tightfit.effects.reachable.classes_of_libraries import BAGS, COUNTING, IN_C, OF_ARRAYS, STATELESS, UNCHANGING
 from tightfit.effects.reachable.collected import Collected, Reach
 from tightfit.effects.reachable.containers import items_in, tensors_in, wrapped_by
 from tightfit.effects.reachable.decorated import decorated_by, users_functions_of
@@ -419,6 +419,8 @@ class _Walk(_CodeWalk):
         if not is_bag and (is_stateless or (origin in sys.stdlib_module_names and not kind.__dictoffset__)):
             if kind.__dictoffset__:
                 self.stored.met(path, value)
+            elif self._of_libraries and origin.lstrip("_") in IN_C:
+                self.found.drawn.append(hidden(path, value))
             return
         own = getattr(value, "__dict__", None)
         if isinstance(own, dict):
