@@ -70,6 +70,33 @@ def _scattered(x: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(x).scatter_(-1, x.argsort(-1), x)
 
 
+_TABLES = [_fixed(2, 6), _fixed(2, 6) * 2]
+
+
+def _flat_mask(x: torch.Tensor, places: slice) -> torch.Tensor:
+    mask = torch.ones(x.shape[0] * x.shape[1], dtype=x.dtype)
+    mask[places].zero_()
+    return x.flatten(0, 1) * mask[:, None]
+
+
+def _column(x: torch.Tensor) -> torch.Tensor:
+    square = torch.ones(x.shape[0], x.shape[0], dtype=x.dtype)
+    square[:, 0] = x[:, 0, 0]
+    return square.sum(1)[:, None] * x[:, 0]
+
+
+def _counted_down(x: torch.Tensor) -> torch.Tensor:
+    places = torch.arange(x.shape[0])
+    places -= 1
+    return x[places, 0]
+
+
+def _counted_by_numpy(x: torch.Tensor) -> torch.Tensor:
+    places = torch.arange(x.shape[0])
+    places.numpy()[:] = 0
+    return x[places, 0]
+
+
 STEPS: dict[str, Function] = {
     "tanh": torch.tanh,
     "softmax last": lambda x: x.softmax(-1),
@@ -106,6 +133,19 @@ STEPS: dict[str, Function] = {
     "sort": lambda x: x.sort(-1).values,
     "sort first": lambda x: x.sort(0).values,
     "gather": lambda x: x.gather(-1, x.argsort(-1)),
+    "counted down": _counted_down,
+    "counted by numpy": _counted_by_numpy,
+    "column": _column,
+    "flat mask": lambda x: _flat_mask(x, slice(2)),
+    "flat mask of each": lambda x: _flat_mask(x, slice(None, None, x.shape[1])),
+    "renorm": lambda x: torch.renorm(x, 2.0, 0, 0.5),
+    "renorm last": lambda x: torch.renorm(x, 2.0, -1, 0.5),
+    "buckets": lambda x: torch.bucketize(x[:, 0, 0].contiguous(), _fixed(5).sort().values).to(x.dtype)[:, None],
+    "buckets of rows": lambda x: torch.bucketize(x[:, 0, 0].contiguous(), x[:, 0, 1].contiguous()).to(x.dtype)[:, None],
+    "triangle by size": lambda x: x @ torch.ones(x.shape[-1], 6, dtype=x.dtype).tril(-x.shape[0]),
+    "table by size": lambda x: x[..., :2] @ _TABLES[x.shape[0] > 2],
+    "result by size": lambda x: [x.tanh(), x.sin()][x.shape[0] > 2] * 2,
+    "returned by size": lambda x: [x.tanh(), x.sin()][x.shape[0] > 2],
     "pick": lambda x: x[torch.arange(x.shape[0]), x.reshape(x.shape[0], -1).argmax(1) % x.shape[1]],
     "first row": lambda x: x[:1] + x,
     "first of second": lambda x: x[:, 0],
@@ -170,7 +210,7 @@ def test_each_step_alone_is_true_in_numbers(name: str, dim: int) -> None:
 
 KEPT_APART = """tanh;softmax last;mean last;sum of last;max of second;transpose;contiguous;merge;by size;flip last;cumsum second;cat;stack;gram;
 product;product left;einsum;layer norm;positions;scale by other size;sort;gather;pick;first of second;pad;masked;where;attention;convolution;
-expanded;written;put;scattered;embedding;index table;unbind;instance norm;pool;hard swish;log sigmoid;one hot;split last;transpose last"""
+expanded;written;put;renorm;buckets;flat mask of each;scattered;embedding;index table;unbind;instance norm;pool;hard swish;log sigmoid;one hot;split last;transpose last"""
 
 
 @pytest.mark.parametrize("name", [name.strip() for name in KEPT_APART.split(";")])

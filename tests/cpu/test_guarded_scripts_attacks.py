@@ -100,6 +100,78 @@ TAKEN_BACK = {
             update(mean_square(x, y))
             losses.append((schedule.last_epoch, schedule.get_last_lr()[0]))
         """,
+    "functions in decorators of libraries": """
+        import contextlib, functools
+        seen = []
+        @torch.no_grad()
+        def evaluate():
+            evaluate.calls = getattr(evaluate, "calls", 0) + 1
+            seen.append(evaluate.calls)
+        @contextlib.contextmanager
+        def timed():
+            seen.append("begin")
+            yield len(seen)
+            seen.append("end")
+        @functools.singledispatch
+        def note(value): pass
+        @note.register
+        def _(value: int): seen.append(value)
+        for x, y in DataLoader(data, batch_size=8, shuffle=True):
+            evaluate()
+            with timed() as count:
+                note(count)
+                update(mean_square(x, y))
+        losses += seen
+        """,
+    "batches that are asked for, and what they are made with": """
+        class Stream:
+            def __init__(self): self.at, self.seen = 0, []
+            def __iter__(self): return self
+            def __next__(self):
+                self.at += 1
+                rows = torch.randint(0, 24, (6,), generator=chance)
+                return {"x": data[rows][0], "y": data[rows][1], "n": [self.at]}
+        chance, stream = torch.Generator().manual_seed(5), Stream()
+        for step in range(3):
+            batch = next(stream)
+            stream.seen.append(step)
+            batch["n"].append(step)
+            y = batch.pop("y")
+            x = batch["x"].mul_(2).add_(torch.randn((), generator=chance))
+            update(mean_square(x, y))
+            losses.append((batch["n"], stream.at, list(stream.seen), x.sum().item()))
+        """,
+    "hooks that nothing names, and counts per example": """
+        def noted():
+            notes = []
+            model[0].weight.register_hook(lambda gradient: notes.append("a gradient"))
+            model[0].bias.register_post_accumulate_grad_hook(lambda weight: notes.append("a sum"))
+            def before(*given):
+                notes.append("a step")
+                fail()
+            optimizer.register_step_pre_hook(before)
+            return notes
+        def collate(rows):
+            counts[len(rows)] += 1
+            return torch.stack([row for row, _ in rows]) * chance.random()
+        notes, counts, chance = noted(), [0] * 100_000, random.Random(2)
+        held_out = DataLoader(data, batch_size=13, collate_fn=collate)
+        for x, y in DataLoader(data, batch_size=8, shuffle=True):
+            losses.append(sum(model(rows).sum().item() for rows in held_out))
+            counts[77_777] += 1
+            mean_square(x, y).backward()
+            optimizer.step()
+        losses += [*notes, counts[77_777], counts[13]]
+        """,
+    "names that are texts": """
+        import noted
+        noted.count, total = 0, 0
+        for x, y in DataLoader(data, batch_size=8, shuffle=True):
+            globals()["total"] += 1
+            setattr(noted, "count", getattr(noted, "count") + 1)
+            update(mean_square(x, y))
+        losses += [total, noted.count]
+        """,
     "a learning rate set by hand": """
         for x, y in DataLoader(data, batch_size=8, shuffle=True):
             for group in optimizer.param_groups:
@@ -214,6 +286,26 @@ TAKEN_BACK = {
         """,
 }
 REFUSED = {
+    "counts was drawn from or written to": """
+        counts = [{"seen": 0} for _ in range(5_000)]
+        for x, y in DataLoader(data, batch_size=8):
+            counts[-1]["seen"] += 1
+            update(mean_square(x, y))
+        """,
+    "it wrote to log.gz": """
+        import gzip
+        with gzip.open("log.gz", "wt") as log:
+            for x, y in DataLoader(data, batch_size=8):
+                log.write("a line")
+                update(mean_square(x, y))
+        """,
+    "compressed was drawn from or written to": """
+        import zlib
+        compressed = zlib.compressobj()
+        for x, y in DataLoader(data, batch_size=8):
+            losses.append(compressed.compress(b"a batch"))
+            update(mean_square(x, y))
+        """,
     "it wrote to log.txt": """
         with open("log.txt", "w") as log:
             for x, y in DataLoader(data, batch_size=8):

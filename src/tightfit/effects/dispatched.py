@@ -32,13 +32,15 @@ _WRITTEN_IN_PYTHON: dict[types.CodeType, Callable[..., Any]] = {
     for value in vars(owner).values()
     if isinstance(value, types.FunctionType)
 }
+# Functions of torch that do not hand an argument on to a `__torch_function__` (torch/nn/functional.py).
+_FORGETS = {functional.l1_loss.__code__: "weight"}
 
 
 def dispatched(func: Callable[..., Any]) -> Callable[..., Any]:
     """What a `__torch_function__`, the caller of this, is to call in place of the `func` that it was given: torch's own function.
 
     Raises:
-        ApplyError: the program has replaced the function, and torch's own is not known.
+        ApplyError: the program has replaced the function, and torch's own is not known; or torch has dropped an argument.
     """
     if isinstance(func, OF_C):
         return func
@@ -47,6 +49,11 @@ def dispatched(func: Callable[..., Any]) -> Callable[..., Any]:
     if passed_on is None or passed_on.f_code is not handle_torch_function.__code__ or passed_on.f_back is None:
         return func
     asks = passed_on.f_back.f_code
+    forgotten = _FORGETS.get(asks)
+    if forgotten is not None and passed_on.f_back.f_locals.get(forgotten) is not None:
+        raise ApplyError(
+            f"torch drops the {forgotten} of {asks.co_name} where calls of torch are watched, as here: call it with reduction='none', and multiply by it"
+        )
     # A function of the program's own that asks for itself, and torch's functions, some of which ask for one another.
     if (
         asks is code

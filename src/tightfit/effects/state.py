@@ -19,7 +19,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from tightfit.effects.holders import PLAIN, has_gone, has_lost_members, in_graphs, is_gone, other_objects
 from tightfit.effects.outside_calls import Unwatched
 from tightfit.effects.random_states import numpy_state, put_python_state, python_state
-from tightfit.effects.reachable.reach import Reach, reach_of, reach_of_arguments
+from tightfit.effects.reachable.collected import Reach
+from tightfit.effects.reachable.reach import reach_of, reach_of_arguments
 from tightfit.effects.values.contents import SMALL_BYTES, content_of
 
 DRAWN = "was drawn from"

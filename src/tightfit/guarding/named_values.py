@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from tightfit.effects.reachable.decorated import users_functions_of
 from tightfit.effects.users_code import is_users_file
 
 _MOST_FUNCTIONS = 500
@@ -28,18 +29,15 @@ def _functions(function: Any) -> Iterator[tuple[types.FunctionType, Any]]:
             continue
         if not isinstance(value, types.FunctionType):
             owner, value = value, vars(type(value)).get("__call__")
-        if (
-            not isinstance(value, types.FunctionType)
-            or id(value) in seen
-            or not is_users_file(value.__code__.co_filename)
-        ):
-            continue
-        seen.add(id(value))
-        yield value, owner
-        inner = [*_values(value), *(() if owner is None else _methods(owner, value))]
-        waiting += [each for each in inner if isinstance(each, types.FunctionType | types.MethodType)]
-        # Models, and what is called like a function.
-        waiting += [each for each in inner if isinstance(each, torch.nn.Module) or _is_users(type(each))]
+        for own in users_functions_of(value):
+            if id(own) in seen:
+                continue
+            seen.add(id(own))
+            yield own, owner
+            inner = [*_values(own), *(() if owner is None else _methods(owner, own))]
+            waiting += [each for each in inner if isinstance(each, types.FunctionType | types.MethodType)]
+            # Models, and what is called like a function.
+            waiting += [each for each in inner if isinstance(each, torch.nn.Module) or _is_users(type(each))]
 
 
 def _forwards(model: torch.nn.Module, seen: set[int]) -> list[types.MethodType]:

@@ -6,20 +6,38 @@ Making a batch draws random numbers (augmentation, the seed of workers), and is 
 import dataclasses
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from tightfit.effects.random_states import AllRandom
+from tightfit.effects.state import Snapshot
 
 Batch = TypeVar("Batch")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Given:
-    """A batch, or the end of the batches, and the random states after it was made."""
+    """A batch, or the end of the batches, the random states after it was made, and what is known of it where it was made within a step."""
 
     batch: Any
     is_end: bool
     random: AllRandom
+    drawn: Any
+
+
+class DrawWatch(Protocol):
+    """Of one attempt at a step."""
+
+    def now(self) -> list[Snapshot]:
+        """The state of what the step reaches."""
+        ...
+
+    def drew(self, before: list[Snapshot], batch: Any) -> Any:
+        """A batch was made; `before` is the state before that. Returns what `hands_out` is given for it."""
+        ...
+
+    def hands_out(self, drawn: Any, *, is_again: bool) -> None:
+        """The step gets it, made now or handed out again."""
+        ...
 
 
 class ReplayedBatches(Iterator[Batch], Generic[Batch]):
@@ -31,6 +49,8 @@ class ReplayedBatches(Iterator[Batch], Generic[Batch]):
         """Whether a batch is being made."""
         self.is_broken = False
         """Whether an error has ended the making of a batch since `begin`: what makes them cannot be asked for that one again."""
+        self.watch: DrawWatch | None = None
+        """Looks at what a step is handed, from its beginning on."""
         self._given: list[_Given] = []
         self._waiting: deque[_Given] = deque()
 
@@ -41,6 +61,8 @@ class ReplayedBatches(Iterator[Batch], Generic[Batch]):
         if self._waiting:
             given = self._waiting.popleft()
             given.random.put()
+            if given.drawn is not None and self.watch is not None:
+                self.watch.hands_out(given.drawn, is_again=True)
         else:
             given = self._drawn()
         self._given.append(given)
@@ -49,25 +71,33 @@ class ReplayedBatches(Iterator[Batch], Generic[Batch]):
         return given.batch
 
     def _drawn(self) -> _Given:
+        before = None if self.watch is None else self.watch.now()
+        batch, is_end = None, False
         self.is_drawing = True
         try:
-            batch: Any = next(self._batches)
+            batch = next(self._batches)
         except StopIteration:
-            return _Given(batch=None, is_end=True, random=AllRandom.now())
+            is_end = True
         except BaseException:
             self.is_broken = True
             raise
         finally:
             self.is_drawing = False
-        return _Given(batch=batch, is_end=False, random=AllRandom.now())
+        random = AllRandom.now()
+        if self.watch is None or before is None:
+            return _Given(batch=batch, is_end=is_end, random=random, drawn=None)
+        drawn = self.watch.drew(before, batch)
+        self.watch.hands_out(drawn, is_again=False)
+        return _Given(batch=batch, is_end=is_end, random=random, drawn=drawn)
 
     @property
     def is_waiting(self) -> bool:
         """Whether there are batches to be handed out again."""
         return bool(self._waiting)
 
-    def begin(self) -> None:
+    def begin(self, watch: DrawWatch | None = None) -> None:
         """A step begins: what was handed out before is let go."""
+        self.watch = watch
         self._given.clear()
         self.is_broken = False
 

@@ -11,6 +11,7 @@ from tightfit.guarding.begun_loaders import BegunLoaders
 from tightfit.guarding.memory.retried_operators import RetriedOperators
 from tightfit.guarding.memory.retried_updates import UpdateRetries
 from tightfit.guarding.replayed_batches import ReplayedBatches
+from tightfit.guarding.state.drawn_items import DrawnItem
 from tightfit.guarding.state.step_state import StepBeginning, StepStates
 from tightfit.techniques.session import Session
 from tightfit.torch_hooks.backward import on_backward
@@ -19,11 +20,34 @@ from tightfit.torch_hooks.replaced import Leave
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One attempt at a step, from its beginning on. `leave` ends the watch for its backward passes."""
+    """One attempt at a step, from its beginning on. `leave` ends the watch for its backward passes, `draws` sees the batches that it is handed."""
 
     beginning: StepBeginning
     sources: Sequence[ReplayedBatches[Any]]
     leave: Leave
+    draws: "StepDraws"
+
+
+class StepDraws:
+    """Looks at the batches that a step is handed."""
+
+    def __init__(self, states: StepStates, beginning: StepBeginning) -> None:
+        self._states = states
+        self._beginning = beginning
+
+    def now(self) -> list[Snapshot]:
+        """The state of what the step reaches."""
+        return self._states.now(self._beginning)
+
+    def drew(self, before: list[Snapshot], batch: Any) -> DrawnItem:
+        """A batch was made; `before` is the state before that."""
+        return self._states.drew(self._beginning, before, batch)
+
+    def hands_out(self, drawn: DrawnItem, *, is_again: bool) -> None:
+        """The step gets it, made now or handed out again."""
+        if is_again:
+            drawn.put()
+        self._beginning.drawn.append(drawn)
 
 
 class Restoration:
@@ -59,9 +83,11 @@ class Restoration:
         self.updates.cover(self._optimizers)
         with RetriedOperators(self.updates.freed):
             beginning = self._states.begin(reached, attributes=attributes, names_data=names_data)
+        draws = StepDraws(self._states, beginning)
         for batches in sources:
-            batches.begin()
-        attempt = Attempt(beginning=beginning, sources=sources, leave=on_backward(beginning.gradients))
+            batches.begin(draws)
+        leave = on_backward(beginning.gradients)
+        attempt = Attempt(beginning=beginning, sources=sources, leave=leave, draws=draws)
         self._running = attempt
         self._loaders.clear()
         self.updates.begin()

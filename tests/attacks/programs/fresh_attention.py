@@ -282,3 +282,31 @@ def multihead_attention(t: Trial) -> None:
             return x + self.inner(mixed) * weights.sum(-1, keepdim=True)
 
     train(t, Net([Attending(), Attending()]))
+
+
+def _masked_by_another_name(other: Any) -> Any:
+    def weights(_: Any, scores: torch.Tensor) -> torch.Tensor:
+        same = other(scores)
+        same.masked_fill_(_causal(), float("-inf"))
+        return scores.softmax(-1)
+
+    return weights
+
+
+@attack(
+    "parts",
+    "scores that are masked in place by another name, which a cast to the type that they have gives",
+    only=("attention",),
+)
+def masked_by_name_of_cast(t: Trial) -> None:
+    _attend(t, _masked_by_another_name(lambda scores: scores.to(scores.dtype)))
+
+
+@attack("parts", "the same by contiguous()", only=("attention",))
+def masked_by_name_of_contiguous(t: Trial) -> None:
+    _attend(t, _masked_by_another_name(lambda scores: scores.contiguous()))
+
+
+@attack("parts", "the same by a dropout that drops nothing", only=("attention",))
+def masked_by_name_of_dropout(t: Trial) -> None:
+    _attend(t, _masked_by_another_name(lambda scores: functional.dropout(scores, 0.0)))

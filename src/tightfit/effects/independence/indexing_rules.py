@@ -47,7 +47,7 @@ def indexed(flow: Flow, subject: torch.Tensor, indices: Sequence[torch.Tensor | 
     given = {dim: index for dim, index in enumerate(indices) if index is not None}
     if any(index.dtype in (torch.bool, torch.uint8) for index in given.values()):
         raise Mixes("has a size that depends on values")
-    if flow.rows.is_uniform(subject) or any(map(flow.rows.is_uniform, given.values())):
+    if any(map(flow.rows.is_uniform, (subject, *given.values()))) or flow.rows.counts_rows(subject):
         raise Mixes("looks up what there is for each row")
     num_index = max(index.dim() for index in given.values())
     dims = sorted(given)
@@ -113,6 +113,15 @@ def search(flow: Flow, call: OperatorCall) -> Result:
     if mine is not None and mine.dim == table.dim() - 1:
         raise Mixes("looks rows up among others")
     return its
+
+
+@rule("bucketize")
+def bucketize(flow: Flow, call: OperatorCall) -> Result:
+    """Looks each element up in one table for all rows."""
+    only(flow, call, "self")
+    if flow.rows.counts_rows(call["boundaries"]):
+        raise Mixes("looks up what there is for each row")
+    return flow.rows.layout(call["self"])
 
 
 @rule("isin")

@@ -33,6 +33,8 @@ class Left:
     values: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
     tensors: list[LeftTensor] = dataclasses.field(default_factory=list)
     after: Snapshot | None = None
+    # That the code could reach before the run, in the same order for each run.
+    tensors_before: Sequence[torch.Tensor] = ()
 
     def take(self, before: Snapshot, after: Snapshot) -> None:
         """Collects the differences."""

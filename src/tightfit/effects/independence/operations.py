@@ -20,7 +20,28 @@ from tightfit.effects.values.lent_memory import is_lent
 aten = torch.ops.aten
 Found = TypeVar("Found")
 # Sizes in schemas that say which elements are taken, and not how many: where they are multiples of the number of rows, others are taken for each.
-_PLACES = frozenset(["k", "index", "start", "shifts", "storage_offset", "step"])
+_PLACES = frozenset(
+    [
+        "k",
+        "index",
+        "start",
+        "shifts",
+        "storage_offset",
+        "step",
+        "diagonal",
+        "dilation",
+        "groups",
+        "low",
+        "high",
+        "ignore_index",
+        "padding_idx",
+        "window_size_left",
+        "window_size_right",
+    ]
+)
+Source = tuple[Any, ...] | None
+"""Where a tensor is from, as in `Sources.of`."""
+_NUM_OF_NAMED = 3
 COMPARISONS = frozenset(["eq", "ne", "lt", "le", "gt", "ge"])
 # Of tables, and not of data sets in a file.
 _LARGEST_LENT_BYTES = 1 << 24
@@ -28,12 +49,49 @@ _LARGEST_LENT_BYTES = 1 << 24
 _VIEWS = {aten._unsafe_view.default: aten.view.default, aten._reshape_alias.default: aten.view.default}
 
 
+class Sources:
+    """Where the tensors of one run are from, as another one of two that are alike, chosen by the number of rows, is another computation: tensors that were there before it have a name that is the same in all runs, others the number of the operator that has made their memory."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, Any] = {}
+        self._made: dict[int, tuple[int, int]] = {}
+
+    def name(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
+        """Names tensors that are there before the run by their place in this order."""
+        for number, tensor in enumerate(tensors):
+            if tensor.layout is torch.strided:
+                self._names.setdefault(_key_of(tensor), (kind, number))
+
+    def made(self, outputs: Sequence[torch.Tensor], number: int) -> None:
+        """Operator `number` has returned these."""
+        for place, output in enumerate(outputs):
+            if _key_of(output) not in self._names:
+                self._made.setdefault(_key_of(output), (number, place))
+
+    def of(self, tensor: torch.Tensor) -> Source:
+        """The name of a tensor and its place in its memory, or what has made it; None where neither is known."""
+        key = _key_of(tensor)
+        name = self._names.get(key)
+        return self._made.get(key) if name is None else ("", name, tensor.storage_offset())
+
+
+def are_alike(one: Source, other: Source, *, is_of_one: bool) -> bool:
+    """Whether two tensors are from the same place. `is_of_one`: where one run has one row, operators are left out there, and all that follow are of other numbers."""
+    if one == other or one is None or other is None:
+        return True
+    return is_of_one and not (len(one) == len(other) == _NUM_OF_NAMED)
+
+
+def _key_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
     """One operator for the comparison: the function and its plain arguments must be equal; sizes and shapes are compared as multiples.
 
     `given` is the shape of its first argument, and `made_of` the shapes and contents of tensors that the code makes of Python's numbers, or whose
-    memory numpy may write to.
+    memory numpy may write to. `sources` says of each tensor where it is from, as in `Sources`.
     """
 
     func: Any
@@ -42,6 +100,7 @@ class Operation:
     shapes: tuple[tuple[int, ...], ...]
     given: tuple[int, ...] = ()
     made_of: tuple[tuple[tuple[int, ...], Any], ...] = ()
+    sources: tuple[Source, ...] = ()
 
     def for_one_row(self, num_rows: int, given: tuple[int, ...] | None) -> "Operation | None":
         """This operation for one row, on a tensor of shape `given`, if it does nothing there; None for all others."""
@@ -113,7 +172,9 @@ def is_plain(value: Any) -> bool:
     return isinstance(value, int | float | bool | complex | str | torch.dtype | torch.device | torch.layout | None)
 
 
-def operation_of(func: Any, arguments: Mapping[str, Any], outputs: Sequence[torch.Tensor]) -> Operation:
+def operation_of(
+    func: Any, arguments: Mapping[str, Any], outputs: Sequence[torch.Tensor], sources: tuple[Source, ...] = ()
+) -> Operation:
     """The operation to compare for one call of an operator."""
     values: list[Any] = []
     sizes: list[Any] = []
@@ -138,6 +199,7 @@ def operation_of(func: Any, arguments: Mapping[str, Any], outputs: Sequence[torc
             for each in tensors_of(arguments.values())
             if func is aten.lift_fresh.default or _is_written_by_others(each)
         ),
+        sources=sources,
     )
 
 
@@ -214,6 +276,9 @@ def compare_one(mine: Operation, its: Operation, num_mine: int, num_its: int) ->
         # One of another length may have a number for each row.
         if shape == its_shape and content != its_content:
             raise Mixes(f"makes a tensor of other numbers {rows}")
+    is_of_one = 1 in (num_mine, num_its)
+    if not all(are_alike(a, b, is_of_one=is_of_one) for a, b in zip(mine.sources, its.sources, strict=False)):
+        raise Mixes(f"hands another tensor to {_name(mine.func)} {rows}")
     pairs = [*zip(mine.sizes, its.sizes, strict=True)]
     for first, second in zip(mine.shapes, its.shapes, strict=True):
         if len(first) != len(second):

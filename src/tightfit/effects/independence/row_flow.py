@@ -7,23 +7,21 @@ Results that mix rows, or come from an operator without a rule, are marked; the 
 """
 
 import dataclasses
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from tightfit.effects.dispatched import dispatched
 from tightfit.effects.independence.fake_tensors import FakeTensors
 from tightfit.effects.independence.meta_kernels import MetaKernels
 from tightfit.effects.independence.operations import (
     ByOperator,
     Operation,
+    Sources,
     add_left_out,
     compare_one,
     is_plain,
@@ -31,7 +29,23 @@ from tightfit.effects.independence.operations import (
     schema_of,
     tensors_of,
 )
-from tightfit.effects.independence.row_states import UNIFORM, Mixed, RowStates, State, Uniform, at_line, key_of
+from tightfit.effects.independence.operator_names import (
+    KEEPS_COUNT,
+    KEEPS_VOTE,
+    MAKES_UNIFORM,
+    TAKES_COUNT,
+    VOTES,
+)
+from tightfit.effects.independence.row_states import (
+    UNIFORM,
+    UNIFORM_SQUARE,
+    Mixed,
+    RowStates,
+    State,
+    Uniform,
+    at_line,
+    key_of,
+)
 from tightfit.effects.independence.rows import Mixes, Pattern, RowLayout, pattern_of
 from tightfit.effects.independence.totals import (
     Total,
@@ -42,7 +56,8 @@ from tightfit.effects.independence.totals import (
     total_of,
 )
 from tightfit.effects.outside_calls import Unwatched
-from tightfit.effects.reads import READS, is_called_by_library
+from tightfit.effects.reads import READS
+from tightfit.effects.values.lent_memory import is_lent
 
 aten = torch.ops.aten
 
@@ -132,6 +147,7 @@ class FakeRun(TorchDispatchMode):
         self._kernels = MetaKernels(fake)
         self.operations: list[Operation] = []
         self.given: list[tuple[int, ...]] = []
+        self.sources = Sources()
         self.failure: Mixes | None = None
         self._allows_randomness = allows_randomness
         self._allows_votes = allows_votes
@@ -184,8 +200,10 @@ class FakeRun(TorchDispatchMode):
             self._kept.append((output, output.untyped_storage()))
             if key_of(output) not in known:
                 self._born.add(key_of(output))
+        sources = tuple(map(self.sources.of, tensors))
+        self.sources.made(outputs, len(self.operations))
         if not self._is_atom:
-            self._note(operation_of(func, arguments, outputs))
+            self._note(operation_of(func, arguments, outputs, sources))
             self.follow(OperatorCall(func=func, arguments=arguments, outputs=outputs), known)
         return out
 
@@ -289,8 +307,8 @@ def _poisoned(rows: RowStates, call: OperatorCall, why: str) -> State:
     if mixed is None:
         mixed = next((Mixed(reason=s.reason) for s in states if isinstance(s, Total)), None)
     if mixed is None:
-        return Mixed(reason=f"{call.func} {why}{at_line()}", is_vote=call.name in _VOTES)
-    return mixed if call.name in _KEEPS_VOTE else Mixed(reason=mixed.reason)
+        return Mixed(reason=f"{call.func} {why}{at_line()}", is_vote=call.name in VOTES)
+    return mixed if call.name in KEEPS_VOTE else Mixed(reason=mixed.reason)
 
 
 def _check_draw(flow: "Flow", call: OperatorCall) -> None:
@@ -306,6 +324,38 @@ def _check_draw(flow: "Flow", call: OperatorCall) -> None:
 def _is_of_counts(rows: RowStates, output: torch.Tensor, call: OperatorCall) -> bool:
     """Whether something is made of position numbers of the rows that is none itself: the last of them, their sum."""
     return not rows.is_scaled(output) and any(map(rows.counts_rows, call.tensors))
+
+
+def _note_writes(flow: "Flow", call: OperatorCall) -> None:
+    """Position numbers that are written to, by an operator or by numpy, are none any longer."""
+    rows, written = flow.rows, list[torch.Tensor]()
+    if torch.Tag.inplace_view not in call.func.tags:
+        written += [t for t in _written(call.func, call.arguments) if key_of(t) in rows.counting]
+    written += [t for t in call.tensors if not isinstance(t, FakeTensor) and rows.counts_rows(t) and is_lent(t)]
+    for tensor in written:
+        if rows.state(tensor) is None:
+            rows.set(tensor, Mixed(reason=f"{call.func} depends on the number of rows{at_line()}"))
+
+
+def _in_uniform(
+    flow: "Flow", output: torch.Tensor, state: Uniform, result: Place, grown: tuple[int, ...], call: OperatorCall
+) -> Place:
+    """What `result` is for memory whose elements were all equal, of which `output` may be a part."""
+    if isinstance(result, Uniform) and call.name not in MAKES_UNIFORM:
+        if call.func._schema.is_mutable:
+            raise Mixes("writes over rows")
+        return result
+    is_whole = output.numel() * output.element_size() == output.untyped_storage().nbytes()
+    if is_whole or result is None:
+        return result
+    if state is UNIFORM_SQUARE:
+        raise Mixes("writes to a part of what depends on the number of rows")
+    if isinstance(result, RowLayout):
+        return result
+    # One element of each row, say: the others are still equal for all rows.
+    if len(grown) != 1 or output.shape[grown[0]] != flow.num_rows:
+        raise Mixes("writes over rows")
+    return RowLayout(dim=grown[0])
 
 
 class Flow(FakeRun):
@@ -343,6 +393,7 @@ class Flow(FakeRun):
 
     def follow(self, call: OperatorCall, known: set[int]) -> None:
         _check_draw(self, call)
+        _note_writes(self, call)
         written = {key_of(leaf) for leaf in _written(call.func, call.arguments)}
         made = [o for o in call.outputs if key_of(o) not in known]
         changed = [o for o in call.outputs if key_of(o) in written]
@@ -406,6 +457,12 @@ class Flow(FakeRun):
             rule = self._rules["pointwise"]
         if rule is None:
             raise Mixes("has no rule that says what it does to rows")
+        if (
+            rule is not self._rules["pointwise"]
+            and call.name not in TAKES_COUNT
+            and any(map(self.rows.counts_rows, inputs))
+        ):
+            raise Mixes("depends on the number of rows")
         found = rule(self, call)
         return found if isinstance(found, Sequence) else [found] * len(call.outputs)
 
@@ -422,7 +479,7 @@ class Flow(FakeRun):
         if len(grown) == 1 and output.stride(grown[0]) == 0 and output.shape[grown[0]] == self.num_rows:
             self.rows.scale(output, grown, counts=False)
             return None
-        if call.name in _UNIFORM:
+        if call.name in MAKES_UNIFORM:
             is_plain = len(grown) == 1 and output.shape[grown[0]] == self.num_rows
             return RowLayout(dim=grown[0]) if is_plain else UNIFORM
         if call.name in ("repeat", "expand_copy") and len(grown) == 1:
@@ -470,18 +527,20 @@ class Flow(FakeRun):
         state = self.rows.state(output)
         if isinstance(state, Mixed):
             raise Mixes(state.reason)
-        if isinstance(result, Uniform):
-            if state is None or (state is result and call.name in _UNIFORM):
-                self.rows.set(output, result)
-            elif state is not result or call.func._schema.is_mutable:
-                raise Mixes("writes over rows")
-            return
         number = next(n for n, o in enumerate(call.outputs) if o is output)
         grown = self.grown(number, output)
+        if isinstance(state, Uniform):
+            result = _in_uniform(self, output, state, result, grown, call)
+        if isinstance(result, Uniform):
+            if state is None:
+                self.rows.set(output, UNIFORM if len(grown) < 2 else UNIFORM_SQUARE)
+            elif not isinstance(state, Uniform):
+                raise Mixes("writes over rows")
+            return
         if result is None:
             if state is not None:
                 raise Mixes("writes over rows")
-            if grown and call.name in _KEEPS_COUNT and self.rows.counts_rows(call.tensors[0]):
+            if grown and call.name in KEEPS_COUNT and self.rows.counts_rows(call.tensors[0]):
                 self.rows.scale(output, grown, counts=True)
             elif (grown and not self.rows.is_scaled(output)) or _is_of_counts(self.rows, output, call):
                 raise Mixes("depends on the number of rows")
@@ -493,73 +552,3 @@ class Flow(FakeRun):
                 raise Mixes("writes rows over others")
             return
         self.rows.set(output, pattern_of(output, result, self.num_rows))
-
-
-# Random factories are among them: where randomness is allowed at all, one row's draws are as good as another's.
-_UNIFORM = frozenset(
-    [
-        "zeros",
-        "ones",
-        "full",
-        "empty",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-        "new_empty",
-        "empty_strided",
-        "new_empty_strided",
-        "zeros_like",
-        "ones_like",
-        "full_like",
-        "empty_like",
-        "zero",
-        "fill",
-        "scalar_tensor",
-        "rand",
-        "randn",
-        "rand_like",
-        "randn_like",
-        "empty_permuted",
-    ]
-)
-_KEEPS_COUNT = frozenset(["_to_copy", "clone", "lift_fresh_copy"])
-# `all` and `any` over the batch are taken for a check of its inputs (no NaN, no padding): a part answers for
-# its own rows.
-_VOTES = frozenset(["all", "any", "_is_all_true", "_is_any_true"])
-_KEEPS_VOTE = frozenset(["logical_not", "bitwise_not", "_to_copy", "clone"])
-
-
-# What code may ask about the place of a tensor in the graph and in the step; parts are made anew, and each finds the gradients of those before it.
-_OF_THE_GRAPH: dict[Any, str] = {
-    getattr(torch.Tensor, name).__get__: name
-    for name in ("grad", "grad_fn", "is_leaf", "_version", "retains_grad", "output_nr")
-}
-
-
-class Functions(TorchFunctionMode):
-    """Intercepts functions of torch whose operators cannot be followed one by one, and hooks on gradients."""
-
-    def __init__(self, run: FakeRun, atoms: Mapping[Any, Callable[..., RowLayout | None]]) -> None:
-        super().__init__()
-        self._run = run
-        self._atoms = atoms
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        func = dispatched(func)
-        kwargs = kwargs or {}
-        if getattr(func, "__name__", "") in ("register_hook", "register_post_accumulate_grad_hook"):
-            raise self._run.fail(f"puts a hook on a gradient{at_line()}")
-        if func in _OF_THE_GRAPH and not (self._run._is_atom or is_called_by_library(sys._getframe())):
-            raise self._run.fail(f"asks for {_OF_THE_GRAPH[func]} of a tensor, which parts have others of,{at_line()}")
-        atom = self._atoms.get(func)
-        if atom is None or self._run._is_atom:
-            return func(*args, **kwargs)
-        out = self._run.atom(func, args, kwargs)
-        if isinstance(self._run, Flow):
-            try:
-                layout = atom(self._run, *args, **kwargs)
-                if layout is not None:
-                    self._run.rows.put(out, layout)
-            except Mixes as error:
-                self._run.rows.set(out, Mixed(reason=f"{func.__name__} {error}{at_line()}"))
-        return out

@@ -30,10 +30,11 @@ from torch.utils._pytree import tree_leaves
 from tightfit.effects.ambient import takes_saved_tensor_hooks
 from tightfit.effects.global_settings import cached_weights_as_they_are
 from tightfit.effects.independence import indexing_rules, product_rules  # noqa: F401 - enter their rules
+from tightfit.effects.independence.functions import Functions
 from tightfit.effects.independence.left_behind import Left, depends_on_rows
 from tightfit.effects.independence.left_tensors import LeftTensor
-from tightfit.effects.independence.operations import compare
-from tightfit.effects.independence.row_flow import FakeRun, Flow, Functions, NeedsValues
+from tightfit.effects.independence.operations import are_alike, compare
+from tightfit.effects.independence.row_flow import FakeRun, Flow, NeedsValues
 from tightfit.effects.independence.row_states import key_of
 from tightfit.effects.independence.rows import Mixes, RowLayout
 from tightfit.effects.independence.rules import RULES
@@ -124,11 +125,13 @@ def prove(subject: Computation, num_rows: int, parts: Iterable[int], reads: Sequ
         lefts.append(left_by_part)
         with Unwatched():
             compare(runs[0], runs[-1])
+            _compare_results(runs[-1], of_parts[size], runs[0], of_parts[sizes[0]])
     flow = Flow(num_rows, runs[0], RULES, **settings)
     inputs, result, left = _run(subject, flow, num_rows)
     with Unwatched():
         for run in runs:
             compare(flow, run)
+            _compare_results(flow, result, run, of_parts[run.num_rows])
     proof = FollowedRun(flow=flow, inputs=inputs, result=result, of_parts=of_parts, first_node=first_node)
     told = next((str(each) for each in [*lefts, left] if str(each)), "")
     if told:
@@ -144,6 +147,16 @@ def prove(subject: Computation, num_rows: int, parts: Iterable[int], reads: Sequ
             is_steady=left.is_steady(),
         )
     return proof
+
+
+def _compare_results(one: FakeRun, result: Any, other: FakeRun, its: Any) -> None:
+    """Raises Mixes where two runs return results of other operators. Other numbers of results are the caller's matter."""
+    is_of_one = 1 in (one.num_rows, other.num_rows)
+    for pair in zip(tree_leaves(result), tree_leaves(its), strict=False):
+        if not all(isinstance(each, torch.Tensor) for each in pair):
+            continue
+        if not are_alike(one.sources.of(pair[0]), other.sources.of(pair[1]), is_of_one=is_of_one):
+            raise Mixes(f"returns another result for {one.num_rows} rows than for {other.num_rows}")
 
 
 def _run(subject: Computation, run: FakeRun, num_rows: int) -> tuple[Sequence[torch.Tensor], Any, Left]:
@@ -167,6 +180,8 @@ def _run(subject: Computation, run: FakeRun, num_rows: int) -> tuple[Sequence[to
             for t, d in zip(subject.inputs, subject.dims, strict=True)
         ]
         run.given = [tuple(tensor.shape) for tensor in inputs]
+        run.sources.name([*left.tensors_before, *subject.module.parameters(), *subject.module.buffers()], "outside")
+        run.sources.name(inputs, "given")
         result: Any = None
         try:
             with subject.around(run) as context, Functions(run, ATOMS), run:
@@ -259,6 +274,7 @@ def _as_it_was(module: torch.nn.Module) -> Iterator[Left]:
     """Restores the state that the module can reach. The yielded object then has what was changed, if anything."""
     state, left = RegionState(), Left()
     before = state.snapshot(module)
+    left.tensors_before = before.reach.tensors
     caches = [(path, cache, cache.cache_info().misses) for path, cache in before.reach.caches]
     # Factories on the host draw for real, and the program's own draws must not be moved.
     generator = torch.get_rng_state()

@@ -24,6 +24,8 @@ class Uniform:
 
 
 UNIFORM = Uniform()
+UNIFORM_SQUARE = Uniform()
+"""The same where more than one of its dimensions have a size that depends on the number of rows."""
 State = Pattern | Mixed | Total | Uniform
 
 
@@ -55,6 +57,8 @@ class RowStates:
         # Of constants, the dimensions with as many elements as there are rows: expanded, or counting them.
         # Kept by tensor and not by storage: an expanded constant shares the storage of the one that is not.
         self._scaled: dict[int, tuple[torch.Tensor, tuple[int, ...], bool]] = {}
+        self.counting: set[int] = set()
+        """The storages of those that count them."""
 
     def state(self, tensor: torch.Tensor) -> State | None:
         """The state of a tensor's storage; None for a constant."""
@@ -81,9 +85,9 @@ class RowStates:
         return isinstance(self.state(tensor), Uniform)
 
     def counts_rows(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is 0, 1, 2, ... along the rows."""
+        """Whether a tensor is 0, 1, 2, ... along the rows, and nobody has written to it."""
         found = self._scaled.get(id(tensor))
-        return found is not None and found[2]
+        return found is not None and found[2] and self.state(tensor) is None
 
     def is_scaled(self, tensor: torch.Tensor) -> bool:
         """Whether it is a constant that is repeated for each row, or counts them."""
@@ -92,6 +96,8 @@ class RowStates:
     def scale(self, tensor: torch.Tensor, dims: tuple[int, ...], *, counts: bool) -> None:
         """Notes a constant whose dimensions `dims` have an element per row: repeated, or with `counts` 0, 1, 2, ..."""
         self._scaled[id(tensor)] = tensor, dims, counts
+        if counts:
+            self.counting.add(key_of(tensor))
 
     def set(self, tensor: torch.Tensor, state: State) -> None:
         """Sets the state of a tensor's storage."""

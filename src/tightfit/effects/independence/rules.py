@@ -29,7 +29,7 @@ def rule(names: str) -> Callable[[Rule], Rule]:
 
 @rule(
     """pointwise copy clone _to_copy zeros_like ones_like empty_like full_like rand_like randn_like fill zero masked_fill where lift_fresh_copy
-    bernoulli native_dropout uniform normal exponential clamp nan_to_num fake_quantize_per_tensor_affine isclose bucketize _fused_dropout
+    bernoulli native_dropout uniform normal exponential clamp nan_to_num fake_quantize_per_tensor_affine isclose _fused_dropout
     contiguous complex polar resolve_conj resolve_neg prelu _prelu_kernel rrelu_with_noise glu_pointwise _conj_physical lerp addcmul addcdiv
     conj_physical nan_to_num logical_not hardswish log_sigmoid_forward floor_divide special_i0"""
 )
@@ -110,7 +110,7 @@ def reduction(flow: Flow, call: OperatorCall) -> Result:
 
 
 @rule(
-    """_softmax _log_softmax _safe_softmax cumsum cumprod cummax cummin logcumsumexp glu topk sort argsort flip renorm diff _cummax_helper
+    """_softmax _log_softmax _safe_softmax cumsum cumprod cummax cummin logcumsumexp glu topk sort argsort flip diff _cummax_helper
     _softmax_backward_data tril_along"""
 )
 def along(flow: Flow, call: OperatorCall) -> Result:
@@ -119,6 +119,15 @@ def along(flow: Flow, call: OperatorCall) -> Result:
     if "dims" in call.arguments:
         return worked_on(flow, call, "dims")[0]
     return worked_on(flow, call)[0]
+
+
+@rule("renorm")
+def renorm(flow: Flow, call: OperatorCall) -> Result:
+    """Norms over all dimensions but the one that is named."""
+    layout = flow.rows.layout(call["self"])
+    if layout is None or layout.dim != call["dim"] % call["self"].dim():
+        raise Mixes("takes norms along the rows")
+    return layout
 
 
 @rule("roll")

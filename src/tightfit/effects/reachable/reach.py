@@ -6,41 +6,35 @@ state in modules and in the objects that these refer to. The walk ends after a b
 
 import abc
 import builtins
-import dataclasses
 import enum
 import functools
 import itertools
-import operator
 import os
 import sys
 import types
 import weakref
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from tightfit.effects.code import CODE, Code
-from tightfit.effects.holders import ClassAttributes, Holder, Items, Members, Names, class_state, is_plain
-from tightfit.effects.identities import identities
+from tightfit.effects.code import CODE
+from tightfit.effects.holders import ClassAttributes, Names, class_state, is_plain
 from tightfit.effects.outside_calls import NAMES
 from tightfit.effects.reachable.cells import Cell, contents
-from tightfit.effects.reachable.classes_of_libraries import BAGS, COUNTING, OF_ARRAYS, STATELESS, UNCHANGING
-from tightfit.effects.reachable.containers import items_in, wrapped_by
-from tightfit.effects.reachable.drawn import Drawn, drawn, hidden, objects_of
+from tightfit.effects.reachable.classes_of_libraries import BAGS, COUNTING, IN_C, OF_ARRAYS, STATELESS, UNCHANGING
+from tightfit.effects.reachable.collected import Collected, Reach
+from tightfit.effects.reachable.containers import items_in, tensors_in, wrapped_by
+from tightfit.effects.reachable.decorated import decorated_by, users_functions_of
+from tightfit.effects.reachable.drawn import drawn, hidden, objects_of
 from tightfit.effects.reachable.library_objects import StoredOnLibraries, is_followed, made_by
 from tightfit.effects.reachable.named_in_code import methods_of, named_in
 from tightfit.effects.reachable.opaque import functions_of, is_of_c, written_down
 from tightfit.effects.reachable.scopes import READS_ENVIRONMENT, Slots, environment, inner_container, scope, slots_of
-from tightfit.effects.reachable.scripted import scripted_attributes
 from tightfit.effects.users_code import is_users_class, is_users_file, is_users_function, is_users_module, module_of
 
-# Bounds for programs that keep a data set or a tokeniser on the model: a snapshot is taken in every call, and
-# its cost must stay far below that of a block.
-_MAX_OBJECTS = 20_000
-_IN_GRAPH = object()
 # Of values within values; the stack of Python has a thousand frames, and each takes about four.
 _DEEPEST = 64
 # Source: torch/nn/modules/module.py, torch 2.6 to 2.13.
@@ -67,78 +61,6 @@ _WITH_CONTENT = (
 _ENDED_BY_HAND = frozenset({"acquire", "__enter__"})
 _LISTS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
 _BOUND_IN_C = (types.BuiltinMethodType, types.MethodWrapperType)
-
-
-@dataclasses.dataclass(slots=True, kw_only=True)
-class Reach:
-    """The result of a walk. `contents` are those of the holders when last read."""
-
-    holders: list[Holder] = dataclasses.field(default_factory=list)
-    contents: list[Any] = dataclasses.field(default_factory=list)
-    # Those of the holders that are dicts, by position, with their contents when last read: compared in one
-    # pass, without a call for each.
-    modules: list[weakref.ref[torch.nn.Module]] = dataclasses.field(default_factory=list)
-    # Those of torch's classes are not walked: what they hold is large, and changed by every step.
-    optimizers: list[weakref.ref[torch.optim.Optimizer]] = dataclasses.field(default_factory=list)
-    dicts: list[dict[Any, Any]] = dataclasses.field(default_factory=list)
-    others: list[int] = dataclasses.field(default_factory=list)
-    values: tuple[Any, ...] = ()
-    # The dicts of hooks in which there is none.
-    empty: list[dict[Any, Any]] = dataclasses.field(default_factory=list)
-    tensors: list[torch.Tensor] = dataclasses.field(default_factory=list)
-    tensor_paths: list[str] = dataclasses.field(default_factory=list)
-    drawn: list[Drawn] = dataclasses.field(default_factory=list)
-    # Of `functools.cache`, with their paths: their contents cannot be inspected.
-    caches: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
-    # What the code that was read is found by.
-    code: Code = dataclasses.field(default_factory=Code)
-    is_cut: bool = False
-    """Whether there were more objects than a walk looks at."""
-    names_outside: bool = False
-    """Whether code of the region names something by which it may reach outside of the process's memory."""
-    ends_by_hand: bool = False
-    """Whether code of the region names something that it would have to end by itself, such as a lock: an exception in between leaves it as it is."""
-    has_graphs: bool = False
-    """Whether a dict held a tensor with a graph when last read, or may have."""
-    _identities: Any = None
-    _weights: frozenset[int] | None = None
-    _parameters: list[torch.nn.Parameter] | None = None
-
-    def _mappings(self) -> list[dict[Any, Any]]:
-        attributes = [vars(module) for module in [reference() for reference in self.modules] if module is not None]
-        return attributes + self.dicts
-
-    def remember(self) -> None:
-        """Remembers the current contents of the dicts for `is_same`."""
-        # A tensor with a graph is not kept: the dict then looks changed, and is looked at by itself.
-        self.values = tuple(
-            _IN_GRAPH if isinstance(value, torch.Tensor) and value.grad_fn is not None else value
-            for mapping in self._mappings()
-            for value in mapping.values()
-        )
-        self._identities = identities(self.values)
-        self.has_graphs = any(map(operator.is_, self.values, itertools.repeat(_IN_GRAPH)))
-
-    @property
-    def weights(self) -> frozenset[int]:
-        """The tensors that are trained, by `id`: a snapshot has their contents, where they are at the host."""
-        if self._weights is None:
-            self._weights = frozenset(id(tensor) for tensor in self.tensors if tensor.is_leaf and tensor.requires_grad)
-        return self._weights
-
-    @property
-    def parameters(self) -> list[torch.nn.Parameter]:
-        """Those of the tensors that are parameters."""
-        if self._parameters is None:
-            self._parameters = [tensor for tensor in self.tensors if isinstance(tensor, torch.nn.Parameter)]
-        return self._parameters
-
-    def is_same(self) -> bool:
-        """Whether the dicts have the contents that they had when last read, and no hook was added."""
-        if any(self.empty):
-            return False
-        now = tuple(itertools.chain.from_iterable(map(dict.values, self._mappings())))
-        return bool(identities(now) == self._identities)
 
 
 def reach_of(module: torch.nn.Module) -> Reach:
@@ -173,79 +95,17 @@ def reach_of_arguments(
         else:
             walk.argument(name, argument)
     walk.finish()
-    walk.found.is_cut = walk.collected.is_full()
+    walk.found.is_cut = walk.collected.has_left_out()
     # They are read once or twice: not looked through before they are asked for.
     walk.found.has_graphs = True
     return walk.found
 
 
-class _Collected:
-    """What a walk has found, and the objects that it has met."""
-
-    def __init__(self) -> None:
-        self.found = Reach()
-        self._seen: set[int] = set()
-        # Keeps visited objects alive during the walk: ids are only unique among live objects.
-        self._alive: list[Any] = []
-
-    def is_full(self) -> bool:
-        """Whether so many objects were met that the walk ends."""
-        return len(self._seen) > 4 * _MAX_OBJECTS
-
-    def hold(self, holder: Holder, *, is_other: bool = False) -> bool:
-        """Adds a holder with its contents; whether there was room for it."""
-        if len(self.found.holders) >= _MAX_OBJECTS:
-            return False
-        if is_other:
-            self.found.others.append(len(self.found.holders))
-        self.found.holders.append(holder)
-        self.found.contents.append(holder.content(is_kept=True))
-        return True
-
-    def hold_dict(self, path: str, value: dict[Any, Any], *, is_attributes: bool, keeps_graphs: bool = False) -> None:
-        """Adds a dict."""
-        get = functools.partial(_same, value)
-        names = Names(path, id(value), get, is_attributes=is_attributes, keeps_graphs=keeps_graphs)
-        # The order of an OrderedDict is not that of the dict inside, which the comparison in one pass would see.
-        is_other = isinstance(value, OrderedDict) and not is_attributes
-        if self.hold(names, is_other=is_other) and not is_other:
-            self.found.dicts.append(value)
-
-    def hold_container(self, path: str, value: Any) -> None:
-        """Adds a dict, a list, a deque or a set; a tuple has what it has."""
-        if isinstance(value, dict):
-            self.hold_dict(path, value, is_attributes=False)
-        elif isinstance(value, set):
-            self.hold(Members(path, value), is_other=True)
-        elif isinstance(value, list | deque):
-            self.hold(Items(path, value), is_other=True)
-
-    def hold_attributes(self, path: str, module: torch.nn.Module) -> None:
-        """Adds the attributes of a module, without keeping the module, and what a scripted one has outside of Python."""
-        if (scripted := scripted_attributes(path, module)) is not None:
-            self.found.drawn.append(scripted[0])
-            for place, tensor in scripted[1].items():
-                if self.is_new(tensor):
-                    self.found.tensors.append(tensor)
-                    self.found.tensor_paths.append(place)
-        reference = weakref.ref(module)
-        if self.hold(Names(path, id(module), lambda: _attributes(reference), is_attributes=True)):
-            self.found.modules.append(reference)
-
-    def is_new(self, value: Any) -> bool:
-        """Whether an object is met for the first time."""
-        if id(value) in self._seen:
-            return False
-        self._seen.add(id(value))
-        self._alive.append(value)
-        return True
-
-
 class _CodeWalk(abc.ABC):
     """The part of a walk that goes through the user's code; `_look` goes on with what the code refers to."""
 
-    def __init__(self) -> None:
-        self.collected = _Collected()
+    def __init__(self, *, is_whole: bool) -> None:
+        self.collected = Collected(is_whole=is_whole)
         # All attributes that the code of the region names.
         self.named_attributes = set[str]()
         self.stored = StoredOnLibraries()
@@ -286,11 +146,12 @@ class _CodeWalk(abc.ABC):
             elif isinstance(function, functools._lru_cache_wrapper):
                 self._value(f"{kind.__name__}.{name}", function)
                 function = function.__wrapped__
-            if isinstance(function, types.FunctionType) and is_users_file(function.__code__.co_filename):
+            if isinstance(function, types.FunctionType):
                 self.function(f"{kind.__name__}.{name}", function)
-                more = named_in(function.__code__).attributes - seen
-                waiting += more
-                seen |= more
+                for inner in users_functions_of(function):
+                    more = named_in(inner.__code__).attributes - seen
+                    waiting += more
+                    seen |= more
             self.collected.found.code.method(kind, name)
         for base in kind.__mro__:
             if is_users_class(base) and self.collected.is_new(base):
@@ -300,8 +161,18 @@ class _CodeWalk(abc.ABC):
 
     def function(self, path: str, function: types.FunctionType) -> None:
         """A function: the globals, closures, defaults and attributes that it names."""
-        if not self.collected.is_new(function) or not is_users_file(function.__code__.co_filename):
+        if not self.collected.is_new(function):
             return
+        if is_users_file(function.__code__.co_filename):
+            self._attributes_of(path, function)
+            self._own_function(path, function)
+            return
+        for number, inner in enumerate(decorated_by(function)):
+            if not number:
+                self._attributes_of(path, function)
+            self._value(path, inner)
+
+    def _own_function(self, path: str, function: types.FunctionType) -> None:
         named = named_in(function.__code__)
         names, attributes, imported = named.names, named.attributes, named.imported
         self.named_attributes |= attributes
@@ -309,7 +180,6 @@ class _CodeWalk(abc.ABC):
         self.collected.found.ends_by_hand |= not named.attributes.isdisjoint(_ENDED_BY_HAND)
         self.collected.found.names_outside |= not NAMES.isdisjoint(names | attributes | imported)
         space = function.__globals__
-        self._attributes_of(path, function)
         if named.reads_all_globals:
             names |= {name for name, value in space.items() if not (name.startswith("__") or isinstance(value, CODE))}
         # Functions, classes and modules that a function names are code; whether they are replaced is watched by
@@ -320,9 +190,7 @@ class _CodeWalk(abc.ABC):
         self.collected.found.code.function(function)
         self.collected.found.code.named(space, names)
         if plain:
-            self.collected.hold(
-                Names(module, (id(space), plain), functools.partial(_same, space), only=plain), is_other=True
-            )
+            self.collected.hold(Names(module, (id(space), plain), lambda: space, only=plain), is_other=True)
         for name in names:
             value = space.get(name)
             if isinstance(value, types.ModuleType):
@@ -341,10 +209,14 @@ class _CodeWalk(abc.ABC):
             self._value(f"{path}()", value)
 
     def _attributes_of(self, path: str, function: types.FunctionType) -> None:
-        if vars(function) and self.collected.is_new(vars(function)):
-            self.collected.hold_dict(path, vars(function), is_attributes=True)
-            for name, value in list(vars(function).items()):
-                self._value(f"{path}.{name}", value)
+        if not self.collected.is_new(vars(function)):
+            return
+        if not vars(function):
+            self.collected.found.empty.append(vars(function))
+            return
+        self.collected.hold_dict(path, vars(function), is_attributes=True)
+        for name, value in list(vars(function).items()):
+            self._value(f"{path}.{name}", value)
 
     def python_module(self, module: types.ModuleType, attributes: frozenset[str], *, of_all: bool = False) -> None:
         """A Python module: the environment, or what code names of a module of the user's; with `of_all` whatever it has that is no code."""
@@ -380,7 +252,7 @@ class _Walk(_CodeWalk):
     """One walk; `inside` are the modules of the region, whose children are walked through as well."""
 
     def __init__(self, inside: Collection[int], *, of_libraries: bool = False) -> None:
-        super().__init__()
+        super().__init__(is_whole=of_libraries)
         self.found = self.collected.found
         self._inside = inside
         self._of_libraries = of_libraries
@@ -438,7 +310,8 @@ class _Walk(_CodeWalk):
 
     def argument(self, path: str, value: Any) -> None:
         """An argument of the forward; its tensors are watched whether they have a graph or not."""
-        for number, leaf in enumerate(tree_leaves(value)):
+        # What a step reaches may be a whole data set, whose leaves take seconds to flatten.
+        for number, leaf in enumerate(tensors_in(value) if self._of_libraries else tree_leaves(value)):
             if isinstance(leaf, torch.Tensor) and self.collected.is_new(leaf):
                 self.found.tensors.append(leaf)
                 self.found.tensor_paths.append(path if leaf is value else f"{path}[{number}]")
@@ -546,6 +419,8 @@ class _Walk(_CodeWalk):
         if not is_bag and (is_stateless or (origin in sys.stdlib_module_names and not kind.__dictoffset__)):
             if kind.__dictoffset__:
                 self.stored.met(path, value)
+            elif self._of_libraries and origin.lstrip("_") in IN_C:
+                self.found.drawn.append(hidden(path, value))
             return
         own = getattr(value, "__dict__", None)
         if isinstance(own, dict):
@@ -575,15 +450,6 @@ class _Walk(_CodeWalk):
 
 def _names_held(found: Reach) -> set[str]:
     return {n for held in found.contents if isinstance(held, dict) for n in held if isinstance(n, str)}
-
-
-def _attributes(reference: "weakref.ref[torch.nn.Module]") -> dict[str, Any] | None:
-    module = reference()
-    return None if module is None else vars(module)
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 def _can_hold(value: Any) -> bool:

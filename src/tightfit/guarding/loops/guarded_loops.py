@@ -1,6 +1,7 @@
 """What rewritten loops call: each turn of a training loop is an attempt that is taken back where it finds no memory (`rewrite_loops`)."""
 
 import builtins
+import sys
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -89,14 +90,19 @@ class GuardedLoop:
         return is_again
 
     def begin(self, drawn: Sequence[str], own_next: Callable[..., Any] = builtins.next) -> "Turn":
-        """A turn begins. `drawn` are the variables whose iterators it asks for items by `next`, which is `own_next` there: a program may import one from anywhere."""
-        return Turn(self, frozenset(drawn) if own_next is builtins.next else frozenset(), own_next)
+        """A turn begins. `drawn` are the variables whose iterators it asks for items by `next`, which is `own_next` there, and uses in no other way: a program may
+        import a `next` from anywhere."""
+        turn = Turn(self, frozenset(drawn) if own_next is builtins.next else frozenset(), own_next)
+        if self.guard.names[self.number].reads_all_globals:
+            turn.variables.at_begin["globals()"] = sys._getframe(1).f_globals
+        return turn
 
-    def source(self, iterator: Any) -> ReplayedBatches[Any]:
-        """What hands out the items of an iterator."""
+    def source(self, iterator: Any, attempt: Attempt) -> ReplayedBatches[Any]:
+        """What hands out the items of an iterator, in this attempt at a turn."""
         known = self._of_iterators.get(id(iterator))
         if known is None:
             known = self._of_iterators[id(iterator)] = iterator, ReplayedBatches(iterator)
+            known[1].begin(attempt.draws)
             self.sources.append(known[1])
         return known[1]
 
@@ -158,7 +164,7 @@ class Turn:
             return self._own_next(iterator, *default, **others)
         # Making a batch is not done again: what it prints and opens is none of the turn's.
         with self._guard.effects.apart():
-            return builtins.next(self._loop.source(iterator), *default)
+            return builtins.next(self._loop.source(iterator, self._attempt), *default)
 
     def failed(self, error: BaseException) -> bool:
         """Whether the turn is to be taken back, after an error in it."""

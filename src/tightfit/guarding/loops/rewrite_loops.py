@@ -83,7 +83,8 @@ class _Rewriter(ast.NodeTransformer):
         self.names.append(names)
         loop, turn = f"__tightfit_loop_{number}__", f"__tightfit_turn_{number}__"
         is_own = any(self._own_next)
-        drawn = [] if is_own else sorted(_drawn_from(node.body))
+        drawn = set[str]() if is_own else _drawn_from(node.body)
+        used_otherwise = _used_otherwise(node.body)
         changes = _ChangedBody(turn, replaces_next=not is_own)
         body = [changes.visit(statement) for statement in node.body]
         if isinstance(node, ast.For):
@@ -93,9 +94,10 @@ class _Rewriter(ast.NodeTransformer):
         shell = _parsed(_SHELL.format(turn=turn), node)[0]
         assert isinstance(shell, ast.Try)
         shell.body = body
+        alone = sorted(drawn - used_otherwise)
         seen = "".join(_SEEN.format(turn=turn, name=name) for name in sorted(names.read | names.bound))
         node.body = [
-            *_parsed(f"{turn} = {loop}.begin({drawn!r}{', next' if drawn else ''})\n{seen}{turn}.enter()", node),
+            *_parsed(f"{turn} = {loop}.begin({alone!r}{', next' if drawn else ''})\n{seen}{turn}.enter()", node),
             shell,
             *_parsed(_taken_back(turn, sorted(names.bound)), node),
         ]
@@ -202,3 +204,22 @@ def _drawn_from(body: Sequence[ast.stmt]) -> set[str]:
                 assert isinstance(node.args[0], ast.Name)
                 found.add(node.args[0].id)
     return found
+
+
+def _used_otherwise(body: Sequence[ast.stmt]) -> set[str]:
+    """The variables that a turn uses in another way than to ask them for items, or whether there is any: such an iterator is state of the turn too."""
+    own = [node for statement in body for node in (statement, *own_nodes(statement))]
+    alone = {id(node.args[0]) for node in own if _is_next(node) or _is_asked_alone(node)}  # type: ignore[attr-defined]
+    alone |= {id(node.left) for node in own if isinstance(node, ast.Compare) and _is_with_none(node)}
+    every = (node for statement in body for node in ast.walk(statement))
+    return {n.id for n in every if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load) and id(n) not in alone}
+
+
+def _is_asked_alone(node: ast.AST) -> bool:
+    is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and bool(node.args)
+    return is_call and node.func.id in ("len", "iter", "isinstance")  # type: ignore[attr-defined]
+
+
+def _is_with_none(node: ast.Compare) -> bool:
+    (operation, *more), (other, *_) = node.ops, node.comparators
+    return not more and isinstance(operation, ast.Is | ast.IsNot) and isinstance(other, ast.Constant)

@@ -5,7 +5,6 @@ were seen to write, such as the statistics of batch normalisation: of weights an
 the optimizer's step, and a step that fails after it is not run again. What cannot be restored is said, and never guessed.
 """
 
-import dataclasses
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,7 +27,9 @@ from tightfit.effects.state import (
     snapshot_of_arguments,
 )
 from tightfit.effects.values.contents import SMALL_BYTES
-from tightfit.guarding.memory.out_of_memory import release_memory
+from tightfit.guarding.state.called_hooks import called_hooks
+from tightfit.guarding.state.copied_tensors import Copied
+from tightfit.guarding.state.drawn_items import DrawnItem, drawn_item, snapshot_of_item
 from tightfit.guarding.state.leaf_hooks import LeafHooks
 from tightfit.guarding.state.optimizer_settings import OptimizerSettings, states_beside_weights
 from tightfit.guarding.state.remembered_results import RememberedResults
@@ -43,27 +44,24 @@ _STEPS_TO_LEARN = 50
 _WRITTEN = "was written to"
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Copied:
-    tensor: torch.Tensor
-    copy: torch.Tensor
-    version: int
-
-
 class StepBeginning:
     """The state at the beginning of one step. It is kept until the step is over."""
 
     def __init__(
         self,
         snapshots: list[Snapshot],
-        copies: Mapping[int, _Copied],
+        copies: Mapping[int, Copied],
         parameters: list[torch.nn.Parameter],
         leaves: list[torch.Tensor],
         settings: OptimizerSettings,
         sums: TensorSums,
+        *,
+        num_of_named: int,
     ) -> None:
         self.is_learned = False
         self.snapshots = snapshots
+        self.of_named = snapshots[:num_of_named]
+        """Those of what code names, and of hooks; the others are of modules."""
         self.settings = settings
         self.gradients = StepGradients(leaves)
         self._hooks = LeafHooks(leaves)
@@ -76,6 +74,8 @@ class StepBeginning:
         self._random = TorchRandom.now()
         self._ambient = Ambient.now()
         self._takes_gradients = torch.is_grad_enabled()
+        self.drawn: list[DrawnItem] = []
+        """What the step was handed by what is asked for its batches, in order."""
 
     def changes(self, now: list[Snapshot]) -> list[StateDifference]:
         """What was changed until the snapshots `now`, in all that models and function can reach."""
@@ -87,20 +87,29 @@ class StepBeginning:
 
     def obstacle(self, now: list[Snapshot]) -> str:
         """Why the state cannot be what it was; empty if it can be restored."""
-        for change in self.changes(now):
-            if not change.is_in_place or change.is_rewound:
-                continue
-            if change.tensor is not None and id(change.tensor) in self._parameters:
-                return f"weights had been updated in it already ({change})"
-            if id(change.tensor) not in self._copies or change.what != _WRITTEN:
-                # Of arrays that are too large to be copied both are said: they are looked at as generators are.
-                told = str(change).replace("was drawn from", "was drawn from or written to")
-                return f"{told}, which cannot be taken back"
+        if lost := self._lost(self.changes(now), self._copies):
+            return lost
+        for item in self.drawn:
+            if lost := item.why_not or self._lost(item.changes(), {**self._copies, **item.copies}):
+                return lost
         if any(parameter._version != version for parameter, version in self._versions):
             return "weights had been updated in it already"
         if any(c.tensor.layout == torch.strided and c.tensor.shape != c.copy.shape for c in self._copies.values()):
             return "a tensor was given another shape in place, which cannot be taken back"
         return self._written_past() or self._remembered.obstacle() or self.gradients.obstacle()
+
+    def _lost(self, changes: Iterable[StateDifference], copies: Mapping[int, Copied]) -> str:
+        """Which of the changes cannot be taken back; empty if all can."""
+        for change in changes:
+            if not change.is_in_place or change.is_rewound:
+                continue
+            if change.tensor is not None and id(change.tensor) in self._parameters:
+                return f"weights had been updated in it already ({change})"
+            if id(change.tensor) not in copies or change.what != _WRITTEN:
+                # Of arrays that are too large to be copied both are said: they are looked at as generators are.
+                told = str(change).replace("was drawn from", "was drawn from or written to")
+                return f"{told}, which cannot be taken back"
+        return ""
 
     def _written_past(self) -> str:
         """Which tensor was written to past its version, and cannot be restored; empty if none."""
@@ -113,14 +122,13 @@ class StepBeginning:
 
     def restore(self) -> None:
         """Restores everything: values, objects, gradients, and random states. Only where there is no `obstacle`."""
+        for item in reversed(self.drawn):
+            item.restore()
         for snapshot in self.snapshots:
             restore(snapshot)
             rewind(snapshot)
-        with torch.no_grad():
-            for copied in self._copies.values():
-                # What was written past torch has the same version. So has what was not written to: a graph of an earlier step may have saved it.
-                is_counted = copied.tensor._version != copied.version
-                (copied.tensor if is_counted else copied.tensor.data).copy_(copied.copy)
+        for copied in self._copies.values():
+            copied.put()
         self._remembered.restore()
         self.settings.restore()
         self.gradients.restore()
@@ -156,8 +164,11 @@ class StepStates:
         reached_modules = (reference() for reference in of_function.reach.modules)
         # By identity: a module that was compiled has a length only where the one inside has.
         self._know([*known, *(module for module in reached_modules if module is not None)])
-        snapshots = [of_function, *self._of_modules()]
         parameters = self._parameters()
+        hooks = called_hooks(parameters, self._optimizers)
+        of_hooks = [snapshot_of_arguments(hooks, reads_weights=False, of_libraries=True)] if hooks else []
+        of_named = [of_function, *of_hooks]
+        snapshots = [*of_named, *self._of_modules()]
         return StepBeginning(
             snapshots,
             self._copies(snapshots, {id(p) for p in parameters}),
@@ -165,6 +176,7 @@ class StepStates:
             leaves_of(parameters, snapshots),
             OptimizerSettings(self._optimizers),
             self._sums(parameters, snapshots, names_data),
+            num_of_named=len(of_named),
         )
 
     def _sums(
@@ -180,7 +192,14 @@ class StepStates:
 
     def now(self, beginning: StepBeginning) -> list[Snapshot]:
         """The state now, of what the beginning has."""
-        return [again(beginning.snapshots[0], reads_weights=False), *self._of_modules()]
+        return [*(again(each, reads_weights=False) for each in beginning.of_named), *self._of_modules()]
+
+    def drew(self, beginning: StepBeginning, before: list[Snapshot], item: Any) -> DrawnItem:
+        """The step has asked for a batch, and got this one; `before` is the state at that time."""
+        after = self.now(beginning)
+        made = snapshot_of_item(item, before, after)
+        copies = self._copies([made], {id(p) for p in self._parameters()})
+        return drawn_item(made, copies, before, after)
 
     def obstacle(self, beginning: StepBeginning) -> str:
         """Why the state at the beginning cannot be restored; empty if it can."""
@@ -203,7 +222,8 @@ class StepStates:
             self._num_learned += 1
         if self._num_learned > _STEPS_TO_LEARN:
             return
-        for change in beginning.changes(self.now(beginning)):
+        of_items = (change for item in beginning.drawn for change in item.changes())
+        for change in itertools.chain(beginning.changes(self.now(beginning)), of_items):
             if change.tensor is not None and change.what == _WRITTEN:
                 self._written.add(change.path)
 
@@ -229,9 +249,9 @@ class StepStates:
         held += [p for module in modules if module is not None for p in module.parameters()]
         return list({id(p): p for p in held if not is_lazy(p)}.values())
 
-    def _copies(self, snapshots: list[Snapshot], parameters: set[int]) -> dict[int, _Copied]:
+    def _copies(self, snapshots: list[Snapshot], parameters: set[int]) -> dict[int, Copied]:
         is_first = self._num_learned < _FIRST_STEPS
-        copies: dict[int, _Copied] = {}
+        copies: dict[int, Copied] = {}
         num_bytes = 0
         for snapshot in snapshots:
             for path, tensor in zip(snapshot.reach.tensor_paths, snapshot.reach.tensors, strict=True):
@@ -239,7 +259,7 @@ class StepStates:
                     continue
                 if is_first or path in self._written or _is_statistics(tensor):
                     num_bytes += tensor.nbytes if tensor.layout == torch.strided else 0
-                    copies[id(tensor)] = _copied(tensor, on_card=num_bytes <= _MOST_BYTES_ON_CARD)
+                    copies[id(tensor)] = Copied.of(tensor, on_card=num_bytes <= _MOST_BYTES_ON_CARD)
         return copies
 
 
@@ -280,14 +300,3 @@ def _is_small(tensor: torch.Tensor) -> bool:
 def _is_statistics(tensor: torch.Tensor) -> bool:
     """Whether it may be a running mean or variance: batch normalisation writes to these without counting it in their versions."""
     return tensor.ndim == 1 and tensor.is_floating_point()
-
-
-def _copied(tensor: torch.Tensor, *, on_card: bool) -> _Copied:
-    with torch.no_grad():
-        value = tensor.detach()
-        if on_card:
-            try:
-                return _Copied(tensor=tensor, copy=value.clone(), version=tensor._version)
-            except torch.OutOfMemoryError:
-                release_memory()
-        return _Copied(tensor=tensor, copy=value.to("cpu", copy=True), version=tensor._version)

@@ -209,6 +209,9 @@ class DeferredScores(DeferredTensor):
         if usual is not None:
             self._attention = attention
             return self
+        # A cast to the type that it has, say: what is written by the one name is read by the other.
+        if name in _MAY_RETURN_ITSELF and _returns_itself(func, args, kwargs, self._attention.meta):
+            return self
         return deferred_scores(attention)
 
     @classmethod
@@ -305,6 +308,12 @@ def _on_meta(func: Callable[..., Any], given: Any) -> torch.Tensor:
         return func(*args, **kwargs)
 
 
+def _returns_itself(func: Callable[..., Any], args: Any, kwargs: Any, meta: torch.Tensor) -> bool:
+    with _disable_current_modes():
+        given = tree_map_only(_Scores, lambda _: meta, (args, kwargs))
+        return func(*given[0], **given[1]) is meta
+
+
 def _as_meta(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
@@ -398,6 +407,7 @@ _WRITTEN_DOWN: dict[str, Callable[..., Any]] = (
     | dict.fromkeys(("to", "type", "float", "half", "bfloat16"), _cast)
     | {"masked_fill": _masked_fill, "where": _where, "softmax": _softmax, "dropout": _dropout, "contiguous": _same}
 )
+_MAY_RETURN_ITSELF = frozenset({"to", "type", "float", "half", "bfloat16", "contiguous", "dropout"})
 
 _IN_PLACE: dict[str, Callable[..., Any]] = {
     "__iadd__": torch.add,

@@ -406,16 +406,14 @@ class _ProofWatch(LossWatch):
         if not isinstance(self._run, Flow):
             return
         assert term.loss is not None
-        # CLIP and SimCLR compare each example with all others of the batch: the scores are (examples,
-        # examples), and parts would have fewer negatives.
-        if term.is_contrastive:
-            reason = "the loss has as many classes as the batch has examples: it compares them with each other"
-            self._run.rows.set(term.loss, Mixed(reason=reason))
-            return
         try:
             _check_loss(self._run, inputs, is_of_classes=is_of_classes)
         except Mixes as error:
-            self._run.rows.set(term.loss, Mixed(reason=f"the loss function {error}"))
+            reason = f"the loss function {error}"
+            # CLIP and SimCLR compare each example with all others of the batch: the scores are (examples, examples), and parts would have fewer negatives.
+            if term.is_contrastive:
+                reason = "the loss has as many classes as the batch has examples: it compares them with each other"
+            self._run.rows.set(term.loss, Mixed(reason=reason))
         else:
             self._run.rows.set(term.loss, loss_state(None if term.num_terms is None else len(self.terms) - 1))
 

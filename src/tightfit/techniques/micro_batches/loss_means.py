@@ -165,6 +165,9 @@ class LossWatch(TorchFunctionMode):
         # by `effects.totals`.
         if has_old_arguments or call["reduction"] not in ("mean", "sum"):
             return
+        # Over the sum of weights, which may be none in a part: what it is made of is followed.
+        if func is functional.mse_loss and call["reduction"] == "mean" and call.get("weight") is not None:
+            return
         scores, target = call["input"], call["target"]
         is_contrastive = (
             func in _OF_CLASSES and scores.dim() == 2 and tuple(scores.shape) == (self.num_examples,) * 2

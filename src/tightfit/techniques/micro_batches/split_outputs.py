@@ -85,7 +85,7 @@ class Sums:
     def add(self, loss: torch.Tensor, weight: torch.Tensor) -> None:
         """Adds a part. A mean over no terms is NaN, and gets weight 0."""
         # `loss * 0` would be NaN where all targets of a part are ignored.
-        self._losses.append(torch.where(weight > 0, loss * weight, 0.0))
+        self._losses.append(torch.where(weight != 0, loss * weight, 0.0))
         self._weights.append(weight)
 
     def combine(self, of_each: Callable[[torch.Tensor], list[torch.Tensor]]) -> float:

@@ -17,7 +17,15 @@ from tightfit.errors import ApplyError, apply_errors_said, forget_apply_errors_s
 from tightfit.techniques.session import Session, Verdict
 from tightfit.techniques.technique import ChosenOption, check_each
 from tightfit.techniques.tiling.first_state import FirstState
-from tightfit.techniques.tiling.halos import AxisLayer, flat, layers_along, length_within, paths, run_step
+from tightfit.techniques.tiling.halos import (
+    AxisLayer,
+    check_dimensions,
+    flat,
+    layers_along,
+    length_within,
+    paths,
+    run_step,
+)
 from tightfit.techniques.tiling.tile_function import Tile, Tiling, run_tiled
 from tightfit.techniques.wrappers.first_order import are_transforms_active
 from tightfit.techniques.wrappers.forwards import are_forwards_plain
@@ -124,6 +132,7 @@ class _Slabs:
                 raise ApplyError(
                     "the chain has weights that are computed from others (functional_call); leave tiled_convolutions out"
                 )
+            check_dimensions(children, value)
             # Along the longest side halos are the smallest share.
             dim = max(range(2, value.dim()), key=lambda d: value.shape[d])
             layers: list[AxisLayer] = layers_along(children, dim - 2)

@@ -134,6 +134,17 @@ def layers_along(children: Iterable[nn.Module], axis: int) -> list[AxisLayer]:
     return [_layer(module, axis) for module in flat(children)]
 
 
+def check_dimensions(children: Iterable[nn.Module], value: torch.Tensor) -> None:
+    """Raises ApplyError where a chain is called with one image, without a dimension for the batch: its axes are others then."""
+    # As in Conv2d, MaxPool1d, BatchNorm3d.
+    ends = (type(module).__name__[-2:] for module in flat(children))
+    num_axes = next((int(end[0]) for end in ends if end[0].isdigit() and end[1] == "d"), 1)
+    if value.dim() < 2 + num_axes:
+        raise ApplyError(
+            f"the chain is called with {value.dim()} dimensions, one image without a batch; leave tiled_convolutions out"
+        )
+
+
 def _layer(module: Any, axis: int) -> AxisLayer:
     found = (
         AxisLayer(module=module)

@@ -113,9 +113,18 @@ class Tiling:
     runs: TileRuns = dataclasses.field(default_factory=TileRuns)
     prove_again: Callable[[torch.Tensor], None] | None = None
 
+    def part(self, number: int, value: torch.Tensor) -> torch.Tensor:
+        """The input of tile `number`; images whose channels come last keep them there."""
+        tile = self.tiles[number]
+        is_last = self.overlap and value.dim() == 4 and not value.is_contiguous()
+        if is_last and value.is_contiguous(memory_format=torch.channels_last):
+            part = value.narrow(self.dim, tile.begin, tile.end - tile.begin)
+            return part.contiguous(memory_format=torch.channels_last)
+        return tile.of(value, self.dim)
+
     def first_run(self, number: int, value: torch.Tensor) -> torch.Tensor:
         """The output of tile `number` in the forward pass."""
-        part = self.tiles[number].of(value, self.dim)
+        part = self.part(number, value)
         if self.prove_again is None:
             return self.run(self.tiles[number], part)
         trail = Trail()
@@ -177,7 +186,7 @@ class _Tiled(torch.autograd.Function):
                 if output is None:
                     shape = list(part.shape)
                     shape[tiling.dim] = length
-                    output = part.new_empty(shape)
+                    output = _laid_out_as(part, shape)
                 output.narrow(tiling.dim, tile.out_begin, tile.out_end - tile.out_begin).copy_(part)
         assert output is not None
         return output
@@ -209,7 +218,7 @@ class _Tiled(torch.autograd.Function):
         with tiling.first_state.put_back(tiling.refuse):
             for number, tile in enumerate(tiling.tiles):
                 # A leaf for each tile, so that its gradient ends here.
-                part = tile.of(value.detach(), tiling.dim).requires_grad_(whole is not None)
+                part = tiling.part(number, value.detach()).requires_grad_(whole is not None)
                 with (
                     torch.enable_grad(),
                     ctx.ambient.put_back(),
@@ -232,6 +241,15 @@ class _Tiled(torch.autograd.Function):
                     _put(whole.narrow(tiling.dim, tile.begin, tile.end - tile.begin), found.pop(0), adds=tiling.overlap)
                 _add(sums, found)
         return (None, None, whole, *(_cast(s, p) for s, p in zip(sums, trained, strict=True)))
+
+
+def _laid_out_as(part: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """An empty tensor whose dimensions are in memory in the order of those of `part`: channels may come last."""
+    if part.is_contiguous():
+        return part.new_empty(shape)
+    order = sorted(range(part.dim()), key=lambda dim: (part.stride(dim), part.shape[dim]), reverse=True)
+    places = [order.index(dim) for dim in range(part.dim())]
+    return part.new_empty([shape[dim] for dim in order]).permute(places)
 
 
 def _spends(tiling: Tiling) -> None:

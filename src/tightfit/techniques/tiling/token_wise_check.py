@@ -7,6 +7,7 @@ import torch
 
 from tightfit.effects.independence.row_flow import NeedsValues
 from tightfit.effects.independence.row_proof import Computation, Leaves, Unfollowed, check_graph, check_hooks, prove
+from tightfit.effects.independence.row_states import key_of
 from tightfit.effects.independence.rows import Mixes, RowLayout
 from tightfit.effects.state import RegionState, differences, is_moved
 from tightfit.techniques.wrappers.forwards import plain_forwards
@@ -62,6 +63,9 @@ def check_token_wise(
         raise Mixes(f"it returns a {type(result).__name__}")
     if proof.flow.rows.is_uniform(result) or proof.flow.rows.layout(result) != RowLayout(dim=dim):
         raise Mixes("its output has not a row for each row of the input")
+    # The program may write to the one and read the other.
+    if key_of(result) in {key_of(proof.inputs[0]), *map(key_of, module.parameters())}:
+        raise Mixes("it returns what it is given, or a view of it, and tiles are put together in memory of their own")
     reached = check_graph(result, [*proof.inputs, *module.parameters()])
     if not reached or (value.requires_grad and id(proof.inputs[0]) not in reached):
         # Tiles would give a gradient of zeros, for which an optimizer does more than for none.

@@ -391,6 +391,6 @@ def encode_now(session: Session, optimizer: torch.optim.Optimizer, encoded: Enco
     encoded.loaded(optimizer)
     # The lazy tensors of the states would be dequantised one by one on the device by whatever serialises
     # the checkpoint.
-    session.hook(optimizer.register_state_dict_post_hook, encoded.saved)
+    session.hook(functools.partial(optimizer.register_state_dict_post_hook, prepend=True), encoded.saved)
     session.hook(optimizer.register_load_state_dict_pre_hook, encoded.loads)
     session.hook(optimizer.register_load_state_dict_post_hook, encoded.loaded)
