@@ -125,11 +125,8 @@ class TrainingLoops:
 
     def goes_through_stages(self, number: int) -> bool:
         """Whether a loop goes through a list of things that are trained one after the other, or unfreezes more and more of a model."""
-        return number in self.around and not self._counts(number)
-
-    def _counts(self, number: int) -> bool:
-        """Whether the turns of a loop differ in a number only, as far as seen."""
-        return self._program.loops[number].is_counting and number not in self._unfreezing
+        counts = self._program.loops[number].is_counting and number not in self._unfreezing
+        return number in self.around and not counts
 
     def note_gradients(self, number: int) -> None:
         """Notes which parameters have gradients as a turn of a loop begins that may be left before it ends."""
@@ -143,7 +140,7 @@ class TrainingLoops:
         steps = self._program.steps
         enough = [n for n in (number, *around) if steps[n] >= self._num_steps]
         # A loop through stages has as many steps as all of its stages; each stage needs its own.
-        return any(n == number or self._counts(n) or n not in self.around for n in enough)
+        return any(n == number or not self.goes_through_stages(n) for n in enough)
 
     def leave(self, number: int, around: Iterable[int]) -> None:
         """The loop is left now, inside of those `around` it."""

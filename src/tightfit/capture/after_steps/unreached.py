@@ -8,7 +8,7 @@ generates, samples or saves, or leads to one.
 import ast
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from tightfit.capture.after_steps.changing_sizes import Sizes
 from tightfit.capture.after_steps.function_tables import FunctionTables
@@ -17,6 +17,7 @@ from tightfit.capture.after_steps.names_of_modules import last_name, names_of_mo
 from tightfit.capture.after_steps.rewriting import called
 from tightfit.capture.after_steps.rewritten_program import RewrittenProgram
 from tightfit.capture.after_steps.size_tables import SizeTables
+from tightfit.capture.after_steps.unfreezing import is_unfreezing, unfreezes, unfreezing
 from tightfit.capture.observe.attribution import short
 from tightfit.tape import NotReached
 
@@ -153,7 +154,11 @@ def unfrozen_later(program: RewrittenProgram, loops: Iterable[int], left: Sequen
     """
     source = _Source(program)
     trained = {id(node) for _, node in _nodes_of(program, set(left))}
-    nodes = [(file, each) for file, loop in _nodes_of(program, set(loops)) for each in source.unfreezing(loop, trained)]
+    nodes = [
+        (file, each)
+        for file, loop in _nodes_of(program, set(loops))
+        for each in unfreezing(loop, trained, source.functions)
+    ]
     return tuple(dict.fromkeys(_named(node, file, "in a later turn") for file, node in nodes))
 
 
@@ -231,35 +236,15 @@ class _Source:
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
             yield node
             return
-        if isinstance(node, ast.Call) and (_unfreezes(node) or self._is_work(node)):
+        if isinstance(node, ast.Call) and (unfreezes(node) or self._is_work(node)):
             yield node
             return
-        if isinstance(node, ast.Assign) and _is_unfreezing(node):
+        if isinstance(node, ast.Assign) and is_unfreezing(node):
             # In words of its own: it is no expression.
             yield ast.copy_location(ast.Name(ast.unparse(node)), node)
             return
         for child in ast.iter_child_nodes(node):
             yield from self._works_in(child)
-
-    def unfreezing(self, node: ast.AST, without: Set[int]) -> Iterator[ast.expr]:
-        """What unfreezes weights in each turn of the loop `node`: not on a condition, nor in the nodes whose ids are in `without`."""
-        for child in ast.iter_child_nodes(node):
-            if id(child) in without or isinstance(child, ast.If | ast.FunctionDef | ast.ClassDef | ast.Lambda):
-                continue
-            if isinstance(child, ast.Assign) and _is_unfreezing(child):
-                yield ast.copy_location(ast.Name(ast.unparse(child)), child)
-            elif isinstance(child, ast.Call) and (_unfreezes(child) or self._is_unfreezing_function(called(child))):
-                yield child
-            else:
-                yield from self.unfreezing(child, without)
-
-    def _is_unfreezing_function(self, name: str) -> bool:
-        """Whether a function of the program unfreezes weights and trains nothing."""
-        nodes = [node for function in self.functions.get(name, ()) for node in ast.walk(function)]
-        calls = [node for node in nodes if isinstance(node, ast.Call)]
-        if any(called(call) in {"backward", "step"} for call in calls):
-            return False
-        return any(map(_unfreezes, calls)) or any(isinstance(n, ast.Assign) and _is_unfreezing(n) for n in nodes)
 
     def _is_work(self, call: ast.Call) -> bool:
         # `models["ema"](x)` is a call of `models`.
@@ -360,22 +345,6 @@ class _Source:
 
 def _statements(function: ast.AST) -> Sequence[ast.AST]:
     return [function.body] if isinstance(function, ast.Lambda) else getattr(function, "body", [])
-
-
-def _unfreezes(call: ast.Call) -> bool:
-    """Whether a method has gradients computed from then on: `requires_grad_()`, `backbone.unfreeze()`."""
-    if not isinstance(call.func, ast.Attribute):
-        return False
-    if call.func.attr == "requires_grad_":
-        given = [*call.args, *(each.value for each in call.keywords)]
-        return not any(isinstance(each, ast.Constant) and not each.value for each in given)
-    return re.fullmatch("unfreeze(_.*)?", call.func.attr) is not None
-
-
-def _is_unfreezing(node: ast.Assign) -> bool:
-    """Of the forms `p.requires_grad = True` and `p.requires_grad = name in chosen`."""
-    is_off = isinstance(node.value, ast.Constant) and not node.value.value
-    return not is_off and any(isinstance(each, ast.Attribute) and each.attr == "requires_grad" for each in node.targets)
 
 
 def _is_of_numbers(node: ast.AST) -> bool:
