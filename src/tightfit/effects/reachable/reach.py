@@ -24,9 +24,9 @@ from tightfit.effects.code import CODE
 from tightfit.effects.holders import ClassAttributes, Names, class_state, is_plain
 from tightfit.effects.outside_calls import NAMES
 from tightfit.effects.reachable.cells import Cell, contents
-from tightfit.effects.reachable.classes_of_libraries import BAGS, COUNTING, OF_ARRAYS, STATELESS, UNCHANGING
+from tightfit.effects.reachable.classes_of_libraries import BAGS, COUNTING, IN_C, OF_ARRAYS, STATELESS, UNCHANGING
 from tightfit.effects.reachable.collected import Collected, Reach
-from tightfit.effects.reachable.containers import items_in, wrapped_by
+from tightfit.effects.reachable.containers import items_in, tensors_in, wrapped_by
 from tightfit.effects.reachable.decorated import decorated_by, users_functions_of
 from tightfit.effects.reachable.drawn import drawn, hidden, objects_of
 from tightfit.effects.reachable.library_objects import StoredOnLibraries, is_followed, made_by
@@ -95,7 +95,7 @@ def reach_of_arguments(
         else:
             walk.argument(name, argument)
     walk.finish()
-    walk.found.is_cut = walk.collected.is_full()
+    walk.found.is_cut = walk.collected.has_left_out()
     # They are read once or twice: not looked through before they are asked for.
     walk.found.has_graphs = True
     return walk.found
@@ -104,8 +104,8 @@ def reach_of_arguments(
 class _CodeWalk(abc.ABC):
     """The part of a walk that goes through the user's code; `_look` goes on with what the code refers to."""
 
-    def __init__(self) -> None:
-        self.collected = Collected()
+    def __init__(self, *, is_whole: bool) -> None:
+        self.collected = Collected(is_whole=is_whole)
         # All attributes that the code of the region names.
         self.named_attributes = set[str]()
         self.stored = StoredOnLibraries()
@@ -252,7 +252,7 @@ class _Walk(_CodeWalk):
     """One walk; `inside` are the modules of the region, whose children are walked through as well."""
 
     def __init__(self, inside: Collection[int], *, of_libraries: bool = False) -> None:
-        super().__init__()
+        super().__init__(is_whole=of_libraries)
         self.found = self.collected.found
         self._inside = inside
         self._of_libraries = of_libraries
@@ -310,7 +310,8 @@ class _Walk(_CodeWalk):
 
     def argument(self, path: str, value: Any) -> None:
         """An argument of the forward; its tensors are watched whether they have a graph or not."""
-        for number, leaf in enumerate(tree_leaves(value)):
+        # What a step reaches may be a whole data set, whose leaves take seconds to flatten.
+        for number, leaf in enumerate(tensors_in(value) if self._of_libraries else tree_leaves(value)):
             if isinstance(leaf, torch.Tensor) and self.collected.is_new(leaf):
                 self.found.tensors.append(leaf)
                 self.found.tensor_paths.append(path if leaf is value else f"{path}[{number}]")
@@ -418,6 +419,8 @@ class _Walk(_CodeWalk):
         if not is_bag and (is_stateless or (origin in sys.stdlib_module_names and not kind.__dictoffset__)):
             if kind.__dictoffset__:
                 self.stored.met(path, value)
+            elif self._of_libraries and origin.lstrip("_") in IN_C:
+                self.found.drawn.append(hidden(path, value))
             return
         own = getattr(value, "__dict__", None)
         if isinstance(own, dict):
