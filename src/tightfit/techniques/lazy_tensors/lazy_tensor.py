@@ -259,7 +259,9 @@ def _is_asked_by_compiler(frame: types.FrameType | None) -> bool:
     for _ in range(_FRAMES_TO_COMPILER):
         if frame is None:
             return False
-        if (frame.f_globals.get("__name__") or "").startswith("torch._dynamo."):
+        name = frame.f_globals.get("__name__") or ""
+        # Calls of functions that are compiled, or kept from it as torch's own are, go through `eval_frame`: nothing is being compiled by that.
+        if name.startswith("torch._dynamo.") and name != "torch._dynamo.eval_frame":
             return True
         frame = frame.f_back
     return False

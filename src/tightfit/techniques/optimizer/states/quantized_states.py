@@ -261,6 +261,8 @@ class EncodedStates:
             and not is_traceable_wrapper_subclass(value)
             # SGD's momentum of sparse gradients is sparse.
             and value.layout == torch.strided
+            # Codes are of real numbers.
+            and (self._codec.is_exact or not value.is_complex())
             # Step counters are states too, of one element.
             and value.shape == parameter.shape
             and (self._only is None or parameter in self._only)
