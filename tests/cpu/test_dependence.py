@@ -161,6 +161,10 @@ STEPS: dict[str, Function] = {
     "filled along": lambda x: x.index_fill(1, torch.tensor([0]), 0.0),
     "scattered": _scattered,
     "embedding": lambda x: functional.embedding((x > 0).long(), _fixed(2, 3)).flatten(-2),
+    "bags": lambda x: functional.embedding_bag((x[..., 0] > 0).long(), _fixed(2, 3)),
+    "weighted bags": lambda x: functional.embedding_bag((x[..., 0] > 0).long(), _fixed(2, 3), per_sample_weights=x[..., 1], mode="sum"),
+    "bags by offsets": lambda x: functional.embedding_bag((x[:, 0, 0] > 0).long(), _fixed(2, 3), torch.tensor([0, 1])),
+    "bags of one row": lambda x: functional.embedding_bag((x[:1, :, 0] > 0).long(), _fixed(2, 3)) + x[:, 0, :3],
     "index table": lambda x: _fixed(5)[(x > 0).long()],
     "loop": lambda x: torch.stack([row * 2 for row in x]),
     "unbind": lambda x: torch.stack([row * 2 for row in x.unbind(1)], 1),
@@ -210,7 +214,7 @@ def test_each_step_alone_is_true_in_numbers(name: str, dim: int) -> None:
 
 KEPT_APART = """tanh;softmax last;mean last;sum of last;max of second;transpose;contiguous;merge;by size;flip last;cumsum second;cat;stack;gram;
 product;product left;einsum;layer norm;positions;scale by other size;sort;gather;pick;first of second;pad;masked;where;attention;convolution;
-expanded;written;put;renorm;buckets;flat mask of each;scattered;embedding;index table;unbind;instance norm;pool;hard swish;log sigmoid;one hot;split last;transpose last"""
+expanded;written;put;renorm;buckets;flat mask of each;scattered;embedding;bags;weighted bags;index table;unbind;instance norm;pool;hard swish;log sigmoid;one hot;split last;transpose last"""
 
 
 @pytest.mark.parametrize("name", [name.strip() for name in KEPT_APART.split(";")])

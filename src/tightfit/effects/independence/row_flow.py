@@ -263,13 +263,15 @@ class FakeRun(TorchDispatchMode):
 
     def atom(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Runs a function as if it were one operator."""
+        given = tree_leaves((args, dict(kwargs)))
+        sources = tuple(map(self.sources.of, tensors_of(given)))
         self._is_atom = True
         try:
             out = func(*args, **kwargs)
         finally:
             self._is_atom = False
-        values = tuple(leaf for leaf in tree_leaves((args, dict(kwargs))) if is_plain(leaf))
-        self._note(Operation(func=func, values=values, sizes=(), shapes=(tuple(out.shape),)))
+        values = tuple(leaf for leaf in given if is_plain(leaf))
+        self._note(Operation(func=func, values=values, sizes=(), shapes=(tuple(out.shape),), sources=sources))
         return out
 
 

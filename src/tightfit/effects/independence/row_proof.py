@@ -432,7 +432,31 @@ def _one_hot(flow: Flow, tensor: torch.Tensor, num_classes: int = -1) -> RowLayo
     return flow.rows.layout(tensor)
 
 
-ATOMS: dict[Any, Callable[..., RowLayout | None]] = {torch.nn.functional.one_hot: _one_hot}
+def _embedding_bag(
+    flow: Flow,
+    indices: torch.Tensor,
+    weight: torch.Tensor,
+    offsets: torch.Tensor | None = None,
+    *others: Any,
+    per_sample_weights: torch.Tensor | None = None,
+    scale_grad_by_freq: bool = False,
+    **_: Any,
+) -> RowLayout | None:
+    """Each row of indices is a bag; bags that `offsets` cut out of one row are followed by no rule."""
+    if indices.dim() != 2 or offsets is not None or others or scale_grad_by_freq or flow.rows.is_uniform(indices):
+        raise Mixes("takes bags that are not followed")
+    layout = flow.rows.layout(indices)
+    if layout is None or layout.dim or flow.rows.depends(weight):
+        raise Mixes("takes bags that are not followed")
+    if per_sample_weights is not None and flow.rows.layout(per_sample_weights) != layout:
+        raise Mixes("combines rows with others")
+    return layout
+
+
+ATOMS: dict[Any, Callable[..., RowLayout | None]] = {
+    torch.nn.functional.one_hot: _one_hot,
+    torch.nn.functional.embedding_bag: _embedding_bag,
+}
 
 
 def _fake_mode_for(tensors: Iterable[Any]) -> FakeTensorMode:
