@@ -271,7 +271,7 @@ class DividedForward(OnlyHere):
         trained = [p for p in self.model.parameters() if p.requires_grad]
         if proved.num_further:
             others = [*self.model.parameters(), *batch.leaves]
-            trained += self._further.found([leaves[at] for at in known], others, proved.num_further)
+            trained += self._further.found([leaves[at] for at in known], others, proved.num_further, run.watch.calls)
         return DividedCall(
             group=self._group,
             refuse=self._refuse,

@@ -156,7 +156,8 @@ class OwnPart:
         )
         reading = Reads() if known is None else contextlib.nullcontext()
         try:
-            with watch, operators_at(batch.device, watch.calls), reading as reads:
+            # Operators are noted as they are called, and not as another mode hands them on.
+            with watch, reading as reads, operators_at(batch.device, watch.calls):
                 output = forward(*args, **kwargs)
         except TightfitError:
             raise

@@ -34,6 +34,7 @@ from tightfit.effects.independence.operator_names import (
     KEEPS_VOTE,
     MAKES_UNIFORM,
     TAKES_COUNT,
+    TAKES_SIZE,
     VOTES,
 )
 from tightfit.effects.independence.row_states import (
@@ -419,12 +420,13 @@ class Flow(FakeRun):
             return
         inputs = call.tensors
         try:
-            total = total_of(self, call)
+            takes_size = call.name in TAKES_SIZE and not isinstance(self.rows.state(inputs[0]), Pattern)
+            total = None if takes_size else total_of(self, call)
             if total is not None:
                 for target in targets:
                     self.rows.set(target, total)
                 return
-            results = self._results(call, inputs)
+            results = self._constants(call) if takes_size else self._results(call, inputs)
         except Mixes as error:
             # Marked and not raised: much of what mixes rows is never used (a batch statistic that is only
             # logged).
@@ -453,7 +455,7 @@ class Flow(FakeRun):
     def _results(self, call: OperatorCall, inputs: Sequence[torch.Tensor]) -> Sequence[RowLayout | Uniform | None]:
         follows = any(self.rows.state(t) is not None or self.rows.is_scaled(t) for t in inputs)
         if not follows:
-            return [self._constant(call, output, number) for number, output in enumerate(call.outputs)]
+            return self._constants(call)
         rule = self._rules.get(call.name) if call.func.namespace in ("aten", "prims", "torchvision") else None
         if rule is None and torch.Tag.pointwise in call.func.tags:
             rule = self._rules["pointwise"]
@@ -467,6 +469,9 @@ class Flow(FakeRun):
             raise Mixes("depends on the number of rows")
         found = rule(self, call)
         return found if isinstance(found, Sequence) else [found] * len(call.outputs)
+
+    def _constants(self, call: OperatorCall) -> list[RowLayout | Uniform | None]:
+        return [self._constant(call, output, number) for number, output in enumerate(call.outputs)]
 
     def grown(self, number: int, output: torch.Tensor) -> tuple[int, ...]:
         """The dimensions of output `number` of the current operator whose size depends on the number of rows."""

@@ -33,7 +33,7 @@ from tightfit.effects.independence import indexing_rules, product_rules  # noqa:
 from tightfit.effects.independence.functions import Functions
 from tightfit.effects.independence.left_behind import Left, depends_on_rows
 from tightfit.effects.independence.left_tensors import LeftTensor
-from tightfit.effects.independence.operations import are_alike, compare
+from tightfit.effects.independence.operations import GIVEN, are_alike, compare
 from tightfit.effects.independence.row_flow import FakeRun, Flow, NeedsValues
 from tightfit.effects.independence.row_states import key_of
 from tightfit.effects.independence.rows import Mixes, RowLayout
@@ -181,7 +181,7 @@ def _run(subject: Computation, run: FakeRun, num_rows: int) -> tuple[Sequence[to
         ]
         run.given = [tuple(tensor.shape) for tensor in inputs]
         run.sources.name([*left.tensors_before, *subject.module.parameters(), *subject.module.buffers()], "outside")
-        run.sources.name(inputs, "given")
+        run.sources.name(inputs, GIVEN)
         result: Any = None
         try:
             with subject.around(run) as context, Functions(run, ATOMS), run:

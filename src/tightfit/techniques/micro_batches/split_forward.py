@@ -263,7 +263,8 @@ class SplitForward:
             self._calls = watch.calls
             is_new = proved is None or proved.is_of_first
             try:
-                with watch, operators_at(batch.device, watch.calls), _reads_if(is_new) as reads:
+                # Operators are noted as they are called, and not as another mode hands them on.
+                with watch, _reads_if(is_new) as reads, operators_at(batch.device, watch.calls):
                     output = forward(*args, **kwargs)
             except Exception as error:
                 if is_new and not isinstance(error, TightfitError):
