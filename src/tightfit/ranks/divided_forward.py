@@ -296,7 +296,8 @@ class DividedForward(OnlyHere):
 
         def leaf(value: Any) -> Any:
             if not (isinstance(value, torch.Tensor) and value.requires_grad):
-                return value
+                # What the model puts on it (`requires_grad_`) is on no tensor of the program's.
+                return value.detach() if isinstance(value, torch.Tensor) else value
             wanting.append(value.detach().requires_grad_())
             return wanting[-1]
 

@@ -15,6 +15,7 @@ import torch
 from torch.autograd import backward  # torch's own, whatever the program puts in its place later
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from tightfit.capture.observe.host_python import spends
 from tightfit.cost.host_python import HostWork
@@ -48,6 +49,7 @@ WRAPPERS = frozenset({"OptimizedModule", "DataParallel", "DistributedDataParalle
 OF_MICRO_BATCHES = "; leave micro_batches out"
 """What a refusal says of this technique."""
 
+ASKS_FOR_GRADIENT = "the model asks for the gradient of an argument (requires_grad_ on what it is called with)"
 Forward = Callable[..., Any]
 
 
@@ -272,6 +274,7 @@ class SplitForward:
                 raise
             if watch.failure is not None:
                 raise watch.failure
+            _refuse_asked_gradients((args, kwargs), batch, self._refuse)
             if decisions is not None and watch.decisions != decisions:
                 raise DecidesOtherwise(decisions, watch.decisions)
             decisions = watch.decisions
@@ -497,6 +500,17 @@ def refuse_hooks(model: torch.nn.Module, refuse: Refuse, *, since: int, are_on_p
         raise refuse(
             "a node of a graph has a hook, which would see each part's gradients instead of the batch's; leave micro_batches out"
         )
+
+
+def is_gradient_asked(given: Any, whole: Sequence[torch.Tensor]) -> bool:
+    """Whether code has asked for the gradient of a tensor that it was `given`, a part of one of `whole` of which nobody had: that would be the whole one's."""
+    asked = [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    return bool(asked) and not any(tensor.requires_grad for tensor in whole)
+
+
+def _refuse_asked_gradients(given: Any, batch: AbstractBatch, refuse: Refuse) -> None:
+    if is_gradient_asked(given, batch.tensors()):
+        raise refuse(f"{ASKS_FOR_GRADIENT}, of which parts have copies{OF_MICRO_BATCHES}")
 
 
 def _refuse_own_code(loss: torch.Tensor, refuse: Refuse) -> None:
