@@ -202,7 +202,8 @@ class FakeRun(TorchDispatchMode):
             if key_of(output) not in known:
                 self._born.add(key_of(output))
         sources = tuple(map(self.sources.of, tensors))
-        self.sources.made(outputs, len(self.operations))
+        # A view is from where its memory is.
+        self.sources.made([output for output in outputs if key_of(output) not in known], len(self.operations))
         if not self._is_atom:
             self._note(operation_of(func, arguments, outputs, sources))
             self.follow(OperatorCall(func=func, arguments=arguments, outputs=outputs), known)

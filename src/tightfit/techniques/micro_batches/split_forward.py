@@ -283,8 +283,7 @@ class SplitForward:
             refuse_hooks(self.model, self._refuse, since=self._begins)
             aside.take()
             loss_key, loss = find_loss(output)
-            if is_new:
-                _refuse_own_code(loss, self._refuse)
+            _refuse_own_code(loss, self._refuse, is_on=is_new)
             # What was proved of parts that are led holds for no others: they may read what depends on the rows.
             decided, is_other_way, values = [len(led), *decisions], False, None if reads is None else reads.values
             shape = (end - begin, graph_shape(loss.grad_fn), watch.calls.number())
@@ -513,8 +512,10 @@ def _refuse_asked_gradients(given: Any, batch: AbstractBatch, refuse: Refuse) ->
         raise refuse(f"{ASKS_FOR_GRADIENT}, of which parts have copies{OF_MICRO_BATCHES}")
 
 
-def _refuse_own_code(loss: torch.Tensor, refuse: Refuse) -> None:
+def _refuse_own_code(loss: torch.Tensor, refuse: Refuse, *, is_on: bool) -> None:
     """Refuses what the program runs in a backward pass, which parts have several of, and a loss that has none."""
+    if not is_on:
+        return
     if not loss.requires_grad:
         raise refuse("the loss has no gradient although weights are trained; leave micro_batches out")
     refuse_code_in_backward([loss], refuse)
