@@ -36,6 +36,15 @@ while ticks < 500:
     ticks += 1
 evaluate()
 """,
+    "of an epoch that unfreezes weights": """
+model = nn.Sequential(nn.Linear(64, 1 << 17), nn.Linear(1 << 17, 1)).cuda()
+model[0].requires_grad_(False)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for epoch in range(20):
+    for i in range(10):
+        step()
+    model.requires_grad_(True)
+""",
     "when the process exits": """
 import atexit
 
@@ -198,9 +207,28 @@ model[0].requires_grad_(False)
 for i in range(10_000):
     if i == 5000:
         model[0].requires_grad_(True)
+    if i == 6000:
+        optimizer = torch.optim.Adam(model.parameters())
     step()
 """,
-        ("model[0].requires_grad_() at", "if i == 5000"),
+        ("model[0].requires_grad_() at", "if i == 5000", "torch.optim.Adam() at", "if i == 6000"),
+    ),
+    "weights that each epoch unfreezes before its steps": (
+        """
+model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))).cuda()
+model[:7].requires_grad_(False)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+def unfreeze(num_layers):
+    for p in model[-num_layers:].parameters():
+        p.requires_grad = True
+
+for epoch in range(8):
+    unfreeze(epoch + 1)
+    for i in range(10):
+        step()
+""",
+        ("unfreeze() at", "in a later turn"),
     ),
     "sizes that a function returns": (
         """

@@ -1,5 +1,6 @@
 """How a guard ends: all that it has put there is taken off, and what fails in that, or in the file about a failed step, never replaces the program's own error."""
 
+import io
 import signal
 import weakref
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tightfit
 from tightfit.errors.ends import end_all, ended_by
 from tightfit.guarding.loops.guarded_script import GuardedScript
+from tightfit.guarding.loops.printed_text import PrintedText
 from tightfit.guarding.memory import post_mortem
 from tightfit.guarding.memory.post_mortem import PostMortem
 from tightfit.guarding.state.step_gradients import StepGradients
@@ -193,6 +195,19 @@ def test_a_signal_whose_handler_is_not_pythons_is_given_back(monkeypatch: pytest
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     finally:
         signal.signal(signal.SIGTERM, former)
+
+
+def test_what_an_attempt_has_printed_that_came_further_is_not_printed_twice() -> None:
+    stream, printed = io.TextIOWrapper(io.BytesIO(), write_through=True), PrintedText()
+    printed.begin(stream)
+    for texts in (("one ", "two "), ("one ",), ("one ", "two ", "three")):
+        printed.clear()
+        for text in texts:
+            stream.write(text)
+        printed.stop()
+        printed.again()
+    printed.end()
+    assert stream.buffer.getvalue() == b"one two three"  # type: ignore[attr-defined]
 
 
 def test_loaders_that_are_left_early_are_dropped() -> None:

@@ -43,12 +43,17 @@ def note(value):
 LIBRARY = """
 import highspy
 import numpy as np
+calls, chance = 0, np.random.default_rng(4)
 class Inner:
+    made = 0
     def __init__(self):
+        Inner.made += 1
         self.at, self.chance = np.zeros(2), np.random.default_rng(3)
     def step(self):
+        global calls
+        calls += 1
         self.at = self.at + self.chance.random(2)
-        return float(self.at.sum())
+        return float(self.at.sum()) + calls * chance.random() + len(vars(World(Inner()))) * Inner.made
 class Emulated:
     def __init__(self):
         self.emulator = highspy._core._Highs()
@@ -64,6 +69,7 @@ TAKEN_BACK = {
     "a world of a library's": """
         sys.path.append(os.path.join(os.path.dirname(__file__), "site-packages"))
         import worlds
+        worlds.calls, worlds.Inner.made, worlds.chance = 0, 0, np.random.default_rng(4)
         world = worlds.World(worlds.World(worlds.Inner()))
         for x, y in DataLoader(data, batch_size=8, shuffle=True):
             optimizer.zero_grad()
@@ -140,6 +146,37 @@ TAKEN_BACK = {
             x = batch["x"].mul_(2).add_(torch.randn((), generator=chance))
             update(mean_square(x, y))
             losses.append((batch["n"], stream.at, list(stream.seen), x.sum().item()))
+        """,
+    "hooks that nothing names, and counts per example": """
+        def noted():
+            notes = []
+            model[0].weight.register_hook(lambda gradient: notes.append("a gradient"))
+            model[0].bias.register_post_accumulate_grad_hook(lambda weight: notes.append("a sum"))
+            def before(*given):
+                notes.append("a step")
+                fail()
+            optimizer.register_step_pre_hook(before)
+            return notes
+        def collate(rows):
+            counts[len(rows)] += 1
+            return torch.stack([row for row, _ in rows]) * chance.random()
+        notes, counts, chance = noted(), [0] * 100_000, random.Random(2)
+        held_out = DataLoader(data, batch_size=13, collate_fn=collate)
+        for x, y in DataLoader(data, batch_size=8, shuffle=True):
+            losses.append(sum(model(rows).sum().item() for rows in held_out))
+            counts[77_777] += 1
+            mean_square(x, y).backward()
+            optimizer.step()
+        losses += [*notes, counts[77_777], counts[13]]
+        """,
+    "names that are texts": """
+        import noted
+        noted.count, total = 0, 0
+        for x, y in DataLoader(data, batch_size=8, shuffle=True):
+            globals()["total"] += 1
+            setattr(noted, "count", getattr(noted, "count") + 1)
+            update(mean_square(x, y))
+        losses += [total, noted.count]
         """,
     "a learning rate set by hand": """
         for x, y in DataLoader(data, batch_size=8, shuffle=True):
@@ -255,6 +292,26 @@ TAKEN_BACK = {
         """,
 }
 REFUSED = {
+    "counts was drawn from or written to": """
+        counts = [{"seen": 0} for _ in range(5_000)]
+        for x, y in DataLoader(data, batch_size=8):
+            counts[-1]["seen"] += 1
+            update(mean_square(x, y))
+        """,
+    "it wrote to log.gz": """
+        import gzip
+        with gzip.open("log.gz", "wt") as log:
+            for x, y in DataLoader(data, batch_size=8):
+                log.write("a line")
+                update(mean_square(x, y))
+        """,
+    "compressed was drawn from or written to": """
+        import zlib
+        compressed = zlib.compressobj()
+        for x, y in DataLoader(data, batch_size=8):
+            losses.append(compressed.compress(b"a batch"))
+            update(mean_square(x, y))
+        """,
     "it wrote to log.txt": """
         with open("log.txt", "w") as log:
             for x, y in DataLoader(data, batch_size=8):

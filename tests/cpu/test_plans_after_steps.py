@@ -7,10 +7,12 @@ from tests.cpu.run_arguments import run_arguments
 
 from tightfit import plan
 from tightfit.capture.targets.target_kinds import Script
+from tightfit.fit.planning import _of_all
 from tightfit.fit.searching.allowed import Allowed
 from tightfit.fit.searching.candidates import Candidates
 from tightfit.fit.searching.offers import Offers
 from tightfit.fit.traced_runs import TracedRuns
+from tightfit.planner.plan import Proof
 
 PROGRAM = """
 import torch
@@ -78,3 +80,28 @@ def test_a_budget_is_for_the_evaluation_too(tmp_path: Path, evaluated: int, fits
     assert found.fits is fits
     assert (found.run.peak.device_high_bytes <= found.budget_bytes) is fits
     assert found.coverage.is_whole
+
+
+FROZEN = """
+for part in model.h[:3]:
+    part.requires_grad_(False)
+for stage in range(2):
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    for i in range(4):
+        loss = model(torch.randn(8, 512, 256, device="cuda")).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.requires_grad_(True)
+"""
+
+
+def test_blocks_that_are_trained_after_the_steps_alone_are_planned_for(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(PROGRAM[: PROGRAM.index("optimizer = ")] + FROZEN)
+    found = plan(str(path), "RTX 4090", budget="700MiB", without=["tiled_tokens"], prove=False)
+    assert found.fits
+    assert {"Model.h.0", "Model.h.1", "Model.h.2"} & {each.where for each in found.choices}
+    # The steps that are run for a proof are those in which they are frozen.
+    proof = _of_all(Proof(kind="values", steps=3), found.choices[:1])
+    assert proof.kind == "structure" and "changes nothing in the first 3 steps" in proof.what

@@ -108,17 +108,20 @@ def test_a_weight_that_the_program_casts_back_is_updated_in_float32(technique: s
     assert torch.equal(model[1].weight, before - 1e-3)
 
 
-def test_a_buffer_that_counts_is_refused_where_bfloat16_would_stop_it() -> None:
+@pytest.mark.parametrize("num_classes", [1, 3])
+def test_a_buffer_that_counts_is_refused_where_bfloat16_would_stop_it(num_classes: int) -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.layer = nn.Linear(4, 4)
-            self.register_buffer("calls", torch.full((1,), 250.0))
-            self.register_buffer("mean", torch.full((1,), 300.5))
+            self.register_buffer("calls", torch.full((num_classes,), 250.0))
+            self.register_buffer("mean", torch.full((num_classes,), 300.5))
+            self.register_buffer("tokens", torch.zeros(2))
 
         def forward(self, rows: torch.Tensor) -> torch.Tensor:
-            self.calls += 1
+            self.calls[:1] += 1
             self.mean.mul_(0.9)
+            self.tokens += torch.tensor([300, 0])
             return self.layer(rows)
 
     model = Counting()
@@ -128,7 +131,7 @@ def test_a_buffer_that_counts_is_refused_where_bfloat16_would_stop_it() -> None:
         model(torch.ones(2, 4))
     with pytest.raises(ApplyError, match="the buffer calls counts in bfloat16"):
         model(torch.ones(2, 4))
-    assert model.calls.item() == 256
+    assert model.calls[0] == 256
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])

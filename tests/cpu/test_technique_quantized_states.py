@@ -69,6 +69,24 @@ def test_a_product_of_a_row_and_a_column_is_restored_from_its_means():
     torch.testing.assert_close(codec.decode("exp_avg_sq", encoded, value.shape, torch.float32), value)
 
 
+@pytest.mark.parametrize(("coding", "given"), CODINGS)
+def test_states_of_complex_parameters_stay_whole(coding, given):
+    def trained(session_of):
+        model = torch.nn.Module()
+        model.weight = torch.nn.Parameter(torch.ones(64, 64, dtype=torch.complex64))
+        optimizer = torch.optim.AdamW(model.parameters())
+        session_of(model, optimizer)
+        for _ in range(2):
+            (model.weight.sum() * (1 - 2j)).abs().square().backward()
+            optimizer.step()
+        return model.weight.detach()
+
+    def planned(model, optimizer):
+        coding().apply(Session(model=model, optimizers=[optimizer]), [choice(coding.name, **given)])
+
+    assert torch.equal(trained(planned), trained(lambda *_: None))
+
+
 def held_bytes(state):
     """What a state takes."""
     return sum(getattr(state, name).nbytes for name in state.__tensor_flatten__()[0])

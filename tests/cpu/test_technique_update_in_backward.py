@@ -16,6 +16,7 @@ from tightfit.capture.trace_settings import TraceSettings
 from tightfit.devices.catalogue import find
 from tightfit.errors import ApplyError
 from tightfit.fit import capture
+from tightfit.techniques.lazy_tensors import retained_graphs
 from tightfit.techniques.lazy_tensors.lazy_tensor import LazyTensor
 from tightfit.techniques.lazy_tensors.retained_graphs import _bits_and_key
 from tightfit.techniques.optimizer.update_in_backward import UpdateInBackward
@@ -291,6 +292,26 @@ def test_what_is_overwritten_between_backward_pass_and_step_is_seen_before_anyth
     with pytest.raises(ApplyError, match=r"written to|other gradients|ended with an error"):
         step(writes=True)
     assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+def test_a_small_decay_between_backward_pass_and_step_is_no_rounding_where_gradients_are_compared_roughly(monkeypatch):
+    # As on a card, which says no more of a gradient than its norm and its form.
+    monkeypatch.setattr(retained_graphs, "checksum_of", lambda gradient: None)
+    monkeypatch.setattr(retained_graphs, "_share", lambda parameter: 1e-3)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hooked(model, optimizer)
+
+    def step(decay: float) -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 3)).square().sum().backward()
+        for parameter in model.parameters():
+            parameter.data.mul_(1 - decay)
+        optimizer.step()
+
+    step(0.0)
+    with pytest.raises(ApplyError, match="was written to between"):
+        step(1e-5)
 
 
 class Masked(torch.nn.Module):

@@ -16,6 +16,8 @@ import torch
 PLAIN = (int, float, bool, str, bytes, complex, type(None))
 # Of longer lists (a data set, say) only the length, this many items and the last are compared.
 _LARGEST_CONTAINER = 1 << 16
+# Where all is to be seen: a list of counts per example is as long as a data set.
+_LARGEST_WHOLE = 1 << 22
 
 
 def is_plain(value: Any) -> bool:
@@ -203,15 +205,16 @@ def is_gone(value: Any) -> bool:
 
 @final
 class Items(Holder):
-    """A list or a deque."""
+    """A list or a deque; with `is_whole` all of it, where it has not millions of items."""
 
-    def __init__(self, path: str, sequence: list[Any] | deque[Any]) -> None:
+    def __init__(self, path: str, sequence: list[Any] | deque[Any], *, is_whole: bool = False) -> None:
         super().__init__(path, id(sequence))
         self._sequence = sequence
+        self._largest = _LARGEST_WHOLE if is_whole else _LARGEST_CONTAINER
 
     def content(self, *, is_kept: bool) -> Any:
-        if len(self._sequence) > _LARGEST_CONTAINER:
-            stride = len(self._sequence) // _LARGEST_CONTAINER + 1
+        if len(self._sequence) > self._largest:
+            stride = len(self._sequence) // self._largest + 1
             return len(self._sequence), list(itertools.islice(self._sequence, 0, None, stride)), self._sequence[-1]
         held = list(self._sequence)
         has_tensors = is_kept and any(issubclass(kind, torch.Tensor) for kind in set(map(type, held)))
@@ -237,7 +240,7 @@ class Items(Holder):
             # Of a long list, what was appended is taken off again, and what was looked at is put back.
             for _ in range(len(self._sequence) - content[0]):
                 self._sequence.pop()
-            stride = content[0] // _LARGEST_CONTAINER + 1
+            stride = content[0] // self._largest + 1
             for position, item in zip((*range(0, content[0], stride), -1), (*content[1], content[2]), strict=False):
                 if self._sequence[position] is not item:
                     self._sequence[position] = item

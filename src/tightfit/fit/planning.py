@@ -216,11 +216,24 @@ def _proven(search: Search, runs: TracedRuns, card: Device, *, prove: bool) -> P
             proof = Proof(kind="structure", what="not by values: that was interrupted")
             return dataclasses.replace(said, proof=proof, is_interrupted=True)
         if isinstance(proof, Proof):
-            return dataclasses.replace(said, proof=proof)
+            begin_later = [
+                c for c in plan.choices if (c.technique, c.where) not in search.offers.places(found.base.profile)
+            ]
+            return dataclasses.replace(said, proof=_of_all(proof, begin_later))
         for mismatch in proof:
             search.offers.refusals.techniques[mismatch.technique] = (
                 f"its results on the host differ from those of the plain run: {mismatch.what}"
             )
+
+
+def _of_all(proof: Proof, begin_later: Sequence[Choice]) -> Proof:
+    """The proof of a plan, of which the values of the first steps say nothing about the choices that `begin_later`."""
+    if proof.kind != "values" or not begin_later:
+        return proof
+    first = f"{begin_later[0].technique} of {begin_later[0].where}"
+    return Proof(
+        kind="structure", what=f"not verified by values: {first} changes nothing in the first {proof.steps} steps"
+    )
 
 
 def allowed(names: Iterable[str], without: Iterable[str] = ()) -> Allowed:

@@ -11,7 +11,7 @@ from tightfit.effects.state import Snapshot, again, differences, restore, snapsh
 from tightfit.torch_hooks.loader_calls import Loader, on_loaders
 from tightfit.torch_hooks.weak_references import WeakTable
 
-_PARTS = ("generator", "sampler", "batch_sampler", "dataset")
+_PARTS = ("generator", "sampler", "batch_sampler", "dataset", "collate_fn")
 
 
 class BegunLoaders:

@@ -145,7 +145,10 @@ _MOVING = {
     "os:copy_file_range": "copied to a file that is open",
 }
 # `pathlib` has the second of each pair.
-_OPENING = ("builtins:open", "io:open")
+# Those of compressed files have text in a buffer of their own before they write to the file that they open.
+# Python may be without those; `zlib` it has.
+_COMPRESSED = ("gzip", *(name for name in ("bz2", "lzma") if importlib.util.find_spec(f"_{name}")))
+_OPENING = ("builtins:open", "io:open", *(f"{name}:open" for name in _COMPRESSED))
 _CONNECTING = ("sqlite3:connect", "sqlite3.dbapi2:connect") if importlib.util.find_spec("sqlite3") else ()
 _REPLACED: tuple[Replaced[LibraryCallOwner], ...] = (
     *(Replaced(_of_python(path), functools.partial(_put_giving, what)) for path, what in _GIVING.items()),

@@ -15,7 +15,7 @@ from tightfit.capture.after_steps.other_loops import OtherLoops
 from tightfit.capture.after_steps.rewritten_program import RewrittenProgram
 from tightfit.capture.after_steps.running_lines import lines_of
 from tightfit.capture.after_steps.training_loops import AFTER, TrainingLoops, is_in_last_step
-from tightfit.capture.after_steps.unreached import RunningLine, not_reached
+from tightfit.capture.after_steps.unreached import RunningLine, not_reached, unfrozen_later
 from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.capture.observe.attribution import short
 from tightfit.tape import Coverage, SpanKind
@@ -164,6 +164,7 @@ class FastForward:
                         *not_reached(
                             self.program, tuple(self.training.left), self._stack, is_stopped=bool(self._stopped)
                         ),
+                        *unfrozen_later(self.program, self.training.left_frozen, tuple(self.training.left)),
                     )
                 )
             ),

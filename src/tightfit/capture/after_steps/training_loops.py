@@ -67,6 +67,10 @@ class TrainingLoops:
         self._num_steps = num_steps
         self._parameters = parameters
         self._with_gradients: dict[int, list[weakref.ref[torch.Tensor]]] = {}
+        self._frozen: list[weakref.ref[torch.Tensor]] = []
+        self._unfreezing: set[int] = set()
+        self.left_frozen: set[int] = set()
+        """Those of `left` around other training loops that were left with frozen weights, which a later turn may unfreeze."""
         self.patience = Patience()
         self._num_steps_looked_at = 0
         self.later: list[NotReached] = []
@@ -78,6 +82,7 @@ class TrainingLoops:
         self.patience.num_ended += 1
         if self.num_ended == 1:
             self._program.seen.first_step_ended()
+        self._frozen = [weakref.ref(parameter) for parameter in self._parameters() if not parameter.requires_grad]
         for number in self._program.around(sys._getframe(1)):
             self._program.steps[number] += 1
 
@@ -112,12 +117,16 @@ class TrainingLoops:
         steps = self._program.steps
         if any(steps[inner] > 0 and inner not in running for inner in self._program.inside(number)):
             self.around.add(number)
+        # One that unfreezes weights behind its steps trains more of the model in its next turn.
+        if any(parameter is not None and parameter.requires_grad for parameter in (each() for each in self._frozen)):
+            self._unfreezing.add(number)
         if self.goes_through_stages(number):
             self.patience.num_ended = 0
 
     def goes_through_stages(self, number: int) -> bool:
-        """Whether a loop goes through a list of things that are trained one after the other."""
-        return number in self.around and not self._program.loops[number].is_counting
+        """Whether a loop goes through a list of things that are trained one after the other, or unfreezes more and more of a model."""
+        counts = self._program.loops[number].is_counting and number not in self._unfreezing
+        return number in self.around and not counts
 
     def note_gradients(self, number: int) -> None:
         """Notes which parameters have gradients as a turn of a loop begins that may be left before it ends."""
@@ -128,16 +137,18 @@ class TrainingLoops:
 
     def can_be_left(self, number: int, around: Sequence[int]) -> bool:
         """Whether enough steps have ended in a loop, or in one of the loops `around` it."""
-        steps, loops = self._program.steps, self._program.loops
+        steps = self._program.steps
         enough = [n for n in (number, *around) if steps[n] >= self._num_steps]
         # A loop through stages has as many steps as all of its stages; each stage needs its own.
-        return any(n == number or loops[n].is_counting or n not in self.around for n in enough)
+        return any(n == number or not self.goes_through_stages(n) for n in enough)
 
     def leave(self, number: int, around: Iterable[int]) -> None:
         """The loop is left now, inside of those `around` it."""
         loop = self._program.loops[number]
         self._program.steps[number] = -1
         self.left.setdefault(number)
+        if number in self.around and not all(parameter.requires_grad for parameter in self._parameters()):
+            self.left_frozen.add(number)
         self._training_left(f"{short(loop.file)}:{loop.line}", around)
 
     def framework_leaves(self, later: str) -> bool:

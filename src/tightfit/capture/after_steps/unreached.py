@@ -17,6 +17,7 @@ from tightfit.capture.after_steps.names_of_modules import last_name, names_of_mo
 from tightfit.capture.after_steps.rewriting import called
 from tightfit.capture.after_steps.rewritten_program import RewrittenProgram
 from tightfit.capture.after_steps.size_tables import SizeTables
+from tightfit.capture.after_steps.unfreezing import is_unfreezing, unfreezes, unfreezing
 from tightfit.capture.observe.attribution import short
 from tightfit.tape import NotReached
 
@@ -24,6 +25,13 @@ from tightfit.tape import NotReached
 _WORKS = re.compile(
     r"evals?|evaluat\w*|valid|validat\w*|generat\w*|sampl\w*|infer\w*|predict\w*|save\w*|checkpoint\w*|ckpt|test|backward|deepcopy|clone|"
     r"visuali\w*|render|fid|forward",
+    re.IGNORECASE,
+)
+# A new one makes its states at its first step, and a layer its weights.
+_HOLDERS_OF_TENSORS = re.compile(
+    r"(sparse|n|r)?adam\w*|sgd\w*|rmsprop|rprop|asgd|adagrad|adadelta|adafactor|adopt|ademamix|lion\w*|lamb|lars|lbfgs|muon\w*|shampoo|soap|"
+    r"sophia\w*|prodigy|add_param_group|\w*_optimizers?|"
+    r"(lazy)?(bi)?linear|(lazy)?conv(transpose)?[123]d|embedding(bag)?|lstm|gru|rnn|multiheadattention|transformer((en|de)coder)?(layer)?",
     re.IGNORECASE,
 )
 _MAX_NAME = 40
@@ -146,6 +154,21 @@ def not_reached(
     return tuple(found)
 
 
+def unfrozen_later(program: RewrittenProgram, loops: Iterable[int], left: Sequence[int]) -> tuple[NotReached, ...]:
+    """What is unfrozen in each turn of `loops`, which were `left` with frozen weights: `unfreeze(layers=epoch)`, `model[-epoch].requires_grad_()`.
+
+    `loops` are around other training loops, whose own statements do not count: what is frozen and unfrozen from step to step (in a GAN) was seen.
+    """
+    source = _Source(program)
+    trained = {id(node) for _, node in _nodes_of(program, set(left))}
+    nodes = [
+        (file, each)
+        for file, loop in _nodes_of(program, set(loops))
+        for each in unfreezing(loop, trained, source.functions)
+    ]
+    return tuple(dict.fromkeys(_named(node, file, "in a later turn") for file, node in nodes))
+
+
 def run_early_alone(program: RewrittenProgram, left: Sequence[int]) -> tuple[NotReached, ...]:
     """The calls in the training loops `left` that ran in the first turn, before an optimizer had its state, and could in a later one:
     an evaluation `if step % 500 == 0`, which begins with one at step 0."""
@@ -220,10 +243,10 @@ class _Source:
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
             yield node
             return
-        if isinstance(node, ast.Call) and (_unfreezes(node) or self._is_work(node)):
+        if isinstance(node, ast.Call) and (unfreezes(node) or self._is_work(node)):
             yield node
             return
-        if isinstance(node, ast.Assign) and _is_unfreezing(node):
+        if isinstance(node, ast.Assign) and is_unfreezing(node):
             # In words of its own: it is no expression.
             yield ast.copy_location(ast.Name(ast.unparse(node)), node)
             return
@@ -245,7 +268,7 @@ class _Source:
         is_of_part = isinstance(call.func, ast.Attribute) and last_name(call.func.value) in _PARTS_OF_TORCH
         if name in self._callable or name in _MADE_BY or is_of_torch or is_of_part:
             return True
-        if self._may_run_module(call, name):
+        if _HOLDERS_OF_TENSORS.fullmatch(name) or self._may_run_module(call, name):
             return True
         return any(_WORKS.fullmatch(word) for word in _WORDS.findall(name))
 
@@ -329,22 +352,6 @@ class _Source:
 
 def _statements(function: ast.AST) -> Sequence[ast.AST]:
     return [function.body] if isinstance(function, ast.Lambda) else getattr(function, "body", [])
-
-
-def _unfreezes(call: ast.Call) -> bool:
-    """Whether a method has gradients computed from then on: `requires_grad_()`, `backbone.unfreeze()`."""
-    if not isinstance(call.func, ast.Attribute):
-        return False
-    if call.func.attr == "requires_grad_":
-        given = [*call.args, *(each.value for each in call.keywords)]
-        return not any(isinstance(each, ast.Constant) and not each.value for each in given)
-    return re.fullmatch("unfreeze(_.*)?", call.func.attr) is not None
-
-
-def _is_unfreezing(node: ast.Assign) -> bool:
-    """Of the forms `p.requires_grad = True` and `p.requires_grad = name in chosen`."""
-    is_off = isinstance(node.value, ast.Constant) and not node.value.value
-    return not is_off and any(isinstance(each, ast.Attribute) and each.attr == "requires_grad" for each in node.targets)
 
 
 def _is_of_numbers(node: ast.AST) -> bool:

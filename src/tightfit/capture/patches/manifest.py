@@ -364,12 +364,12 @@ IN_BOTH: tuple[Name, ...] = (
     known(
         "torch.optim.optimizer:Optimizer._optimizer_step_post_hooks",
         "to see hooks on an optimizer's step, and to order them",
-        "capture/steps techniques torch_hooks",
+        "capture/steps guarding techniques torch_hooks",
     ),
     known(
         "torch.optim.optimizer:Optimizer._optimizer_step_pre_hooks",
         "to see hooks on an optimizer's step, and to order them",
-        "capture/steps runtime techniques torch_hooks",
+        "capture/steps guarding runtime techniques torch_hooks",
     ),
     known(
         "torch:Tensor._post_accumulate_grad_hooks",

@@ -39,6 +39,8 @@ STATELESS = frozenset(
         "signal",
     ]
 )
+# Of Python's own, those whose objects in C keep what they were given: compressors, parsers, trees. Without underscores.
+IN_C = frozenset(["zlib", "bz2", "lzma", "hashlib", "pyexpat", "xml", "pickle", "multibytecodec", "lsprof"])
 # What counts steps, though it is torch's.
 COUNTING = (
     "torch.optim.lr_scheduler",

@@ -14,6 +14,7 @@ from tightfit.effects.code import Code
 from tightfit.effects.holders import Holder, Items, Members, Names
 from tightfit.effects.identities import identities
 from tightfit.effects.reachable.drawn import Drawn
+from tightfit.effects.reachable.many_items import many_items
 from tightfit.effects.reachable.scripted import scripted_attributes
 
 # Bounds for programs that keep a data set or a tokeniser on the model: a snapshot is taken in every call, and
@@ -95,10 +96,12 @@ class Reach:
 
 
 class Collected:
-    """What a walk has found, and the objects that it has met."""
+    """What a walk has found, and the objects that it has met. With `is_whole` more is read of long containers."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_whole: bool = False) -> None:
         self.found = Reach()
+        self._is_whole = is_whole
+        self._has_left_out = False
         self._seen: set[int] = set()
         # Keeps visited objects alive during the walk: ids are only unique among live objects.
         self._alive: list[Any] = []
@@ -107,9 +110,14 @@ class Collected:
         """Whether so many objects were met that the walk ends."""
         return len(self._seen) > 4 * _MAX_OBJECTS
 
+    def has_left_out(self) -> bool:
+        """Whether there was more than was looked at."""
+        return self._has_left_out or self.is_full()
+
     def hold(self, holder: Holder, *, is_other: bool = False) -> bool:
         """Adds a holder with its contents; whether there was room for it."""
         if len(self.found.holders) >= _MAX_OBJECTS:
+            self._has_left_out = True
             return False
         if is_other:
             self.found.others.append(len(self.found.holders))
@@ -133,7 +141,9 @@ class Collected:
         elif isinstance(value, set):
             self.hold(Members(path, value), is_other=True)
         elif isinstance(value, list | deque):
-            self.hold(Items(path, value), is_other=True)
+            self.hold(Items(path, value, is_whole=self._is_whole), is_other=True)
+        if self._is_whole and (more := many_items(path, value)) is not None:
+            self.found.drawn.append(more)
 
     def hold_attributes(self, path: str, module: torch.nn.Module) -> None:
         """Adds the attributes of a module, without keeping the module, and what a scripted one has outside of Python."""

@@ -24,11 +24,18 @@ from tightfit.effects.code import CODE
 from tightfit.effects.holders import ClassAttributes, Names, class_state, is_plain
 from tightfit.effects.outside_calls import NAMES
 from tightfit.effects.reachable.cells import Cell, contents
-from tightfit.effects.reachable.classes_of_libraries import BAGS, COUNTING, OF_ARRAYS, STATELESS, UNCHANGING
+from tightfit.effects.reachable.classes_of_libraries import BAGS, COUNTING, IN_C, OF_ARRAYS, STATELESS, UNCHANGING
 from tightfit.effects.reachable.collected import Collected, Reach
-from tightfit.effects.reachable.containers import items_in, wrapped_by
+from tightfit.effects.reachable.containers import items_in, tensors_in, wrapped_by
 from tightfit.effects.reachable.decorated import decorated_by, users_functions_of
 from tightfit.effects.reachable.drawn import drawn, hidden, objects_of
+from tightfit.effects.reachable.library_functions import (
+    MOST_FUNCTIONS,
+    code_named_by,
+    is_looked_through,
+    is_state,
+    state_named_by,
+)
 from tightfit.effects.reachable.library_objects import StoredOnLibraries, is_followed, made_by
 from tightfit.effects.reachable.named_in_code import methods_of, named_in
 from tightfit.effects.reachable.opaque import functions_of, is_of_c, written_down
@@ -95,7 +102,7 @@ def reach_of_arguments(
         else:
             walk.argument(name, argument)
     walk.finish()
-    walk.found.is_cut = walk.collected.is_full()
+    walk.found.is_cut = walk.collected.has_left_out()
     # They are read once or twice: not looked through before they are asked for.
     walk.found.has_graphs = True
     return walk.found
@@ -104,8 +111,10 @@ def reach_of_arguments(
 class _CodeWalk(abc.ABC):
     """The part of a walk that goes through the user's code; `_look` goes on with what the code refers to."""
 
-    def __init__(self) -> None:
-        self.collected = Collected()
+    def __init__(self, *, is_whole: bool) -> None:
+        self.collected = Collected(is_whole=is_whole)
+        self._is_whole = is_whole
+        self._num_of_libraries = 0
         # All attributes that the code of the region names.
         self.named_attributes = set[str]()
         self.stored = StoredOnLibraries()
@@ -171,6 +180,31 @@ class _CodeWalk(abc.ABC):
             if not number:
                 self._attributes_of(path, function)
             self._value(path, inner)
+        if self._is_whole and is_looked_through(function.__module__) and self._num_of_libraries < MOST_FUNCTIONS:
+            self._num_of_libraries += 1
+            if names := state_named_by(function):
+                self._named_in(function.__module__ or "", function.__globals__, names)
+            for value in code_named_by(function):
+                self._librarys_code(value)
+
+    def _librarys_code(self, value: Any) -> None:
+        """A function of a library, or a class, for what its code counts on it."""
+        if isinstance(value, types.FunctionType):
+            self.function(value.__name__, value)
+        elif self._is_whole and is_looked_through(module_of(value)) and self.collected.is_new(value):
+            if class_state(value) and not issubclass(value, torch.nn.Module):
+                self.collected.hold(ClassAttributes(value.__name__, value), is_other=True)
+                for name, inner in class_state(value).items():
+                    if is_state(inner):
+                        self._value(f"{value.__name__}.{name}", inner)
+            for name, method in list(vars(value).items()):
+                if isinstance(method, types.FunctionType):
+                    self.function(f"{value.__name__}.{name}", method)
+
+    def _named_in(self, path: str, space: dict[str, Any], names: tuple[str, ...]) -> None:
+        self.collected.hold(Names(path, (id(space), names), lambda: space, only=names), is_other=True)
+        for name in names:
+            self._value(f"{path}.{name}", space[name])
 
     def _own_function(self, path: str, function: types.FunctionType) -> None:
         named = named_in(function.__code__)
@@ -229,11 +263,7 @@ class _CodeWalk(abc.ABC):
             return
         given = {n for n in vars(module) if not n.startswith("__")} if of_all else attributes & vars(module).keys()
         named = tuple(sorted(n for n in given if not isinstance(vars(module)[n], CODE)))
-        self.collected.hold(
-            Names(module.__name__, (id(vars(module)), named), lambda: vars(module), only=named), is_other=True
-        )
-        for name in named:
-            self._value(f"{module.__name__}.{name}", vars(module)[name])
+        self._named_in(module.__name__, vars(module), named)
         # What its functions name in turn.
         for name in sorted(attributes & vars(module).keys()):
             if isinstance(vars(module)[name], types.FunctionType):
@@ -246,13 +276,19 @@ class _CodeWalk(abc.ABC):
             value = vars(module)[name]
             if is_users_function(value):
                 self._value(f"{module.__name__}.{name}", value)
+        if self._is_whole and isinstance(module, types.ModuleType) and is_looked_through(module.__name__):
+            there = [(name, vars(module)[name]) for name in sorted(names)]
+            self._named_in(module.__name__, vars(module), tuple(name for name, value in there if is_state(value)))
+            for _, value in there:
+                if isinstance(value, types.FunctionType | type):
+                    self._librarys_code(value)
 
 
 class _Walk(_CodeWalk):
     """One walk; `inside` are the modules of the region, whose children are walked through as well."""
 
     def __init__(self, inside: Collection[int], *, of_libraries: bool = False) -> None:
-        super().__init__()
+        super().__init__(is_whole=of_libraries)
         self.found = self.collected.found
         self._inside = inside
         self._of_libraries = of_libraries
@@ -310,7 +346,8 @@ class _Walk(_CodeWalk):
 
     def argument(self, path: str, value: Any) -> None:
         """An argument of the forward; its tensors are watched whether they have a graph or not."""
-        for number, leaf in enumerate(tree_leaves(value)):
+        # What a step reaches may be a whole data set, whose leaves take seconds to flatten.
+        for number, leaf in enumerate(tensors_in(value) if self._of_libraries else tree_leaves(value)):
             if isinstance(leaf, torch.Tensor) and self.collected.is_new(leaf):
                 self.found.tensors.append(leaf)
                 self.found.tensor_paths.append(path if leaf is value else f"{path}[{number}]")
@@ -348,6 +385,7 @@ class _Walk(_CodeWalk):
         if not self.collected.is_full() and (not is_users_class(kind) or issubclass(kind, torch.nn.Module)):
             # A class of modules is walked with these; what the code counts on it by its name may be of one that has none in the region.
             self.stored.met(path, kind)
+            self._librarys_code(kind)
             return
         if self.collected.is_full():
             return
@@ -418,6 +456,8 @@ class _Walk(_CodeWalk):
         if not is_bag and (is_stateless or (origin in sys.stdlib_module_names and not kind.__dictoffset__)):
             if kind.__dictoffset__:
                 self.stored.met(path, value)
+            elif self._of_libraries and origin.lstrip("_") in IN_C:
+                self.found.drawn.append(hidden(path, value))
             return
         own = getattr(value, "__dict__", None)
         if isinstance(own, dict):
@@ -438,6 +478,7 @@ class _Walk(_CodeWalk):
             inner = own[name] if own and name in own else getattr(value, name, None)
             self._value(f"{path}.{name}", inner)
         if is_librarys:
+            self._librarys_code(kind)
             return
         self.users_class(kind, path)
         call = vars(kind).get("__call__")

@@ -40,6 +40,10 @@ class Offers:
         """Those of `options(profile)` that are the allocator's. The other techniques, which take longer, are not asked."""
         return self._options_of((name for name, each in techniques().items() if each.of_the_allocator), profile)
 
+    def places(self, profile: Profile) -> set[tuple[str, str]]:
+        """The technique and the place of each of `options(profile)`."""
+        return {(option.technique, option.where) for option in self.options(profile)}
+
     def options_beside(self, later: Profile, profile: Profile) -> list[Option]:
         """As `options(later)`, without those of techniques all of whose options on `profile` need a new trace or are the allocator's: what
         these change is found by a trace or a replay."""

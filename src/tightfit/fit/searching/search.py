@@ -220,7 +220,8 @@ class Search:
         run = base if best is None else best.run
         left_out = []
         if not self._fits(run):
-            left_out = not_offered(self.offers, base.profile, host_bytes=self._host_bytes, disk_bytes=self._disk_bytes)
+            profiles = [base.profile] if base.later is None else [base.profile, base.later]
+            left_out = not_offered(self.offers, profiles, host_bytes=self._host_bytes, disk_bytes=self._disk_bytes)
         return Found(
             base=base,
             best=run,

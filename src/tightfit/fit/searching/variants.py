@@ -1,7 +1,7 @@
 """Variants of a workload: a run, traced or predicted, with the problem of what else to do to it."""
 
 import dataclasses
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 
 from tightfit.allocator.settings import AllocatorSettings
 from tightfit.fit.searching.allocator_choice import AllocatorChoice
@@ -57,13 +57,13 @@ class Variants:
         return self._made[key]
 
     def _variant(self, run: TracedRun, keys: Set[str]) -> Variant:
-        names = {option.technique for option in run.options}
-        options = self._offers.options(run.profile)
-        fine = [o for o in options if not o.needs_new_trace and not o.is_of_the_allocator and o.technique not in names]
-        # Without a budget for the host these would only make the problem larger.
-        fine = [o for o in fine if o.host_bytes <= self._host_bytes and o.disk_bytes <= self._disk_bytes]
+        fine = self._fine(self._offers.options(run.profile), run)
         if run.later is not None:
-            fine = self._with_later_changes(fine, run)
+            later = self._offers.options_beside(run.later, run.profile)
+            fine = _with_later_changes(fine, later, run)
+            # A block that is frozen in the steps traced and trained after them has nothing to save there.
+            places = self._offers.places(run.profile)
+            fine += _only_later([o for o in self._fine(later, run) if (o.technique, o.where) not in places], run)
         tape = with_workspaces_of(self._runs.card, run.tape, self._runs.on.calibration)
         timeline = replay_timeline(tape, AllocatorSettings()).allocated
         # What a run caches beyond what it holds says little of another run: to begin with, no more is counted than the allocator can be made to.
@@ -87,23 +87,34 @@ class Variants:
     def _problem(self, timeline: Bytes, options: Sequence[Option], step: Sides) -> Problem:
         return problems.build(timeline, options, host_bytes=self._host_bytes, disk_bytes=self._disk_bytes, step=step)
 
-    def _with_later_changes(self, options: Sequence[Option], run: TracedRun) -> list[Option]:
-        """The options with what they change after the steps too, such as in an evaluation; they take the seconds that they take in a step."""
-        assert run.later is not None
-        begin = len(run.profile.tape.events)
-        later = {option.key: option.changes for option in self._offers.options_beside(run.later, run.profile)}
-        return [
-            dataclasses.replace(
-                option,
-                changes=option.changes
-                + tuple(
-                    dataclasses.replace(change, begin=max(begin, change.begin))
-                    for change in later.get(option.key, ())
-                    if change.end > begin
-                ),
-            )
-            for option in options
-        ]
+    def _fine(self, options: Iterable[Option], run: TracedRun) -> list[Option]:
+        """Those that a problem of what else to do to `run` can have."""
+        names = {option.technique for option in run.options}
+        fine = [o for o in options if not o.needs_new_trace and not o.is_of_the_allocator and o.technique not in names]
+        # Without a budget for the host these would only make the problem larger.
+        return [o for o in fine if o.host_bytes <= self._host_bytes and o.disk_bytes <= self._disk_bytes]
+
+
+def _with_later_changes(options: Sequence[Option], later: Sequence[Option], run: TracedRun) -> list[Option]:
+    """The options with what they change after the steps too, such as in an evaluation; they take the seconds that they take in a step."""
+    changes = {option.key: option.changes for option in _only_later(later, run)}
+    return [dataclasses.replace(o, changes=o.changes + changes.get(o.key, ())) for o in options]
+
+
+def _only_later(later: Iterable[Option], run: TracedRun) -> list[Option]:
+    """The options of the whole run with what they change after its steps alone."""
+    begin = len(run.profile.tape.events)
+    return [
+        dataclasses.replace(
+            option,
+            changes=tuple(
+                dataclasses.replace(change, begin=max(begin, change.begin))
+                for change in option.changes
+                if change.end > begin
+            ),
+        )
+        for option in later
+    ]
 
 
 def gap_after(taken: Sequence[Option], variant: Variant, left: Problem) -> int:

@@ -1,6 +1,7 @@
 """What rewritten loops call: each turn of a training loop is an attempt that is taken back where it finds no memory (`rewrite_loops`)."""
 
 import builtins
+import sys
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -91,7 +92,10 @@ class GuardedLoop:
     def begin(self, drawn: Sequence[str], own_next: Callable[..., Any] = builtins.next) -> "Turn":
         """A turn begins. `drawn` are the variables whose iterators it asks for items by `next`, which is `own_next` there, and uses in no other way: a program may
         import a `next` from anywhere."""
-        return Turn(self, frozenset(drawn) if own_next is builtins.next else frozenset(), own_next)
+        turn = Turn(self, frozenset(drawn) if own_next is builtins.next else frozenset(), own_next)
+        if self.guard.names[self.number].reads_all_globals:
+            turn.variables.at_begin["globals()"] = sys._getframe(1).f_globals
+        return turn
 
     def source(self, iterator: Any, attempt: Attempt) -> ReplayedBatches[Any]:
         """What hands out the items of an iterator, in this attempt at a turn."""

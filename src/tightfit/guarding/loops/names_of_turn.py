@@ -6,6 +6,10 @@ from collections.abc import Iterator, Sequence
 
 from tightfit.guarding.loops.find_loops import own_nodes
 
+# By which code reaches attributes whose names are texts.
+_BY_NAME = frozenset({"getattr", "setattr", "delattr", "vars", "__dict__", "__setattr__", "__getattribute__"})
+# By which it reaches all variables of its module.
+_ALL_GLOBALS = frozenset({"globals", "locals", "vars", "exec", "eval"})
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
@@ -18,11 +22,20 @@ class TurnNames:
     fresh: frozenset[str]
     attributes: frozenset[str]
 
+    @property
+    def reads_all_globals(self) -> bool:
+        """Whether the turn may reach a variable of its module by a name that is made at run time."""
+        return not _ALL_GLOBALS.isdisjoint(self.read)
+
 
 def names_of_turn(body: Sequence[ast.stmt]) -> TurnNames:
     """The names in the body of a loop."""
     read, bound, fresh = set[str](), set[str](), set[str]()
-    attributes = {node.attr for each in body for node in ast.walk(each) if isinstance(node, ast.Attribute)}
+    every = [node for each in body for node in ast.walk(each)]
+    attributes = {node.attr for node in every if isinstance(node, ast.Attribute)}
+    if not _BY_NAME.isdisjoint(attributes | {node.id for node in every if isinstance(node, ast.Name)}):
+        texts = (node.value for node in every if isinstance(node, ast.Constant))
+        attributes |= {text for text in texts if isinstance(text, str) and text.isidentifier()}
     for statement, is_sure in _in_order(body):
         own_read = set(_read(statement))
         own_bound = set(_bound(statement))

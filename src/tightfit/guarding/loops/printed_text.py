@@ -16,6 +16,8 @@ class PrintedText:
         self._write: Callable[[str], int] = str.__len__
         self._printed: list[str] = []
         self._to_drop = ""
+        # Printed by an attempt before the last one, which did not come so far.
+        self._rest = ""
         self._is_noted = False
 
     def begin(self, stream: Any) -> None:
@@ -37,16 +39,17 @@ class PrintedText:
     def clear(self) -> None:
         """A turn begins."""
         self._printed = []
+        self._rest = ""
         self._is_noted = True
 
     def stop(self) -> None:
         """It is over."""
-        self._is_noted = False
-        self._to_drop = ""
+        if self._is_noted:
+            self._is_noted, self._rest, self._to_drop = False, self._to_drop, ""
 
     def again(self) -> None:
         """The turn that is over is run again."""
-        self._to_drop = "".join(self._printed)
+        self._to_drop = "".join(self._printed) + self._rest
 
     def set_noted(self, *, is_noted: bool) -> bool:
         """Whether what is printed from now on is the turn's; returns what was so before."""

@@ -27,6 +27,7 @@ from tightfit.effects.state import (
     snapshot_of_arguments,
 )
 from tightfit.effects.values.contents import SMALL_BYTES
+from tightfit.guarding.state.called_hooks import called_hooks
 from tightfit.guarding.state.copied_tensors import Copied
 from tightfit.guarding.state.drawn_items import DrawnItem, drawn_item, snapshot_of_item
 from tightfit.guarding.state.leaf_hooks import LeafHooks
@@ -54,9 +55,13 @@ class StepBeginning:
         leaves: list[torch.Tensor],
         settings: OptimizerSettings,
         sums: TensorSums,
+        *,
+        num_of_named: int,
     ) -> None:
         self.is_learned = False
         self.snapshots = snapshots
+        self.of_named = snapshots[:num_of_named]
+        """Those of what code names, and of hooks; the others are of modules."""
         self.settings = settings
         self.gradients = StepGradients(leaves)
         self._hooks = LeafHooks(leaves)
@@ -159,8 +164,11 @@ class StepStates:
         reached_modules = (reference() for reference in of_function.reach.modules)
         # By identity: a module that was compiled has a length only where the one inside has.
         self._know([*known, *(module for module in reached_modules if module is not None)])
-        snapshots = [of_function, *self._of_modules()]
         parameters = self._parameters()
+        hooks = called_hooks(parameters, self._optimizers)
+        of_hooks = [snapshot_of_arguments(hooks, reads_weights=False, of_libraries=True)] if hooks else []
+        of_named = [of_function, *of_hooks]
+        snapshots = [*of_named, *self._of_modules()]
         return StepBeginning(
             snapshots,
             self._copies(snapshots, {id(p) for p in parameters}),
@@ -168,6 +176,7 @@ class StepStates:
             leaves_of(parameters, snapshots),
             OptimizerSettings(self._optimizers),
             self._sums(parameters, snapshots, names_data),
+            num_of_named=len(of_named),
         )
 
     def _sums(
@@ -183,7 +192,7 @@ class StepStates:
 
     def now(self, beginning: StepBeginning) -> list[Snapshot]:
         """The state now, of what the beginning has."""
-        return [again(beginning.snapshots[0], reads_weights=False), *self._of_modules()]
+        return [*(again(each, reads_weights=False) for each in beginning.of_named), *self._of_modules()]
 
     def drew(self, beginning: StepBeginning, before: list[Snapshot], item: Any) -> DrawnItem:
         """The step has asked for a batch, and got this one; `before` is the state at that time."""

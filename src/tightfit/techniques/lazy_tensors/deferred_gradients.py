@@ -219,6 +219,18 @@ def settle_held_zeros(parameter: torch.Tensor) -> None:
         settle(parameter)
 
 
+def add_to_zeros(parameter: torch.Tensor) -> None:
+    """Has the gradient that has just come be what an addition to zeros would leave: dense, and without negative zeros."""
+    gradient = parameter.grad
+    if gradient is None:
+        return
+    with torch.no_grad():
+        if gradient.layout == torch.strided and not (gradient.is_conj() or gradient.is_neg()):
+            gradient.add_(0.0)
+        else:
+            parameter.grad = torch.zeros_like(parameter).add_(gradient)
+
+
 def _is_beside(alias: torch.Tensor | None, gradient: torch.Tensor | None) -> bool:
     return alias is not None and alias is not gradient
 

@@ -24,6 +24,7 @@ NOT_ANSWERED = object()
 # From where the compiler asks what a tensor is made of (torch/_dynamo/variables/builder.py) over torch's own functions.
 _FRAMES_TO_COMPILER = 40
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_REQUIRE_GRAD = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 _IS_SPARSE = torch.Tensor.is_sparse.__get__  # type: ignore[attr-defined]
 
 
@@ -120,6 +121,9 @@ class LazyTensor(torch.Tensor, metaclass=SeenAsTensor):
             args[0].source.form_is_read()
         if func == _SET_DATA and isinstance(args[0], LazyTensor):
             return args[0]._set_data(func, args[1])
+        if func in _REQUIRE_GRAD and all((*args[1:], *(kwargs or {}).values())):
+            # A leaf is to be the tensor that the program finds in this place from now on. (`zero_grad` says False to each gradient.)
+            return func(args[0].whole(), *args[1:], **(kwargs or {}))
         if func.__name__ != "__get__":
             _refuse_in_modes([*args, *(kwargs or {}).values()])
         # Here autograd still works, which it does not within an operator.
@@ -255,7 +259,9 @@ def _is_asked_by_compiler(frame: types.FrameType | None) -> bool:
     for _ in range(_FRAMES_TO_COMPILER):
         if frame is None:
             return False
-        if (frame.f_globals.get("__name__") or "").startswith("torch._dynamo."):
+        name = frame.f_globals.get("__name__") or ""
+        # Calls of functions that are compiled, or kept from it as torch's own are, go through `eval_frame`: nothing is being compiled by that.
+        if name.startswith("torch._dynamo.") and name != "torch._dynamo.eval_frame":
             return True
         frame = frame.f_back
     return False

@@ -19,7 +19,13 @@ from tightfit.effects.ambient import Ambient
 from tightfit.effects.random_states import AllRandom
 from tightfit.effects.values.contents import checksum_of
 from tightfit.errors import ApplyError
-from tightfit.techniques.lazy_tensors.deferred_gradients import REMEDY, Deferred, defer_gradient, deferred_gradient
+from tightfit.techniques.lazy_tensors.deferred_gradients import (
+    REMEDY,
+    Deferred,
+    add_to_zeros,
+    defer_gradient,
+    deferred_gradient,
+)
 from tightfit.techniques.lazy_tensors.gradient_forms import GradientForms
 from tightfit.techniques.lazy_tensors.lazy_tensor import carry_attributes
 from tightfit.techniques.lazy_tensors.programs_code import ProgramsCode
@@ -39,6 +45,7 @@ Told = Callable[[torch.Tensor], None]
 _SAME_AT_HOST = 1e-6
 _SAME_ON_A_CARD = 1e-3
 _ROUNDINGS = 64
+_WRITTEN = f"a parameter was written to between the backward pass and the optimizer's step, which the second backward pass would see; {REMEDY}"
 
 
 class _Comparison:
@@ -56,6 +63,9 @@ class _Comparison:
         # Of the first run, once they are read: the norm and the form.
         self._first: dict[torch.Tensor, tuple[torch.Tensor, float, float]] = {}
         self._found: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self._has_other_bits = False
+        self.is_strict = False
+        """Whether no rounding is allowed for: a weight was written to past autograd, and by a small step gradients are others by as little."""
 
     def keep(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """Keeps what is known of the first gradient of `parameter`."""
@@ -65,14 +75,17 @@ class _Comparison:
     def forget(self) -> None:
         """Drops the comparisons that were made."""
         self._found.clear()
+        self._has_other_bits = False
 
     def found_other(self) -> bool:
         """Whether a gradient differed since this was asked last. Waits for the device."""
+        if self._has_other_bits:
+            return True
         found, self._found = self._found, []
         norms, forms = (_values([each[place] for each in found]) for place in (1, 2))
         for (parameter, _, _), norm, form in zip(found, norms, forms, strict=True):
             _, first_norm, first_form = self._first[parameter]
-            share = _share(parameter)
+            share = 0.0 if self.is_strict else _share(parameter)
             # A norm in half precision may be infinite where no element is.
             size = first_norm if math.isfinite(first_norm) else abs(first_form)
             # The form finds gradients of another direction and the same norm. Written so that a NaN in both, as in a step that a scaler will skip, counts as the same.
@@ -88,7 +101,9 @@ class _Comparison:
         """
         if self.found_other():
             raise refuse(
-                f"a backward pass that ran twice gave other gradients the second time: something in it changes from call to call; {REMEDY}"
+                _WRITTEN
+                if self.is_strict
+                else f"a backward pass that ran twice gave other gradients the second time: something in it changes from call to call; {REMEDY}"
             )
 
     def compared(
@@ -113,6 +128,9 @@ class _Comparison:
             return
         bits = self._bits.get(parameter)
         if bits is not None and bits == checksum_of(gradient):
+            return
+        if bits is not None and self.is_strict:
+            self._has_other_bits = True
             return
         if parameter not in self._first or self._first[parameter][0] is not deferred.norm:
             self._read_first({**waiting, parameter: deferred})
@@ -176,6 +194,7 @@ class KeptPass:
         self._code = code
         self._others = others
         self._contents: Contents | None = None
+        self._weights: Contents | None = None
         self.gradients = WaitingGradients()
         self._buffers = buffers
         self._refuse = refuse
@@ -187,9 +206,12 @@ class KeptPass:
         self._settings = Ambient.now()
 
     def run_first(
-        self, parameters: Collection[torch.Tensor], zeroed: Collection[torch.Tensor], make_all: Callable[[], None]
+        self,
+        parameters: Collection[torch.Tensor],
+        zeroed: Mapping[torch.Tensor, torch.Tensor],
+        make_all: Callable[[], None],
     ) -> Any:
-        """Runs the pass and replaces the gradients of `parameters` by lazy ones; those in `zeroed` held zeros, to which they are added.
+        """Runs the pass and replaces the gradients of `parameters` by lazy ones; those in `zeroed` held these zeros, to which they are added.
 
         `make_all` is called by a lazy gradient whose elements are read.
         """
@@ -198,6 +220,8 @@ class KeptPass:
             gradient = parameter.grad
             # A sparse gradient (of an embedding) is small already, and has no lazy form; nor has one that is conjugated or negated lazily, which torch's Adam refuses.
             if gradient is None or gradient.layout != torch.strided or gradient.is_conj() or gradient.is_neg():
+                if parameter in zeroed:
+                    add_to_zeros(parameter)
                 return
             deferred = Deferred(gradient, _norm(gradient), make_all, self._refuse)
             self._comparison.keep(parameter, gradient)
@@ -206,6 +230,7 @@ class KeptPass:
                 deferred.changes.append((torch.ops.aten.add_.Scalar, 0.0))
             self.gradients.add(parameter, deferred)
             defer_gradient(parameter, deferred)
+            carry_attributes(zeroed.get(parameter), parameter.grad)
 
         before = AllRandom.now()
         try:
@@ -222,7 +247,9 @@ class KeptPass:
         given = [t for t in self.backward.args[1] if isinstance(t, torch.Tensor)]
         self._versions = [(t, t._version) for t in (*parameters, *given)]
         read = [*parameters, *given, *self._buffers, *self._others]
-        self._contents = Contents((*read, *saved_and_shared(self.backward.nodes(), read)))
+        self._weights = Contents((*parameters, *given))
+        shared = saved_and_shared(self.backward.nodes(), read)
+        self._contents = Contents((*self._buffers, *self._others, *shared))
         return result
 
     def make_all(self) -> None:
@@ -288,13 +315,16 @@ class KeptPass:
 
         self._run_again(waiting, used, is_last=True)
         for parameter in list(on_host):
+            standing = parameter.grad
             gradient = parameter.grad = on_host.pop(parameter).to(parameter.device)
             update_and_free(parameter, gradient)
+            carry_attributes(standing, parameter.grad)
         return updated
 
     def may_be_other(self) -> bool:
         """Whether a tensor that the pass is known to read was written to since its first run."""
-        return self._contents is None or self._contents.have_changed()
+        each = (self._weights, self._contents)
+        return any(contents is None or contents.have_changed() for contents in each)
 
     def try_out(self) -> bool:
         """Runs the pass once more as a trial, with each parameter overwritten as soon as its gradient is complete; returns whether the gradients are
@@ -337,14 +367,13 @@ class KeptPass:
             ApplyError: one was, so the pass cannot be run again.
         """
         if any(tensor._version != version for tensor, version in self._versions):
-            raise self._refuse(
-                f"a parameter was written to between the backward pass and the optimizer's step, which the second backward pass would see; {REMEDY}"
-            )
+            raise self._refuse(_WRITTEN)
 
     def _run_again(
         self, waiting: Mapping[torch.Tensor, Deferred], told: Told, *, is_last: bool, is_trial: bool = False
     ) -> None:
         self.check_unchanged()
+        self._comparison.is_strict = not is_trial and self._weights is not None and self._weights.had_changed()
         keeps_graph = None if is_last else True
         standing = {parameter: parameter.grad for parameter in waiting}
         taken_off = [p for p, deferred in waiting.items() if deferred_gradient(p) is not deferred]
@@ -366,6 +395,7 @@ class KeptPass:
         try:
             # A script may step inside of `inference_mode`, in which no graph can be run.
             with (
+                _without_hooks(waiting),
                 told_of_gradients(waiting, tell),
                 as_before(self._buffers),
                 self._as_first(),
@@ -406,6 +436,20 @@ class KeptPass:
                 f"a backward pass cannot be run a second time, since code of the program's runs in it (a checkpoint), by which {lost}; {REMEDY}"
             )
         )
+
+
+@contextmanager
+def _without_hooks(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Hides the hooks on parameters: a pass over some that have any is not kept, so these came after the first run, and belong to the program's next pass."""
+    tables = [t for p in parameters for t in (p._backward_hooks, p._post_accumulate_grad_hooks) if t]
+    hidden = [(table, dict(table)) for table in tables]
+    for table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, hooks in hidden:
+            table.update(hooks)
 
 
 @contextmanager

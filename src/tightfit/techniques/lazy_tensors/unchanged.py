@@ -22,9 +22,19 @@ class Contents:
         self._places = [_place(tensor) for tensor in self._tensors]
         self._contents = contents_of(self._tensors)
         self._sums = self._sums_of_others()
+        self._answer: bool | None = None
 
     def have_changed(self) -> bool:
         """Whether any of them was written to, or given other memory. Waits for the device."""
+        self._answer = self._have_changed()
+        return self._answer
+
+    def had_changed(self) -> bool:
+        """What `have_changed` has said, once; asked for now where that was not called since."""
+        known, self._answer = self._answer, None
+        return self._have_changed() if known is None else known
+
+    def _have_changed(self) -> bool:
         if [_place(tensor) for tensor in self._tensors] != self._places:
             return True
         if is_any_written(self._contents, self._tensors):

@@ -10,6 +10,7 @@ import torch
 from tightfit.effects.users_code import is_users_function
 from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.deferred_gradients import (
+    add_to_zeros,
     defer_gradient,
     deferred_gradient,
     deferred_zeros,
@@ -24,9 +25,13 @@ from tightfit.techniques.session import Session
 from tightfit.techniques.technique import ChosenOption
 from tightfit.torch_hooks.backward import BackwardPass, on_backward
 from tightfit.torch_hooks.manifest import STORAGE_USES
+from tightfit.torch_hooks.node_hooks import is_any_node_hooked, on_node_hooks
+from tightfit.torch_hooks.tensor_hooks import is_hooked, on_tensor_hooks
 
 # Uses of the storage of a gradient that only its parameter keeps: the gradient and a name.
 _OWN_USES = 2
+# What `register_full_backward_hook` puts into the graph (torch/nn/modules/_functions.py).
+_HOOK_OF_MODULES = "BackwardHookFunctionBackward"
 
 
 def apply_zero_grad(session: Session, chosen: Sequence[ChosenOption]) -> None:
@@ -47,10 +52,11 @@ def apply_zero_grad(session: Session, chosen: Sequence[ChosenOption]) -> None:
         # Whatever the script did not call `zero_grad` for is there when torch's loop comes.
         update_within_step(session, optimizer, functools.partial(_settle, weakref.ref(optimizer)))
     session.set(session.model, "zero_grad", functools.partial(_zero_module, weakref.ref(session.model), freed))
-    leave = on_backward(freed)
+    leaves = on_backward(freed), on_tensor_hooks(freed), on_node_hooks(freed)
 
     def end() -> None:
-        leave()
+        for leave in leaves:
+            leave()
         freed.end()
 
     session.when_undone(end)
@@ -69,7 +75,7 @@ class _Freed:
             if gradient is None:
                 continue
             deferred = deferred_gradient(parameter)
-            if deferred is not None or is_held(parameter) or _has_views(gradient):
+            if deferred is not None or is_held(parameter) or not _is_made_anew(parameter):
                 # A lazy gradient handles `zero_` itself; a view of the script's own buffer is filled in place.
                 with torch.no_grad():
                     gradient.detach_() if gradient.grad_fn is not None else gradient.requires_grad_(False)
@@ -91,10 +97,16 @@ class _Freed:
             settle_held_zeros(parameter)
             deferred = deferred_gradient(parameter) if parameter in self._zeroed else None
             if deferred is not None and deferred.state == "zero":
-                standing[parameter], parameter.grad = parameter.grad, None
+                standing[parameter] = parameter.grad
+        if standing and _may_be_looked_at(backward):
+            for parameter in standing:
+                _make_zeros(parameter)
+            return backward.run()
+        for parameter in standing:
+            parameter.grad = None
         try:
             # A gradient with a graph must not be changed in place: it stays as the engine made it.
-            with told_of_gradients(() if backward.creates_graph else standing, _add_to_zeros):
+            with told_of_gradients(() if backward.creates_graph else standing, add_to_zeros):
                 return backward.run()
         finally:
             for parameter, zeros in standing.items():
@@ -104,24 +116,41 @@ class _Freed:
     def end(self) -> None:
         """Materialises the zeros."""
         for parameter in self._zeroed:
-            if (deferred := deferred_gradient(parameter)) is not None and deferred.state == "zero":
-                deferred.whole()
-                settle(parameter)
+            _make_zeros(parameter)
         self._zeroed.clear()
 
-
-def _add_to_zeros(parameter: torch.Tensor) -> None:
-    """Adds zero: negative zeros become positive ones, as in an addition to a gradient of zeros."""
-    if parameter.grad is not None and parameter.grad.layout == torch.strided:
-        parameter.grad.add_(0.0)
+    def before_node_hook(self, hook: object) -> None:
+        """Does nothing: `is_any_node_hooked` is asked when a backward pass begins."""
 
 
-def _has_views(gradient: torch.Tensor) -> bool:
-    """Whether something else may refer to the memory of a gradient: it is a view or has one, or is of another layout."""
+def _make_zeros(parameter: torch.Tensor) -> None:
+    """Materialises a gradient of zeros."""
+    if (deferred := deferred_gradient(parameter)) is not None and deferred.state == "zero":
+        deferred.whole()
+        settle(parameter)
+
+
+def _may_be_looked_at(backward: BackwardPass) -> bool:
+    """Whether a pass calls hooks of the program's, to which a gradient that is gone is not one of zeros."""
+    return (
+        is_any_node_hooked()
+        or any(leaf._backward_hooks or leaf._post_accumulate_grad_hooks for leaf in backward.leaves())
+        or any(is_hooked(node) or type(node).__name__ == _HOOK_OF_MODULES for node in backward.nodes())
+    )
+
+
+def _is_made_anew(parameter: torch.Tensor) -> bool:
+    """Whether a backward pass makes a gradient like the one that there is, to the memory of which nothing else may refer: it is no view and has none."""
+    gradient: Any = parameter.grad
     if gradient.layout != torch.strided or isinstance(gradient, LazyTensor) or gradient._is_view():
-        return True
+        return False
+    sizes = zip(parameter.shape, parameter.stride(), gradient.stride(), strict=True)
+    if gradient.dtype != parameter.dtype or any(one != other for size, one, other in sizes if size > 1):
+        return False
     storage = gradient.untyped_storage()
-    return STORAGE_USES.call(storage._cdata) > _OWN_USES
+    # What the program has noted on it stays. (Those of the virtual GPU have attributes of torch's.)
+    is_noted = type(gradient) is torch.Tensor and bool(vars(gradient))
+    return not is_noted and STORAGE_USES.call(storage._cdata) <= _OWN_USES
 
 
 def _settle(known: "weakref.ref[torch.optim.Optimizer]") -> tuple[()]:

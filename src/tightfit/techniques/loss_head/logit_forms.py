@@ -46,17 +46,18 @@ def _cast(func: Callable[..., Any], form: Form, args: Sequence[Any], kwargs: Map
     name = name_of(func)
     target = _CASTS.get(name)
     if target is None:
-        given = [*args, *kwargs.values()]
-        types = [value for value in given if isinstance(value, torch.dtype)]
-        if not all(value is types[0] or _is_device_of(value, form.hidden) for value in given):
+        # Where no copy leaves the device there is nothing to wait for.
+        given = [*args, *(value for key, value in kwargs.items() if key != "non_blocking")]
+        target = next((value for value in given if isinstance(value, torch.dtype)), form.meta.dtype)
+        if not all(value is target or _is_device_of(value, form.hidden) for value in given):
             return None
-        target = types[0] if types else form.meta.dtype
     elif args or kwargs:
         return None
     if target not in _CASTS.values():
         return None
     change = () if target is form.meta.dtype else (Cast(source=form.meta.dtype, target=target),)
-    return _next(form, func, args, kwargs, pointwise=(*form.pointwise, *change))
+    # Of the device of the logits a tensor of the meta device cannot be.
+    return _next(form, func, args, kwargs, meta=form.meta.to(target), pointwise=(*form.pointwise, *change))
 
 
 def _is_device_of(value: Any, tensor: torch.Tensor) -> bool:
@@ -120,10 +121,11 @@ def _leaves_last(index: tuple[Any, ...], num_dimensions: int) -> bool:
 
 
 def _next(form: Form, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], **changed: Any) -> Form:
+    meta = changed.pop("meta", None)
     return dataclasses.replace(
         form,
         steps=(*form.steps, (func, tuple(args), dict(kwargs))),
-        meta=func(form.meta, *args, **{k: v for k, v in kwargs.items() if k != "device"}),
+        meta=func(form.meta, *args, **kwargs) if meta is None else meta,
         **changed,
     )
 

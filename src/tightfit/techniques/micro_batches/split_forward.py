@@ -38,6 +38,7 @@ from tightfit.techniques.micro_batches.saved_by_parts import Unchanged
 from tightfit.techniques.micro_batches.split_outputs import WRITTEN, Outputs, Sums, find_loss
 from tightfit.techniques.micro_batches.whole_batches import TakeBack, WholeBatches
 from tightfit.techniques.wrappers.first_order import Refuse, are_transforms_active
+from tightfit.techniques.wrappers.put_gradients import put_gradient
 from tightfit.techniques.wrappers.repeated_proofs import RepeatedProofs
 from tightfit.techniques.wrappers.traced_calls import is_looked_at
 from tightfit.torch_hooks.backward import nodes_behind, of_a_part
@@ -480,7 +481,7 @@ class _GradientsAside:
 
     def __exit__(self, *_: object) -> None:
         for parameter, gradient in zip(self.parameters, self._gradients, strict=True):
-            parameter.grad = gradient
+            put_gradient(parameter, gradient)
 
 
 def refuse_hooks(model: torch.nn.Module, refuse: Refuse, *, since: int, are_on_parts: bool = True) -> None:

@@ -9,8 +9,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, final
 
-import numpy as np
-
 from tightfit.analysis.hidden_copies import copy_time, following_block, movable
 from tightfit.analysis.moved_sizes import MovedSizes, Sizes, bytes_of, largest_hidden, selection_settings
 from tightfit.analysis.profile import Profile
@@ -19,14 +17,11 @@ from tightfit.analysis.relative_places import relative_place
 from tightfit.engine.disk.disk_sizes import buffer_bytes_for, in_pages
 from tightfit.planner.option import Option
 from tightfit.tape import Column
+from tightfit.techniques.offload.streamed_blocks import smallest_of
 from tightfit.techniques.technique import AbstractTechnique, ChosenOption
 
 if TYPE_CHECKING:
     from tightfit.techniques.session import Session
-
-# Storages below these, together, are not worth a copy each.
-_SMALLEST_SHARE = 0.02
-_SMALLEST_BYTES = 1 << 20
 
 
 @final
@@ -56,7 +51,7 @@ def _options(
     technique: str, profile: Profile, block: RecomputableBlock, following: RecomputableBlock, *, to_disk: bool
 ) -> Iterator[Option]:
     sizes = profile.tape.storages.num_bytes
-    smallest = _smallest(sizes[block.calls[-1].saved])
+    smallest = smallest_of(sizes[block.calls[-1].saved])
     pairs = list(zip(block.calls, following.calls, strict=True))
     there = [_large(sizes[movable(profile, call, after)], smallest) for call, after in pairs]
     if not any(there):
@@ -107,15 +102,6 @@ def _option(
         host_bytes=host_bytes,
         disk_bytes=disk_bytes,
     )
-
-
-def _smallest(num_bytes: Column) -> int:
-    """The size from which on storages move: all but `_SMALLEST_SHARE` of the bytes are in those."""
-    ordered = np.sort(num_bytes)
-    if not len(ordered):
-        return _SMALLEST_BYTES
-    left = int(np.searchsorted(np.cumsum(ordered), _SMALLEST_SHARE * int(ordered.sum()), side="right"))
-    return min(_SMALLEST_BYTES, int(ordered[min(left, len(ordered) - 1)]))
 
 
 def _large(num_bytes: Column, smallest: int) -> Sizes:

@@ -1,4 +1,4 @@
-"""What the streaming techniques share: which weights of a block are worth a copy, and which of the copies are not hidden."""
+"""What the streaming techniques share: which weights of a block are worth a copy (activation offload asks that of what is saved), and which of the copies are not hidden."""
 
 import itertools
 
@@ -13,7 +13,7 @@ from tightfit.planner.sides import Sides
 from tightfit.tape import Column
 
 MIN_BLOCKS = 2
-# Weights below these, together, are not worth a copy each.
+# Storages below these, together, are not worth a copy each.
 _SMALLEST_SHARE = 0.02
 _SMALLEST_BYTES = 1 << 20
 # Parts of the slab begin at multiples of this.
@@ -21,7 +21,7 @@ ALIGNMENT = 512
 
 
 def smallest_of(num_bytes: Column) -> int:
-    """The size from which on weights are streamed: all but `_SMALLEST_SHARE` of the bytes are in those."""
+    """The size from which on storages are moved: all but `_SMALLEST_SHARE` of the bytes are in those."""
     ordered = np.sort(num_bytes)
     if not len(ordered):
         return _SMALLEST_BYTES

@@ -60,7 +60,7 @@ def apply_low_bit_offload(session: Session, chosen: Sequence[ChosenOption]) -> N
     for optimizer, update in updates.items():
         encoded = EncodedStates(optimizer, codec, window, refuse, update_one=update.update_one)
         encode_now(session, optimizer, encoded)
-        session.hook(optimizer.register_state_dict_post_hook, _without_residuals)
+        session.hook(functools.partial(optimizer.register_state_dict_post_hook, prepend=True), _without_residuals)
         update_within_step(session, optimizer, encoded)
 
 

@@ -12,7 +12,13 @@ import torch
 from tightfit.techniques.optimizer.states.state_codecs import AbstractCodec, Encoded
 from tightfit.techniques.optimizer.states.state_sizes import MIN_NUMBERS
 from tightfit.techniques.optimizer.updates.optimizer_steps import beside, step_of, update_alone
-from tightfit.techniques.precision.stochastic_rounding import LoweredParameters, Rounded, sum_of_bits, wide
+from tightfit.techniques.precision.stochastic_rounding import (
+    LoweredParameters,
+    Rounded,
+    put_states,
+    sum_of_bits,
+    wide,
+)
 
 RESIDUAL = "residual"
 """Its name among the states of a parameter, int8 of the parameter's shape."""
@@ -99,7 +105,7 @@ class MasterUpdate:
         residual = residual_of(value, parameter.detach(), self._rounded.generator(value.device))
         states[value][RESIDUAL] = residual
         self._bits[parameter] = sum_of_bits(parameter)
-        optimizer.state[parameter] = states[value]
+        put_states(optimizer, parameter, states[value])
 
 
 @final

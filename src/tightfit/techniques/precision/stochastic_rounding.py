@@ -122,7 +122,7 @@ class LowPrecisionUpdate:
             states[value] = {name: wide(state) for name, state in optimizer.state[parameter].items()}
         self._step(beside(optimizer, [{**optimizer.param_groups[group], "params": [value]}], states))
         if value in states:
-            optimizer.state[parameter] = states[value]
+            put_states(optimizer, parameter, states[value])
         value.grad = None
         self._write(parameter, value)
 
@@ -140,6 +140,16 @@ def wide(state: Any) -> Any:
     return state.float() if isinstance(state, torch.Tensor) and state.dtype == torch.bfloat16 else state
 
 
+def put_states(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, made: dict[str, Any]) -> None:
+    """Sets the states of a parameter, in the dict that is there: the program may have a name of its own for it."""
+    if parameter in optimizer.state:
+        own = optimizer.state[parameter]
+        own.clear()
+        own.update(made)
+    else:
+        optimizer.state[parameter] = made
+
+
 class WideStates:
     """Keeps an optimizer's states in float32 when a checkpoint is loaded: torch casts them to the dtype of their parameter."""
 
@@ -151,10 +161,23 @@ class WideStates:
         self._saved = state_dict
 
     def after(self, optimizer: torch.optim.Optimizer) -> None:
-        """Restores the float32 states from the checkpoint."""
+        """Restores the float32 states from the checkpoint. What hooks of the program's have made of one since is its own."""
         saved, self._saved = self._saved, {}
-        for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-            for parameter, index in zip(group["params"], saved_group["params"], strict=True):
+        # A hook may have given torch a checkpoint with other groups.
+        for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=False):
+            for parameter, index in zip(group["params"], saved_group["params"], strict=False):
+                own = optimizer.state.get(parameter, {})
                 for name, value in saved["state"].get(index, {}).items():
-                    if name != "step" and isinstance(value, torch.Tensor) and value.is_floating_point():
-                        optimizer.state[parameter][name] = value.to(parameter.device)
+                    if name in own and _is_cast_of(own[name], value):
+                        own[name] = value.to(parameter.device)
+
+
+def _is_cast_of(loaded: Any, value: Any) -> bool:
+    """Whether torch has made the one of the other, to the type of a parameter in bfloat16."""
+    if not isinstance(loaded, torch.Tensor) or not isinstance(value, torch.Tensor):
+        return False
+    if loaded.dtype != torch.bfloat16 or not value.is_floating_point() or loaded.shape != value.shape:
+        return False
+    cast = value.to(device=loaded.device, dtype=loaded.dtype)
+    # What is not a number is not equal to itself.
+    return bool(((loaded == cast) | (loaded.isnan() & cast.isnan())).all())

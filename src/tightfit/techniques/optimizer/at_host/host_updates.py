@@ -26,6 +26,7 @@ from tightfit.techniques.lazy_tensors.unchanged import INTEGERS
 from tightfit.techniques.optimizer.at_host.host_codec import AtHost, flat_bytes
 from tightfit.techniques.optimizer.at_host.offloaded_updates import HOST_AHEAD
 from tightfit.techniques.optimizer.states.quantized_states import EncodedState
+from tightfit.techniques.optimizer.updates.common_memory import CommonMemory
 from tightfit.techniques.optimizer.updates.optimizer_kernels import goes_wrong_at_host, is_dense
 from tightfit.techniques.optimizer.updates.optimizer_steps import beside, step_of
 
@@ -62,6 +63,7 @@ class HostUpdates:
         self._slab = slab
         self._copies = copies
         self._weights: dict[torch.Tensor, _HostWeight] = {}
+        self._common_memory = CommonMemory()
         self._gradients: list[Part] = []
         """Used in turn: that of the present update, and those that come."""
 
@@ -70,6 +72,9 @@ class HostUpdates:
         optimizer = self._live()
         # A fused optimizer unscales gradients itself, by scales on the card.
         if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
+            return []
+        # Each has a copy of its own at the host.
+        if self._common_memory.of_parameters(optimizer):
             return []
         taken = [
             p

@@ -261,6 +261,8 @@ class EncodedStates:
             and not is_traceable_wrapper_subclass(value)
             # SGD's momentum of sparse gradients is sparse.
             and value.layout == torch.strided
+            # Codes are of real numbers.
+            and (self._codec.is_exact or not value.is_complex())
             # Step counters are states too, of one element.
             and value.shape == parameter.shape
             and (self._only is None or parameter in self._only)
@@ -391,6 +393,6 @@ def encode_now(session: Session, optimizer: torch.optim.Optimizer, encoded: Enco
     encoded.loaded(optimizer)
     # The lazy tensors of the states would be dequantised one by one on the device by whatever serialises
     # the checkpoint.
-    session.hook(optimizer.register_state_dict_post_hook, encoded.saved)
+    session.hook(functools.partial(optimizer.register_state_dict_post_hook, prepend=True), encoded.saved)
     session.hook(optimizer.register_load_state_dict_pre_hook, encoded.loads)
     session.hook(optimizer.register_load_state_dict_post_hook, encoded.loaded)

@@ -35,9 +35,10 @@ from tightfit.techniques.lazy_tensors.retained_graphs import (
     KeptPass,
     told_of_gradients,
 )
-from tightfit.techniques.optimizer.updates.common_states import CommonStates
+from tightfit.techniques.optimizer.updates.common_memory import CommonMemory
 from tightfit.techniques.optimizer.updates.given_tensors import GivenTensors
 from tightfit.techniques.optimizer.updates.optimizer_steps import UpdateOne, groups_by_parameter, update_within_step
+from tightfit.techniques.optimizer.updates.standing_gradients import Standing
 from tightfit.techniques.session import Session
 from tightfit.techniques.wrappers.first_order import are_transforms_active
 from tightfit.techniques.wrappers.forwards import OnlyHere
@@ -70,22 +71,6 @@ class _Stepper:
     update: UpdateOne
     expecting: Expecting
     updates_all: bool
-
-
-@dataclasses.dataclass(slots=True)
-class _Standing:
-    """Lazy gradients that were removed before a backward pass: zeros, and consumed ones, which nothing can be added to."""
-
-    zeros: dict[torch.Tensor, torch.Tensor] = dataclasses.field(default_factory=dict)
-    used: dict[torch.Tensor, torch.Tensor] = dataclasses.field(default_factory=dict)
-
-    def put_back(self) -> None:
-        """Restores zeros on parameters that got no gradient, and consumed gradients, which the script has to clear before it can step again."""
-        for parameter, gradient in self.zeros.items():
-            if parameter.grad is None:
-                parameter.grad = gradient
-        for parameter, gradient in self.used.items():
-            parameter.grad = gradient
 
 
 class _KeptPasses:
@@ -133,10 +118,10 @@ class _KeptPasses:
         self.kept.clear()
         self._count_read(kept)
 
-    def clear_way(self, reached: Iterable[torch.Tensor]) -> _Standing:
+    def clear_way(self, reached: Iterable[torch.Tensor]) -> Standing:
         """Removes lazy gradients before new ones arrive, and returns them: zeros that these are added to, and consumed ones."""
         self.forget_done()
-        standing = _Standing()
+        standing = Standing()
         for parameter in reached:
             settle_held_zeros(parameter)
             deferred = deferred_gradient(parameter)
@@ -174,7 +159,7 @@ class _Steps:
         self._given = given
         self._num_checked = 0
         self._reads_later = False
-        self._common_states = CommonStates()
+        self._common_memory = CommonMemory()
 
     def step(self, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, None]:
         """Runs within a step; returns the parameters that are updated already."""
@@ -216,9 +201,10 @@ class _Steps:
         if any(id(d) in own and known.get(p) is not d for p in groups if (d := deferred_gradient(p)) is not None):
             self._passes.make_all()
             return {}
-        if self._common_states.has_any(optimizer):
+        is_common = self._common_memory.of_parameters(optimizer)
+        if is_common or self._common_memory.of_states(optimizer):
             self._passes.make_all()
-            _tell(self.session, "states of the optimizer share memory")
+            _tell(self.session, f"{'parameters' if is_common else 'states'} of the optimizer share memory")
             return {}
         # Several losses with a pass each (a GAN's, a multi-task model's): updates in the second pass of one
         # would change the weights that another graph has saved.
@@ -408,6 +394,7 @@ class Updates:
                 if reason:
                     self.session.statistics["backward passes with all gradients kept"] += 1
                     _tell(self.session, reason)
+                    standing.make_zeros()
                     return backward.run()
                 return self._run_and_keep(backward, reached, standing.zeros, code)
         finally:
@@ -428,7 +415,7 @@ class Updates:
         self,
         backward: BackwardPass,
         reached: Collection[torch.Tensor],
-        zeroed: Collection[torch.Tensor],
+        zeroed: Mapping[torch.Tensor, torch.Tensor],
         code: ProgramsCode | None,
     ) -> Any:
         known = weakref.ref(self._passes)

@@ -5,6 +5,7 @@ the flags and devices of a plain run, and loading a checkpoint does not reset th
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeGuard
 
@@ -176,7 +177,8 @@ def _set_kernel(
     if kernel != "for-loop" and not was_fused:
         session.hook(optimizer.register_step_pre_hook, before_step)
         session.hook(optimizer.register_step_post_hook, after_step)
-    session.hook(optimizer.register_state_dict_post_hook, saved)
+    # Before hooks of the program's, which are to see a checkpoint of a plain run.
+    session.hook(functools.partial(optimizer.register_state_dict_post_hook, prepend=True), saved)
     session.set(optimizer, "__getstate__", state_of_copies)
     session.hook(optimizer.register_load_state_dict_post_hook, put)
     put()

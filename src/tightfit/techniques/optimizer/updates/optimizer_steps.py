@@ -15,6 +15,7 @@ import torch
 from tightfit.effects.optimizer_marks import has_torchs_step
 from tightfit.errors import ApplyError
 from tightfit.techniques.session import Session
+from tightfit.techniques.wrappers.put_gradients import put_gradient
 
 UpdateOne = Callable[[torch.Tensor, int], None]
 Groups = list[dict[str, Any]]
@@ -161,19 +162,8 @@ class Innermost:
         """Puts back the gradients of what was skipped."""
         while self._hidden:
             parameter, gradient = self._hidden.pop()
-            _put_gradient(parameter, gradient)
+            put_gradient(parameter, gradient)
         _in_order(optimizer, self._num_states)
-
-
-def _put_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    # A program may allow gradients of another dtype, or of any (torch 2.10 and newer).
-    allowed = getattr(parameter, "grad_dtype", parameter.dtype)
-    if allowed is None or gradient.dtype == allowed:
-        parameter.grad = gradient
-        return
-    # A program can set the data of a gradient to another dtype, which torch takes from nobody as a gradient.
-    parameter.grad = torch.empty_like(parameter, dtype=allowed)
-    parameter.grad.data = gradient.detach()
 
 
 def _in_order(optimizer: torch.optim.Optimizer, num_before: int) -> None:

@@ -1,21 +1,35 @@
-"""Whether states of an optimizer lie in the same memory: an update of one parameter is then seen by that of another, so their order is a part of the result."""
+"""Whether states or parameters of an optimizer lie in the same memory: an update of one parameter is then seen by that of another, so their order is a part of the
+result."""
 
 from collections.abc import Iterator
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from tightfit.techniques.lazy_tensors.lazy_tensor import LazyTensor
 from tightfit.techniques.optimizer.updates.optimizer_steps import overlap
 from tightfit.torch_hooks.weak_references import WeakTable
 
 
-class CommonStates:
-    """Asked at each step; what was looked at once is not looked at again while the states are the same tensors."""
+class CommonMemory:
+    """Asked at each step; what was looked at once is not looked at again while the states are the same tensors, and the parameters lie where they did."""
 
     def __init__(self) -> None:
         self._without: WeakTable[torch.optim.Optimizer, list[int]] = WeakTable()
+        self._apart: WeakTable[torch.optim.Optimizer, list[int]] = WeakTable()
 
-    def has_any(self, optimizer: torch.optim.Optimizer) -> bool:
+    def of_parameters(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether two parameters share a byte, as those of a group that was added later may."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        known = [0 if isinstance(p, FakeTensor) or p.layout != torch.strided else p.data_ptr() for p in parameters]
+        if known == self._apart.get(optimizer):
+            return False
+        if overlap(parameters):
+            return True
+        self._apart[optimizer] = known
+        return False
+
+    def of_states(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether two states of this optimizer share a byte."""
         states = list(_states(optimizer))
         known = list(map(id, states))
