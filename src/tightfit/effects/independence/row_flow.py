@@ -330,6 +330,10 @@ def _is_of_counts(rows: RowStates, output: torch.Tensor, call: OperatorCall) -> 
     return not rows.is_scaled(output) and any(map(rows.counts_rows, call.tensors))
 
 
+def _constants(flow: "Flow", call: OperatorCall) -> list[RowLayout | Uniform | None]:
+    return [flow._constant(call, output, number) for number, output in enumerate(call.outputs)]
+
+
 def _note_writes(flow: "Flow", call: OperatorCall) -> None:
     """Position numbers that are written to, by an operator or by numpy, are none any longer."""
     rows, written = flow.rows, list[torch.Tensor]()
@@ -427,7 +431,7 @@ class Flow(FakeRun):
                 for target in targets:
                     self.rows.set(target, total)
                 return
-            results = self._constants(call) if takes_size else self._results(call, inputs)
+            results = _constants(self, call) if takes_size else self._results(call, inputs)
         except Mixes as error:
             # Marked and not raised: much of what mixes rows is never used (a batch statistic that is only
             # logged).
@@ -456,7 +460,7 @@ class Flow(FakeRun):
     def _results(self, call: OperatorCall, inputs: Sequence[torch.Tensor]) -> Sequence[RowLayout | Uniform | None]:
         follows = any(self.rows.state(t) is not None or self.rows.is_scaled(t) for t in inputs)
         if not follows:
-            return self._constants(call)
+            return _constants(self, call)
         rule = self._rules.get(call.name) if call.func.namespace in ("aten", "prims", "torchvision") else None
         if rule is None and torch.Tag.pointwise in call.func.tags:
             rule = self._rules["pointwise"]
@@ -470,9 +474,6 @@ class Flow(FakeRun):
             raise Mixes("depends on the number of rows")
         found = rule(self, call)
         return found if isinstance(found, Sequence) else [found] * len(call.outputs)
-
-    def _constants(self, call: OperatorCall) -> list[RowLayout | Uniform | None]:
-        return [self._constant(call, output, number) for number, output in enumerate(call.outputs)]
 
     def grown(self, number: int, output: torch.Tensor) -> tuple[int, ...]:
         """The dimensions of output `number` of the current operator whose size depends on the number of rows."""
