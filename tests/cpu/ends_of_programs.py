@@ -207,9 +207,11 @@ model[0].requires_grad_(False)
 for i in range(10_000):
     if i == 5000:
         model[0].requires_grad_(True)
+    if i == 6000:
+        optimizer = torch.optim.Adam(model.parameters())
     step()
 """,
-        ("model[0].requires_grad_() at", "if i == 5000"),
+        ("model[0].requires_grad_() at", "if i == 5000", "torch.optim.Adam() at", "if i == 6000"),
     ),
     "weights that each epoch unfreezes before its steps": (
         """

@@ -97,6 +97,17 @@ def _counted_by_numpy(x: torch.Tensor) -> torch.Tensor:
     return x[places, 0]
 
 
+def _slope(x: torch.Tensor, energies: Function) -> torch.Tensor:
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad(energies(x).sum(), x, create_graph=True)[0]
+
+
+def _energies(x: torch.Tensor) -> torch.Tensor:
+    return (
+        functional.layer_norm(functional.silu(x @ _fixed(x.shape[-1], 4)), (4,)).softmax(-1).log_softmax(1) * 3
+    ).square()
+
+
 STEPS: dict[str, Function] = {
     "tanh": torch.tanh,
     "softmax last": lambda x: x.softmax(-1),
@@ -133,6 +144,11 @@ STEPS: dict[str, Function] = {
     "sort": lambda x: x.sort(-1).values,
     "sort first": lambda x: x.sort(0).values,
     "gather": lambda x: x.gather(-1, x.argsort(-1)),
+    "slopes": lambda x: _slope(x, _energies),
+    "slopes of a softmax": lambda x: _slope(x, lambda x: x.softmax(-1).square() + functional.gelu(x) * x.sigmoid()),
+    "slopes of a softmax over rows": lambda x: _slope(x, lambda x: x.softmax(0).square()),
+    "slopes of what is mixed": lambda x: _slope(x, lambda x: x * x.detach().mean(0)),
+    "of one size": lambda x: x * torch.ones_like(x.mean(0)) + torch.zeros_like(x.sum()),
     "counted down": _counted_down,
     "counted by numpy": _counted_by_numpy,
     "column": _column,
@@ -161,6 +177,10 @@ STEPS: dict[str, Function] = {
     "filled along": lambda x: x.index_fill(1, torch.tensor([0]), 0.0),
     "scattered": _scattered,
     "embedding": lambda x: functional.embedding((x > 0).long(), _fixed(2, 3)).flatten(-2),
+    "bags": lambda x: functional.embedding_bag((x[..., 0] > 0).long(), _fixed(2, 3)),
+    "weighted bags": lambda x: functional.embedding_bag((x[..., 0] > 0).long(), _fixed(2, 3), per_sample_weights=x[..., 1], mode="sum"),
+    "bags by offsets": lambda x: functional.embedding_bag((x[:, 0, 0] > 0).long(), _fixed(2, 3), torch.tensor([0, 1])),
+    "bags of one row": lambda x: functional.embedding_bag((x[:1, :, 0] > 0).long(), _fixed(2, 3)) + x[:, 0, :3],
     "index table": lambda x: _fixed(5)[(x > 0).long()],
     "loop": lambda x: torch.stack([row * 2 for row in x]),
     "unbind": lambda x: torch.stack([row * 2 for row in x.unbind(1)], 1),
@@ -210,7 +230,7 @@ def test_each_step_alone_is_true_in_numbers(name: str, dim: int) -> None:
 
 KEPT_APART = """tanh;softmax last;mean last;sum of last;max of second;transpose;contiguous;merge;by size;flip last;cumsum second;cat;stack;gram;
 product;product left;einsum;layer norm;positions;scale by other size;sort;gather;pick;first of second;pad;masked;where;attention;convolution;
-expanded;written;put;renorm;buckets;flat mask of each;scattered;embedding;index table;unbind;instance norm;pool;hard swish;log sigmoid;one hot;split last;transpose last"""
+expanded;written;put;renorm;buckets;flat mask of each;scattered;slopes of a softmax;of one size;embedding;bags;weighted bags;index table;unbind;instance norm;pool;hard swish;log sigmoid;one hot;split last;transpose last"""
 
 
 @pytest.mark.parametrize("name", [name.strip() for name in KEPT_APART.split(";")])

@@ -42,6 +42,12 @@ def test_what_each_step_leaves_is_named() -> None:
     )
 
 
+def test_what_is_made_anew_and_larger_in_each_step_is_named() -> None:
+    found = grown(kept_for=1, grows_by=2048)
+    assert found is not None
+    assert found.condition == "each leaves 2.0 KiB more allocated, made at train.py:5"
+
+
 @pytest.mark.parametrize(
     "settings",
     [

@@ -43,12 +43,17 @@ def note(value):
 LIBRARY = """
 import highspy
 import numpy as np
+calls, chance = 0, np.random.default_rng(4)
 class Inner:
+    made = 0
     def __init__(self):
+        Inner.made += 1
         self.at, self.chance = np.zeros(2), np.random.default_rng(3)
     def step(self):
+        global calls
+        calls += 1
         self.at = self.at + self.chance.random(2)
-        return float(self.at.sum())
+        return float(self.at.sum()) + calls * chance.random() + len(vars(World(Inner()))) * Inner.made
 class Emulated:
     def __init__(self):
         self.emulator = highspy._core._Highs()
@@ -64,6 +69,7 @@ TAKEN_BACK = {
     "a world of a library's": """
         sys.path.append(os.path.join(os.path.dirname(__file__), "site-packages"))
         import worlds
+        worlds.calls, worlds.Inner.made, worlds.chance = 0, 0, np.random.default_rng(4)
         world = worlds.World(worlds.World(worlds.Inner()))
         for x, y in DataLoader(data, batch_size=8, shuffle=True):
             optimizer.zero_grad()

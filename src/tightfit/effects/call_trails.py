@@ -124,6 +124,12 @@ class CallTrail:
         ]
         return any(id(tensor) not in others for tensor in written)
 
+    def has_made(self, tensor: torch.Tensor) -> bool:
+        """Whether a call has returned a tensor that the code did not have from before."""
+        known = self._tensors.get(id(tensor))
+        is_met = known is not None and known[0]() is tensor
+        return is_met and all(each() is not tensor for each, _ in self._outside)
+
     def number(self) -> int:
         """The same for the same calls."""
         return hash(tuple(self._calls))

@@ -271,7 +271,7 @@ class DividedForward(OnlyHere):
         trained = [p for p in self.model.parameters() if p.requires_grad]
         if proved.num_further:
             others = [*self.model.parameters(), *batch.leaves]
-            trained += self._further.found([leaves[at] for at in known], others, proved.num_further)
+            trained += self._further.found([leaves[at] for at in known], others, proved.num_further, run.watch.calls)
         return DividedCall(
             group=self._group,
             refuse=self._refuse,
@@ -296,7 +296,8 @@ class DividedForward(OnlyHere):
 
         def leaf(value: Any) -> Any:
             if not (isinstance(value, torch.Tensor) and value.requires_grad):
-                return value
+                # What the model puts on it (`requires_grad_`) is on no tensor of the program's.
+                return value.detach() if isinstance(value, torch.Tensor) else value
             wanting.append(value.detach().requires_grad_())
             return wanting[-1]
 

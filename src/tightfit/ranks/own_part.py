@@ -23,7 +23,12 @@ from tightfit.ranks.values.structures import leaves_of
 from tightfit.techniques.micro_batches.example_wise_check import BatchProofs, Proved
 from tightfit.techniques.micro_batches.led_parts import values_read
 from tightfit.techniques.micro_batches.loss_means import Decision, LossWatch
-from tightfit.techniques.micro_batches.split_forward import looking, no_steps
+from tightfit.techniques.micro_batches.split_forward import (
+    ASKS_FOR_GRADIENT,
+    is_gradient_asked,
+    looking,
+    no_steps,
+)
 from tightfit.techniques.wrappers.first_order import Refuse
 
 Forward = Callable[..., Any]
@@ -156,7 +161,8 @@ class OwnPart:
         )
         reading = Reads() if known is None else contextlib.nullcontext()
         try:
-            with watch, operators_at(batch.device, watch.calls), reading as reads:
+            # Operators are noted as they are called, and not as another mode hands them on.
+            with watch, reading as reads, operators_at(batch.device, watch.calls):
                 output = forward(*args, **kwargs)
         except TightfitError:
             raise
@@ -164,6 +170,8 @@ class OwnPart:
             raise RaisesInPart(error) from error
         if watch.failure is not None:
             raise watch.failure
+        if is_gradient_asked((args, kwargs), batch.tensors()):
+            raise self._refuse(f"{ASKS_FOR_GRADIENT}, and has rows of it: have it ask for that of x.detach()")
         return output, watch, None if reads is None else reads.values, known
 
     def _proved(

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable
 
 import torch
-from tests.attacks.models import WIDTH, Block, Images, Net, images, sgd, train
+from tests.attacks.models import WIDTH, Block, Images, Net, images, sgd, tokens, train
 from tests.attacks.registry import attack
 from tests.attacks.trial import Trial
 from torch import nn
@@ -238,3 +238,24 @@ class _AsksForStrides(Net):
 @attack("parts", "code behind a block that asks for the strides of what it returns", only=("tiled tokens",))
 def asks_for_strides(t: Trial) -> None:
     train(t, _AsksForStrides([_TokensFirst(), _TokensFirst()], sequential=False))
+
+
+class _AsksForGradient(Net):
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        return super().features(x.requires_grad_())
+
+
+@attack("parts", "a model that asks for the gradient of what it is called with, which the loop reads", only=_SPLITS)
+def gradient_of_argument_read(t: Trial) -> None:
+    model = _AsksForGradient()
+    optimizer = sgd(model)
+    t.apply(model, optimizer)
+    for step in range(3):
+        optimizer.zero_grad()
+        x, y = tokens(step)
+        loss = model(x, y)
+        loss.backward()
+        optimizer.step()
+        t.note("loss", loss)
+        t.note("gradient", x.grad)
+        t.end_step()

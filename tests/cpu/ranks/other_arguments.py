@@ -310,3 +310,30 @@ def one_example_first() -> dict[str, Any]:
         loss.backward()
         optimizer.step()
     return model.state_dict()
+
+
+class _Forces(nn.Module):
+    """Energies of examples, and the forces that they are the slopes of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm = nn.EmbeddingBag(9, 8), nn.LayerNorm(16)
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 1)
+
+    def forward(self, places: torch.Tensor, kinds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        places = places.detach().requires_grad_()
+        energies = self.last(self.norm(self.first(places + self.table(kinds)).tanh()).softmax(-1) * 9)
+        (forces,) = torch.autograd.grad(energies.sum(), places, create_graph=True)
+        return energies, forces
+
+
+@program()
+def energies_and_forces() -> Any:
+    model = _Forces()
+    kinds = torch.randint(0, 9, (6, 3))
+
+    def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        energies, forces = model(x, kinds)
+        return functional.mse_loss(energies, y[:, None].float()) + forces.square().mean()
+
+    return trained(model, data(), loss_of=loss_of)

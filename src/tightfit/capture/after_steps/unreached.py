@@ -27,6 +27,13 @@ _WORKS = re.compile(
     r"visuali\w*|render|fid|forward",
     re.IGNORECASE,
 )
+# A new one makes its states at its first step, and a layer its weights.
+_HOLDERS_OF_TENSORS = re.compile(
+    r"(sparse|n|r)?adam\w*|sgd\w*|rmsprop|rprop|asgd|adagrad|adadelta|adafactor|adopt|ademamix|lion\w*|lamb|lars|lbfgs|muon\w*|shampoo|soap|"
+    r"sophia\w*|prodigy|add_param_group|\w*_optimizers?|"
+    r"(lazy)?(bi)?linear|(lazy)?conv(transpose)?[123]d|embedding(bag)?|lstm|gru|rnn|multiheadattention|transformer((en|de)coder)?(layer)?",
+    re.IGNORECASE,
+)
 _MAX_NAME = 40
 _WORDS = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+")
 _NO_WORK_OF = frozenset({"random", "np", "numpy", "math", "json", "os", "logging", "logger", "rng", "plt", "pickle"})
@@ -261,7 +268,7 @@ class _Source:
         is_of_part = isinstance(call.func, ast.Attribute) and last_name(call.func.value) in _PARTS_OF_TORCH
         if name in self._callable or name in _MADE_BY or is_of_torch or is_of_part:
             return True
-        if self._may_run_module(call, name):
+        if _HOLDERS_OF_TENSORS.fullmatch(name) or self._may_run_module(call, name):
             return True
         return any(_WORKS.fullmatch(word) for word in _WORDS.findall(name))
 

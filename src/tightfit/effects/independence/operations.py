@@ -42,6 +42,8 @@ _PLACES = frozenset(
 Source = tuple[Any, ...] | None
 """Where a tensor is from, as in `Sources.of`."""
 _NUM_OF_NAMED = 3
+GIVEN = "given"
+"""What kind of name inputs have."""
 COMPARISONS = frozenset(["eq", "ne", "lt", "le", "gt", "ge"])
 # Of tables, and not of data sets in a file.
 _LARGEST_LENT_BYTES = 1 << 24
@@ -73,6 +75,12 @@ class Sources:
         key = _key_of(tensor)
         name = self._names.get(key)
         return self._made.get(key) if name is None else ("", name, tensor.storage_offset())
+
+    def is_within(self, tensor: torch.Tensor) -> bool:
+        """Whether the run has made a tensor, or its memory is that of an input."""
+        key = _key_of(tensor)
+        name = self._names.get(key)
+        return key in self._made if name is None else name[0] == GIVEN
 
 
 def are_alike(one: Source, other: Source, *, is_of_one: bool) -> bool:

@@ -27,6 +27,8 @@ MAKES_UNIFORM = frozenset(
         "empty_permuted",
     ]
 )
+# Of a tensor they take its size alone.
+TAKES_SIZE = frozenset(["zeros_like", "ones_like", "full_like", "empty_like"])
 # Besides pointwise operators, which see that position numbers vary along the rows.
 _WITH_COUNTS = """index _unsafe_index index_put _index_put_impl _unsafe_index_put index_fill new_zeros new_ones new_full new_empty new_empty_strided
     squeeze unsqueeze t transpose swapaxes swapdims detach as_strided"""

@@ -34,6 +34,7 @@ from tightfit.effects.independence.operator_names import (
     KEEPS_VOTE,
     MAKES_UNIFORM,
     TAKES_COUNT,
+    TAKES_SIZE,
     VOTES,
 )
 from tightfit.effects.independence.row_states import (
@@ -201,7 +202,8 @@ class FakeRun(TorchDispatchMode):
             if key_of(output) not in known:
                 self._born.add(key_of(output))
         sources = tuple(map(self.sources.of, tensors))
-        self.sources.made(outputs, len(self.operations))
+        # A view is from where its memory is.
+        self.sources.made([output for output in outputs if key_of(output) not in known], len(self.operations))
         if not self._is_atom:
             self._note(operation_of(func, arguments, outputs, sources))
             self.follow(OperatorCall(func=func, arguments=arguments, outputs=outputs), known)
@@ -263,13 +265,15 @@ class FakeRun(TorchDispatchMode):
 
     def atom(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Runs a function as if it were one operator."""
+        given = tree_leaves((args, dict(kwargs)))
+        sources = tuple(map(self.sources.of, tensors_of(given)))
         self._is_atom = True
         try:
             out = func(*args, **kwargs)
         finally:
             self._is_atom = False
-        values = tuple(leaf for leaf in tree_leaves((args, dict(kwargs))) if is_plain(leaf))
-        self._note(Operation(func=func, values=values, sizes=(), shapes=(tuple(out.shape),)))
+        values = tuple(leaf for leaf in given if is_plain(leaf))
+        self._note(Operation(func=func, values=values, sizes=(), shapes=(tuple(out.shape),), sources=sources))
         return out
 
 
@@ -324,6 +328,10 @@ def _check_draw(flow: "Flow", call: OperatorCall) -> None:
 def _is_of_counts(rows: RowStates, output: torch.Tensor, call: OperatorCall) -> bool:
     """Whether something is made of position numbers of the rows that is none itself: the last of them, their sum."""
     return not rows.is_scaled(output) and any(map(rows.counts_rows, call.tensors))
+
+
+def _constants(flow: "Flow", call: OperatorCall) -> list[RowLayout | Uniform | None]:
+    return [flow._constant(call, output, number) for number, output in enumerate(call.outputs)]
 
 
 def _note_writes(flow: "Flow", call: OperatorCall) -> None:
@@ -417,12 +425,13 @@ class Flow(FakeRun):
             return
         inputs = call.tensors
         try:
-            total = total_of(self, call)
+            takes_size = call.name in TAKES_SIZE and not isinstance(self.rows.state(inputs[0]), Pattern)
+            total = None if takes_size else total_of(self, call)
             if total is not None:
                 for target in targets:
                     self.rows.set(target, total)
                 return
-            results = self._results(call, inputs)
+            results = _constants(self, call) if takes_size else self._results(call, inputs)
         except Mixes as error:
             # Marked and not raised: much of what mixes rows is never used (a batch statistic that is only
             # logged).
@@ -451,7 +460,7 @@ class Flow(FakeRun):
     def _results(self, call: OperatorCall, inputs: Sequence[torch.Tensor]) -> Sequence[RowLayout | Uniform | None]:
         follows = any(self.rows.state(t) is not None or self.rows.is_scaled(t) for t in inputs)
         if not follows:
-            return [self._constant(call, output, number) for number, output in enumerate(call.outputs)]
+            return _constants(self, call)
         rule = self._rules.get(call.name) if call.func.namespace in ("aten", "prims", "torchvision") else None
         if rule is None and torch.Tag.pointwise in call.func.tags:
             rule = self._rules["pointwise"]

@@ -33,7 +33,7 @@ from tightfit.effects.independence import indexing_rules, product_rules  # noqa:
 from tightfit.effects.independence.functions import Functions
 from tightfit.effects.independence.left_behind import Left, depends_on_rows
 from tightfit.effects.independence.left_tensors import LeftTensor
-from tightfit.effects.independence.operations import are_alike, compare
+from tightfit.effects.independence.operations import GIVEN, are_alike, compare
 from tightfit.effects.independence.row_flow import FakeRun, Flow, NeedsValues
 from tightfit.effects.independence.row_states import key_of
 from tightfit.effects.independence.rows import Mixes, RowLayout
@@ -181,7 +181,7 @@ def _run(subject: Computation, run: FakeRun, num_rows: int) -> tuple[Sequence[to
         ]
         run.given = [tuple(tensor.shape) for tensor in inputs]
         run.sources.name([*left.tensors_before, *subject.module.parameters(), *subject.module.buffers()], "outside")
-        run.sources.name(inputs, "given")
+        run.sources.name(inputs, GIVEN)
         result: Any = None
         try:
             with subject.around(run) as context, Functions(run, ATOMS), run:
@@ -432,7 +432,31 @@ def _one_hot(flow: Flow, tensor: torch.Tensor, num_classes: int = -1) -> RowLayo
     return flow.rows.layout(tensor)
 
 
-ATOMS: dict[Any, Callable[..., RowLayout | None]] = {torch.nn.functional.one_hot: _one_hot}
+def _embedding_bag(
+    flow: Flow,
+    indices: torch.Tensor,
+    weight: torch.Tensor,
+    offsets: torch.Tensor | None = None,
+    *others: Any,
+    per_sample_weights: torch.Tensor | None = None,
+    scale_grad_by_freq: bool = False,
+    **_: Any,
+) -> RowLayout | None:
+    """Each row of indices is a bag; bags that `offsets` cut out of one row are followed by no rule."""
+    if indices.dim() != 2 or offsets is not None or others or scale_grad_by_freq or flow.rows.is_uniform(indices):
+        raise Mixes("takes bags that are not followed")
+    layout = flow.rows.layout(indices)
+    if layout is None or layout.dim or flow.rows.depends(weight):
+        raise Mixes("takes bags that are not followed")
+    if per_sample_weights is not None and flow.rows.layout(per_sample_weights) != layout:
+        raise Mixes("combines rows with others")
+    return layout
+
+
+ATOMS: dict[Any, Callable[..., RowLayout | None]] = {
+    torch.nn.functional.one_hot: _one_hot,
+    torch.nn.functional.embedding_bag: _embedding_bag,
+}
 
 
 def _fake_mode_for(tensors: Iterable[Any]) -> FakeTensorMode:

@@ -111,7 +111,7 @@ def reduction(flow: Flow, call: OperatorCall) -> Result:
 
 @rule(
     """_softmax _log_softmax _safe_softmax cumsum cumprod cummax cummin logcumsumexp glu topk sort argsort flip diff _cummax_helper
-    _softmax_backward_data tril_along"""
+    tril_along"""
 )
 def along(flow: Flow, call: OperatorCall) -> Result:
     """Operators along other dimensions than the rows' that keep the shape."""
@@ -119,6 +119,16 @@ def along(flow: Flow, call: OperatorCall) -> Result:
     if "dims" in call.arguments:
         return worked_on(flow, call, "dims")[0]
     return worked_on(flow, call)[0]
+
+
+@rule("_softmax_backward_data _log_softmax_backward_data")
+def along_both(flow: Flow, call: OperatorCall) -> Result:
+    """The gradient of a softmax, whose code differentiates itself: of its result and what arrives for it."""
+    output = call["output"]
+    layout = flow.rows.broadcast([call["grad_output"], output], output.dim())
+    if layout is None or flow.rows.layout(output) is None or layout.dim == call["dim"] % output.dim():
+        raise Mixes("works along the rows")
+    return layout
 
 
 @rule("renorm")
@@ -228,6 +238,17 @@ def layer_norm(flow: Flow, call: OperatorCall) -> Result:
     """Over the last dimensions."""
     only(flow, call, "input")
     return behind(flow, call["input"], len(call["normalized_shape"]))
+
+
+@rule("native_layer_norm_backward")
+def layer_norm_backward(flow: Flow, call: OperatorCall) -> Result:
+    """The gradient of its input, whose code differentiates itself; those of weights are sums over rows."""
+    only(flow, call, "grad_out", "input", "mean", "rstd")
+    layout = behind(flow, call["input"], len(call["normalized_shape"]))
+    if any(call["output_mask"][1:]) or layout is None:
+        raise Mixes("sums over the rows")
+    flow.rows.broadcast([call["grad_out"], call["input"]], call["input"].dim())
+    return layout
 
 
 @rule("native_group_norm group_norm")

@@ -29,6 +29,13 @@ from tightfit.effects.reachable.collected import Collected, Reach
 from tightfit.effects.reachable.containers import items_in, tensors_in, wrapped_by
 from tightfit.effects.reachable.decorated import decorated_by, users_functions_of
 from tightfit.effects.reachable.drawn import drawn, hidden, objects_of
+from tightfit.effects.reachable.library_functions import (
+    MOST_FUNCTIONS,
+    code_named_by,
+    is_looked_through,
+    is_state,
+    state_named_by,
+)
 from tightfit.effects.reachable.library_objects import StoredOnLibraries, is_followed, made_by
 from tightfit.effects.reachable.named_in_code import methods_of, named_in
 from tightfit.effects.reachable.opaque import functions_of, is_of_c, written_down
@@ -106,6 +113,8 @@ class _CodeWalk(abc.ABC):
 
     def __init__(self, *, is_whole: bool) -> None:
         self.collected = Collected(is_whole=is_whole)
+        self._is_whole = is_whole
+        self._num_of_libraries = 0
         # All attributes that the code of the region names.
         self.named_attributes = set[str]()
         self.stored = StoredOnLibraries()
@@ -171,6 +180,31 @@ class _CodeWalk(abc.ABC):
             if not number:
                 self._attributes_of(path, function)
             self._value(path, inner)
+        if self._is_whole and is_looked_through(function.__module__) and self._num_of_libraries < MOST_FUNCTIONS:
+            self._num_of_libraries += 1
+            if names := state_named_by(function):
+                self._named_in(function.__module__ or "", function.__globals__, names)
+            for value in code_named_by(function):
+                self._librarys_code(value)
+
+    def _librarys_code(self, value: Any) -> None:
+        """A function of a library, or a class, for what its code counts on it."""
+        if isinstance(value, types.FunctionType):
+            self.function(value.__name__, value)
+        elif self._is_whole and is_looked_through(module_of(value)) and self.collected.is_new(value):
+            if class_state(value) and not issubclass(value, torch.nn.Module):
+                self.collected.hold(ClassAttributes(value.__name__, value), is_other=True)
+                for name, inner in class_state(value).items():
+                    if is_state(inner):
+                        self._value(f"{value.__name__}.{name}", inner)
+            for name, method in list(vars(value).items()):
+                if isinstance(method, types.FunctionType):
+                    self.function(f"{value.__name__}.{name}", method)
+
+    def _named_in(self, path: str, space: dict[str, Any], names: tuple[str, ...]) -> None:
+        self.collected.hold(Names(path, (id(space), names), lambda: space, only=names), is_other=True)
+        for name in names:
+            self._value(f"{path}.{name}", space[name])
 
     def _own_function(self, path: str, function: types.FunctionType) -> None:
         named = named_in(function.__code__)
@@ -229,11 +263,7 @@ class _CodeWalk(abc.ABC):
             return
         given = {n for n in vars(module) if not n.startswith("__")} if of_all else attributes & vars(module).keys()
         named = tuple(sorted(n for n in given if not isinstance(vars(module)[n], CODE)))
-        self.collected.hold(
-            Names(module.__name__, (id(vars(module)), named), lambda: vars(module), only=named), is_other=True
-        )
-        for name in named:
-            self._value(f"{module.__name__}.{name}", vars(module)[name])
+        self._named_in(module.__name__, vars(module), named)
         # What its functions name in turn.
         for name in sorted(attributes & vars(module).keys()):
             if isinstance(vars(module)[name], types.FunctionType):
@@ -246,6 +276,12 @@ class _CodeWalk(abc.ABC):
             value = vars(module)[name]
             if is_users_function(value):
                 self._value(f"{module.__name__}.{name}", value)
+        if self._is_whole and isinstance(module, types.ModuleType) and is_looked_through(module.__name__):
+            there = [(name, vars(module)[name]) for name in sorted(names)]
+            self._named_in(module.__name__, vars(module), tuple(name for name, value in there if is_state(value)))
+            for _, value in there:
+                if isinstance(value, types.FunctionType | type):
+                    self._librarys_code(value)
 
 
 class _Walk(_CodeWalk):
@@ -349,6 +385,7 @@ class _Walk(_CodeWalk):
         if not self.collected.is_full() and (not is_users_class(kind) or issubclass(kind, torch.nn.Module)):
             # A class of modules is walked with these; what the code counts on it by its name may be of one that has none in the region.
             self.stored.met(path, kind)
+            self._librarys_code(kind)
             return
         if self.collected.is_full():
             return
@@ -441,6 +478,7 @@ class _Walk(_CodeWalk):
             inner = own[name] if own and name in own else getattr(value, name, None)
             self._value(f"{path}.{name}", inner)
         if is_librarys:
+            self._librarys_code(kind)
             return
         self.users_class(kind, path)
         call = vars(kind).get("__call__")

@@ -85,7 +85,8 @@ def judged(proof: FollowedRun, model: torch.nn.Module) -> ProvedCall:
         if isinstance(leaf, torch.Tensor) and kind.name != "unknown"
     ]
     own = [*proof.inputs, *model.parameters()]
-    num_further = number_of_further(check_graph(known, own, since=proof.first_node), own)
+    check_graph(known, own, since=proof.first_node)
+    num_further = number_of_further(proof.flow, known, own)
     if not any(leaf.requires_grad for leaf in known):
         reasons = [kind.reason for kind in kinds if kind.name == "unknown"]
         raise Mixes(reasons[0] if reasons else "it returns nothing that has a gradient")

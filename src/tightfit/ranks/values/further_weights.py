@@ -1,11 +1,13 @@
 """Weights that a model trains and does not have among its parameters: of layers in a plain list, in a closure, or handed over from elsewhere."""
 
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from tightfit.effects.call_trails import CallTrail
+from tightfit.effects.independence.row_flow import Flow
 from tightfit.techniques.wrappers.first_order import Refuse
 
 
@@ -20,13 +22,16 @@ class FurtherWeights:
         """Those of the last call that had any."""
         return [each for ref in self._last if (each := ref()) is not None]
 
-    def found(self, outputs: Iterable[torch.Tensor], known: Iterable[torch.Tensor], number: int) -> list[torch.Tensor]:
-        """Those that gradients of a call's `outputs` flow to, which are so many in the proof; `known` are parameters and arguments.
+    def found(
+        self, outputs: Iterable[torch.Tensor], known: Iterable[torch.Tensor], number: int, calls: CallTrail
+    ) -> list[torch.Tensor]:
+        """Those that gradients of a call's `outputs` flow to, which are so many in the proof; `known` are parameters and arguments. Leaves that its `calls` have made are none.
 
         Raises:
             ApplyError: there are others.
         """
         found = _further_weights(outputs, known)
+        found = None if found is None else [each for each in found if not calls.has_made(each)]
         if found is None:
             raise self._refuse(
                 "gradients go through it to what another model has returned, which it was not called with: give it that as an argument"
@@ -59,6 +64,6 @@ def _further_weights(outputs: Iterable[torch.Tensor], known: Iterable[torch.Tens
     return found
 
 
-def number_of_further(reached: Collection[int], known: Iterable[torch.Tensor]) -> int:
-    """How many of the leaves that were `reached`, by their identity, are no `known` ones."""
-    return len(set(reached) - {id(each) for each in known})
+def number_of_further(flow: Flow, outputs: Iterable[torch.Tensor], known: Iterable[torch.Tensor]) -> int:
+    """How many leaves gradients flow to from the `outputs` of a run that was followed, but for `known` ones, and for those that it has made itself, of its inputs too (`x.detach().requires_grad_()`)."""
+    return sum(not flow.sources.is_within(leaf) for leaf in _further_weights(outputs, known) or ())

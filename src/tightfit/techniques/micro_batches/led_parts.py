@@ -50,7 +50,6 @@ def decisions_of_whole(
     return found if len(found) == number + 1 else None
 
 
-@torch.no_grad()
 def values_read(
     forward: Callable[..., Any],
     batch: AbstractBatch,
@@ -60,8 +59,17 @@ def values_read(
     unseen: Callable[[], contextlib.AbstractContextManager[Any]],
 ) -> list[Any]:
     """The values that the model reads from its tensors for a part, but the decisions that it is led by."""
-    args, kwargs = batch.part(*part)
-    watch = LossWatch(part[1] - part[0], allows_randomness=True, led=led)
-    with unseen(), paused(), watch, Reads() as reads:
-        forward(*args, **kwargs)
-    return reads.values
+
+    def read() -> list[Any]:
+        args, kwargs = batch.part(*part)
+        watch = LossWatch(part[1] - part[0], allows_randomness=True, led=led)
+        with unseen(), paused(), watch, Reads() as reads:
+            forward(*args, **kwargs)
+        return reads.values
+
+    try:
+        with torch.no_grad():
+            return read()
+    except RuntimeError:
+        # A model that differentiates itself (forces are the slopes of energies) needs a graph.
+        return read()

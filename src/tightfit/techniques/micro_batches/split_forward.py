@@ -15,6 +15,7 @@ import torch
 from torch.autograd import backward  # torch's own, whatever the program puts in its place later
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from tightfit.capture.observe.host_python import spends
 from tightfit.cost.host_python import HostWork
@@ -49,6 +50,7 @@ WRAPPERS = frozenset({"OptimizedModule", "DataParallel", "DistributedDataParalle
 OF_MICRO_BATCHES = "; leave micro_batches out"
 """What a refusal says of this technique."""
 
+ASKS_FOR_GRADIENT = "the model asks for the gradient of an argument (requires_grad_ on what it is called with)"
 Forward = Callable[..., Any]
 
 
@@ -264,7 +266,8 @@ class SplitForward:
             self._calls = watch.calls
             is_new = proved is None or proved.is_of_first
             try:
-                with watch, operators_at(batch.device, watch.calls), _reads_if(is_new) as reads:
+                # Operators are noted as they are called, and not as another mode hands them on.
+                with watch, _reads_if(is_new) as reads, operators_at(batch.device, watch.calls):
                     output = forward(*args, **kwargs)
             except Exception as error:
                 if is_new and not isinstance(error, TightfitError):
@@ -272,6 +275,7 @@ class SplitForward:
                 raise
             if watch.failure is not None:
                 raise watch.failure
+            _refuse_asked_gradients((args, kwargs), batch, self._refuse)
             if decisions is not None and watch.decisions != decisions:
                 raise DecidesOtherwise(decisions, watch.decisions)
             decisions = watch.decisions
@@ -280,8 +284,7 @@ class SplitForward:
             refuse_hooks(self.model, self._refuse, since=self._begins)
             aside.take()
             loss_key, loss = find_loss(output)
-            if is_new:
-                _refuse_own_code(loss, self._refuse)
+            _refuse_own_code(loss, self._refuse, is_on=is_new)
             # What was proved of parts that are led holds for no others: they may read what depends on the rows.
             decided, is_other_way, values = [len(led), *decisions], False, None if reads is None else reads.values
             shape = (end - begin, graph_shape(loss.grad_fn), watch.calls.number())
@@ -499,8 +502,21 @@ def refuse_hooks(model: torch.nn.Module, refuse: Refuse, *, since: int, are_on_p
         )
 
 
-def _refuse_own_code(loss: torch.Tensor, refuse: Refuse) -> None:
+def is_gradient_asked(given: Any, whole: Sequence[torch.Tensor]) -> bool:
+    """Whether code has asked for the gradient of a tensor that it was `given`, a part of one of `whole` of which nobody had: that would be the whole one's."""
+    asked = [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    return bool(asked) and not any(tensor.requires_grad for tensor in whole)
+
+
+def _refuse_asked_gradients(given: Any, batch: AbstractBatch, refuse: Refuse) -> None:
+    if is_gradient_asked(given, batch.tensors()):
+        raise refuse(f"{ASKS_FOR_GRADIENT}, of which parts have copies{OF_MICRO_BATCHES}")
+
+
+def _refuse_own_code(loss: torch.Tensor, refuse: Refuse, *, is_on: bool) -> None:
     """Refuses what the program runs in a backward pass, which parts have several of, and a loss that has none."""
+    if not is_on:
+        return
     if not loss.requires_grad:
         raise refuse("the loss has no gradient although weights are trained; leave micro_batches out")
     refuse_code_in_backward([loss], refuse)
