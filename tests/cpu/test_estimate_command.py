@@ -213,6 +213,8 @@ def test_without_a_card_one_must_be_named(refused: Refused, tmp_path: Path, monk
     monkeypatch.setenv("PATH", str(tmp_path))
     line = refused("estimate", "model.py:workload", code=2)
     assert line.startswith('which GPU? There is none on this machine: name one, such as --device "RTX 4090"')
+    line = refused("estimate", "model.py", "--", "--device", "4090", code=2)
+    assert line.endswith("the --device that was given stands behind --, where options are the script's own")
 
 
 def test_a_card_file_is_told_apart_from_no_file_and_from_another_file(refused: Refused, tmp_path: Path) -> None:

@@ -547,6 +547,7 @@ def test_what_interrupts_the_beginning_leaves_nothing_behind(tmp_path: Path, mon
         (["record", __file__, "--steps", "0"], 2, "at least one step"),
         (["record", __file__, "--host", "--max-events", "0"], 2, "--max-events 0: at least one event"),
         (["record", __file__, "--device", "4090", "--no-stacks"], 2, "a virtual one records all events"),
+        (["record", __file__, "--max-events", "9"], 2, "a virtual one records all events"),
         (["record", f"{__file__}:train"], 2, "is not a generator function"),
         (["record", f"{__file__}:train", "--host"], 2, "is not a generator function"),
         (["record", __file__, "--host", "--device", "4090"], 2, "give one of them"),
@@ -558,6 +559,7 @@ def test_what_cannot_be_recorded_is_one_line(
 ) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    monkeypatch.setattr("tightfit.cli.record._has_card", lambda: False)
     assert run(arguments) == code
     said = capsys.readouterr()
     assert says in said.err

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tests.cpu.optimizer_training import DEVICE, OPTIMIZERS, Tied, assert_same, choice, peak_bytes, traced, train
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -434,6 +435,22 @@ class Mine(torch.optim.Optimizer):
 
     def step(self, closure=None):
         return None
+
+
+def test_gradients_of_parameters_that_are_made_of_other_tensors_are_kept():
+    weights = []
+    for is_planned in (False, True):
+        model = torch.nn.Module()
+        model.weight = torch.nn.Parameter(TwoTensor(torch.ones(3), torch.ones(3)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        session = hooked(model, optimizer) if is_planned else None
+        for _ in range(3):
+            model.weight.square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append(model.weight.detach().a)
+    assert torch.equal(*weights)
+    assert session is not None and "made of other tensors" in session.notes[0]
 
 
 def test_optimizers_that_look_at_all_parameters_together_are_refused():

@@ -89,7 +89,7 @@ def estimate(
     from tightfit.reports.rank_estimates import worst_of
 
     started = time.monotonic()
-    devices, end = device or (own_card(),), fit.margin_named(margin)
+    devices, end = device or (own_card(arguments),), fit.margin_named(margin)
     cards, settings = [find(name) for name in devices], fit.allocator_settings(gpu.alloc_conf)
     measured = None if gpu.calibration is None else Calibration.load(gpu.calibration)
     cards = [card if measured is None else measured.applied_to(card) for card in cards]

@@ -122,7 +122,7 @@ def plan(
         raise UsageError("--search finds batch sizes and proves no plan: it takes no --no-prove")
     is_for_one = search is None and not (as_code or redact) and cards == ONE_CARD
     files = [] if ladder is None else files_of(output, ladder, goes=is_for_one)
-    card = device or own_card()
+    card = device or own_card(arguments)
     if cards != ONE_CARD:
         is_plain = not (search or as_code or redact or no_prove) and gpu == AS_KNOWN
         check_alone(is_plain and bounds == dataclasses.replace(NO_BOUNDS, budget=bounds.budget), cards, output)

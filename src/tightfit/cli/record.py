@@ -69,7 +69,7 @@ def record(
     from tightfit.recordings.recording import record as new_recording
 
     num_events = DEFAULT_MAX_EVENTS if max_events is None else max_events
-    _check(steps, num_events, device, is_limited=no_stacks or max_events is not None)
+    _check(steps, num_events)
     parsed = parse_target(target, arguments=arguments, parameters=parameter)
     if isinstance(parsed, HuggingFaceConfig):
         raise UsageError(
@@ -80,6 +80,10 @@ def record(
     if host and device is not None:
         raise UsageError(f"--host records on this machine and --device {device} on a virtual GPU: give one of them")
     if device is not None or not (host or _has_card()):
+        if no_stacks or max_events is not None:
+            raise UsageError(
+                "--no-stacks and --max-events are for a run on a real GPU or with --host: a virtual one records all events"
+            )
         return _record_virtually(
             target,
             path,
@@ -103,15 +107,11 @@ def record(
     return code
 
 
-def _check(steps: int | None, num_events: int, device: str | None, *, is_limited: bool) -> None:
+def _check(steps: int | None, num_events: int) -> None:
     if steps is not None and steps < 1:
         raise UsageError(f"--steps {steps}: at least one step must be run")
     if num_events < 1:
         raise UsageError(f"--max-events {num_events}: at least one event must be kept")
-    if device is not None and is_limited:
-        raise UsageError(
-            "--no-stacks and --max-events are for a run on a real GPU or with --host: a virtual one records all events"
-        )
 
 
 def _has_card() -> bool:

@@ -390,14 +390,16 @@ def _alternatives(found: Found, runs: TracedRuns, budget_bytes: int) -> Iterable
         if any(option.technique in refused or SETTING in option.settings for option in trial.options):
             continue
         names = list(dict.fromkeys(option.technique for option in trial.options))
-        excess = format_bytes(trial.needed_bytes - budget_bytes)
+        excess = f"{format_bytes(trial.needed_bytes - budget_bytes)} over the budget"
+        if trial.estimate.peak.device_bytes <= budget_bytes:
+            excess += " with the safety margin"
         yield Alternative(
             name=" + ".join(names) if names else "no changes",
             device_bytes=trial.estimate.peak.device_bytes,
             seconds_per_step=trial.seconds,
             fits=fits,
             exact=all(option.exact for option in trial.options),
-            why=_why_not(trial, found.best) if fits else f"{excess} over the budget",
+            why=_why_not(trial, found.best) if fits else excess,
         )
     full = _full_checkpointing(found)
     if full is not None:

@@ -4,6 +4,7 @@ import dataclasses
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 
 from tightfit.devices.catalogue import find
 from tightfit.devices.visible_cards import visible_cards
@@ -65,16 +66,19 @@ def name_of(card: LocalCard) -> str:
     return card.known_as
 
 
-def own_card() -> str:
-    """The catalogue's name of the first GPU that a program started from here sees, for a command without `--device`.
+def own_card(arguments: Sequence[str] = ()) -> str:
+    """The catalogue's name of the first GPU that a program started from here sees, for a command without `--device`. `arguments` are the script's.
 
     Raises:
         UsageError: there is none, or the catalogue does not have it.
     """
     cards = seen_cards()
     if not cards:
+        where = ""
+        if any(each.partition("=")[0] == "--device" for each in arguments):
+            where = "; the --device that was given stands behind --, where options are the script's own"
         raise UsageError(
-            'which GPU? There is none on this machine: name one, such as --device "RTX 4090" (tightfit devices lists them)'
+            f'which GPU? There is none on this machine: name one, such as --device "RTX 4090" (tightfit devices lists them){where}'
         )
     return name_of(cards[0])
 

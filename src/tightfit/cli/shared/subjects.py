@@ -100,7 +100,7 @@ def _traced(
     if target.endswith(".npz"):
         tape = read_tape(target)
         return subject_of_tape(tape, find(device or tape.traced_for), settings)
-    card = device or own_card()
+    card = device or own_card(arguments)
     is_rewritten = not tracing.show_output
     with ProgressLine(f"trace {target}", timeout_seconds=tracing.timeout, is_rewritten=is_rewritten) as line:
         tape, holders = fit.capture_with_holders(

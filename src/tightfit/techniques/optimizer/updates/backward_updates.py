@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tightfit.capture.observe.host_python import spends
 from tightfit.cost.host_python import HostWork
@@ -522,6 +523,8 @@ def _drop(parameter: torch.Tensor) -> None:
 def _reason_of_parameter(parameter: torch.Tensor) -> str:
     if parameter.grad is not None:
         return "gradients are there before the backward pass, to be added to"
+    if is_traceable_wrapper_subclass(parameter):
+        return "a parameter is made of other tensors (DTensor), and its gradient is too"
     has_hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
     return "a parameter has a hook on its gradient" if has_hooks else ""
 
