@@ -322,6 +322,12 @@ def test_parts_of_one_row_may_leave_out_what_does_nothing_there() -> None:
         _layout(_otherwise_for_one_row, torch.randn(4, 6), 0, part=1)
 
 
+@pytest.mark.parametrize("name", ["table by size", "result by size", "returned by size"])
+def test_parts_of_one_row_choose_what_the_whole_does(name: str) -> None:
+    with pytest.raises(Mixes, match=r"another (tensor|result)"):
+        _layout(STEPS[name], _fixed(4, 6), 0, part=1)
+
+
 def test_an_input_of_one_row_may_need_no_copy_where_more_rows_do() -> None:
     """Targets are a slice of a batch of ids, and a reshape copies them where there are several rows."""
     targets = torch.randn(4, 7)[:, 1:]

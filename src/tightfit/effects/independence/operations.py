@@ -83,11 +83,11 @@ class Sources:
         return key in self._made if name is None else name[0] == GIVEN
 
 
-def are_alike(one: Source, other: Source, *, is_of_one: bool) -> bool:
-    """Whether two tensors are from the same place. `is_of_one`: where one run has one row, operators are left out there, and all that follow are of other numbers."""
+def are_alike(one: Source, other: Source, *, is_renumbered: bool) -> bool:
+    """Whether two tensors are from the same place. `is_renumbered`: operators were left out in a run with one row, and all that follow are of other numbers."""
     if one == other or one is None or other is None:
         return True
-    return is_of_one and not (len(one) == len(other) == _NUM_OF_NAMED)
+    return is_renumbered and not (len(one) == len(other) == _NUM_OF_NAMED)
 
 
 def _key_of(tensor: torch.Tensor) -> int:
@@ -129,6 +129,7 @@ class HasOperations(Protocol):
     num_rows: int
     operations: list[Operation]
     given: list[tuple[int, ...]]
+    num_inserted: int
 
 
 class ByOperator(Generic[Found]):
@@ -236,8 +237,9 @@ def compare(one: HasOperations, other: HasOperations) -> None:
     for mine, its in ((one, other), (other, one)):
         for number in range(len(mine.operations)):
             add_left_out(mine, its, number)
+    is_renumbered = bool(one.num_inserted or other.num_inserted)
     for first, second in zip(one.operations, other.operations, strict=False):
-        compare_one(first, second, one.num_rows, other.num_rows)
+        compare_one(first, second, one.num_rows, other.num_rows, is_renumbered=is_renumbered)
     if len(one.operations) != len(other.operations):
         raise Mixes(f"runs other operators for {one.num_rows} rows than for {other.num_rows}")
 
@@ -252,6 +254,7 @@ def add_left_out(one: HasOperations, other: HasOperations, number: int) -> None:
     left_out = mine.for_one_row(one.num_rows, _shape_for_one_row(one, other, number))
     if left_out is not None:
         other.operations.insert(number, left_out)
+        other.num_inserted += 1
 
 
 def _shape_for_one_row(one: HasOperations, other: HasOperations, number: int) -> tuple[int, ...] | None:
@@ -265,7 +268,7 @@ def _shape_for_one_row(one: HasOperations, other: HasOperations, number: int) ->
     return next((its for mine, its in zip(one.given, other.given, strict=True) if mine == given), None)
 
 
-def compare_one(mine: Operation, its: Operation, num_mine: int, num_its: int) -> None:
+def compare_one(mine: Operation, its: Operation, num_mine: int, num_its: int, *, is_renumbered: bool = False) -> None:
     """Checks that two operators are the same, except sizes that are multiples of the numbers of rows.
 
     Raises:
@@ -284,8 +287,7 @@ def compare_one(mine: Operation, its: Operation, num_mine: int, num_its: int) ->
         # One of another length may have a number for each row.
         if shape == its_shape and content != its_content:
             raise Mixes(f"makes a tensor of other numbers {rows}")
-    is_of_one = 1 in (num_mine, num_its)
-    if not all(are_alike(a, b, is_of_one=is_of_one) for a, b in zip(mine.sources, its.sources, strict=False)):
+    if not all(are_alike(a, b, is_renumbered=is_renumbered) for a, b in zip(mine.sources, its.sources, strict=False)):
         raise Mixes(f"hands another tensor to {_name(mine.func)} {rows}")
     pairs = [*zip(mine.sizes, its.sizes, strict=True)]
     for first, second in zip(mine.shapes, its.shapes, strict=True):

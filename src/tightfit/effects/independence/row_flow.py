@@ -149,6 +149,8 @@ class FakeRun(TorchDispatchMode):
         self.operations: list[Operation] = []
         self.given: list[tuple[int, ...]] = []
         self.sources = Sources()
+        # How many operators were inserted that it has left out.
+        self.num_inserted = 0
         self.failure: Mixes | None = None
         self._allows_randomness = allows_randomness
         self._allows_votes = allows_votes
@@ -395,7 +397,9 @@ class Flow(FakeRun):
         if number >= len(self.other.operations):
             raise self.fail(f"runs other operators for {self.num_rows} rows than for {self.other.num_rows}{at_line()}")
         try:
-            compare_one(operation, self.other.operations[number], self.num_rows, self.other.num_rows)
+            is_renumbered = self.other.num_inserted > 0
+            its = self.other.operations[number]
+            compare_one(operation, its, self.num_rows, self.other.num_rows, is_renumbered=is_renumbered)
         except Mixes as error:
             raise self.fail(f"{error}{at_line()}") from None
 

@@ -151,11 +151,11 @@ def prove(subject: Computation, num_rows: int, parts: Iterable[int], reads: Sequ
 
 def _compare_results(one: FakeRun, result: Any, other: FakeRun, its: Any) -> None:
     """Raises Mixes where two runs return results of other operators. Other numbers of results are the caller's matter."""
-    is_of_one = 1 in (one.num_rows, other.num_rows)
+    is_renumbered = bool(one.num_inserted or other.num_inserted)
     for pair in zip(tree_leaves(result), tree_leaves(its), strict=False):
         if not all(isinstance(each, torch.Tensor) for each in pair):
             continue
-        if not are_alike(one.sources.of(pair[0]), other.sources.of(pair[1]), is_of_one=is_of_one):
+        if not are_alike(one.sources.of(pair[0]), other.sources.of(pair[1]), is_renumbered=is_renumbered):
             raise Mixes(f"returns another result for {one.num_rows} rows than for {other.num_rows}")
 
 
