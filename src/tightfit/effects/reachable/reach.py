@@ -14,7 +14,7 @@ import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ from tightfit.effects.reachable.library_functions import (
     state_named_by,
 )
 from tightfit.effects.reachable.library_objects import StoredOnLibraries, is_followed, made_by
-from tightfit.effects.reachable.named_in_code import methods_of, named_in
+from tightfit.effects.reachable.named_in_code import all_methods_of, functions_behind, methods_of, named_in
 from tightfit.effects.reachable.opaque import functions_of, is_of_c, written_down
 from tightfit.effects.reachable.scopes import READS_ENVIRONMENT, Slots, environment, inner_container, scope, slots_of
 from tightfit.effects.users_code import is_users_class, is_users_file, is_users_function, is_users_module, module_of
@@ -120,6 +120,11 @@ class _CodeWalk(abc.ABC):
         self.stored = StoredOnLibraries()
         self._depth = 0
         self._waiting: deque[tuple[str, Any]] = deque()
+        # Classes of which any method may run: objects of them are made, or their methods named, at run time.
+        self._may_run: dict[type, None] = {}
+        # The methods of each class of the program's whose code was looked at.
+        self._walked: dict[type, set[str]] = {}
+        self._methods_of: dict[type, frozenset[str]] = {}
 
     @abc.abstractmethod
     def _look(self, path: str, value: Any) -> None:
@@ -140,33 +145,50 @@ class _CodeWalk(abc.ABC):
 
     def users_class(self, kind: type, path: str) -> None:
         """The code of a class's `forward`, and of the methods that it calls on `self`; of a helper's class, all methods."""
-        waiting = methods_of(kind)
-        seen = set(waiting)
-        while waiting:
-            name = waiting.pop()
-            owner = next((base for base in kind.__mro__ if name in vars(base)), None)
-            function = vars(owner)[name] if owner is not None else None
-            if isinstance(function, staticmethod | classmethod):
-                function = function.__func__
-            elif isinstance(function, property):
-                function = function.fget
-            elif isinstance(function, functools.cached_property):
-                function = function.func
-            elif isinstance(function, functools._lru_cache_wrapper):
-                self._value(f"{kind.__name__}.{name}", function)
-                function = function.__wrapped__
-            if isinstance(function, types.FunctionType):
-                self.function(f"{kind.__name__}.{name}", function)
-                for inner in users_functions_of(function):
-                    more = named_in(inner.__code__).attributes - seen
-                    waiting += more
-                    seen |= more
-            self.collected.found.code.method(kind, name)
+        self._methods(kind, methods_of(kind))
         for base in kind.__mro__:
             if is_users_class(base) and self.collected.is_new(base):
                 self.collected.hold(ClassAttributes(base.__name__, base), is_other=True)
                 for name, value in itertools.chain(class_state(base).items(), made_by(base)):
                     self._value(f"{base.__name__}.{name}", value)
+        if is_users_class(type(kind)):
+            self.users_class(type(kind), path)
+
+    def _methods(self, kind: type, names: Iterable[str]) -> None:
+        """The code of those methods of a class, of what they call on `self`, and of the same methods of its bases, which `super()` leads to."""
+        seen = self._walked.setdefault(kind, set())
+        waiting = [name for name in names if name not in seen]
+        seen.update(waiting)
+        while waiting:
+            name = waiting.pop()
+            for number, owner in enumerate(base for base in kind.__mro__ if name in vars(base)):
+                if not number or is_users_class(owner):
+                    for function in functions_behind(vars(owner)[name]):
+                        more = self._method(kind, name, function) - seen
+                        waiting += more
+                        seen |= more
+            self.collected.found.code.method(kind, name)
+
+    def _own_methods(self, kind: type) -> frozenset[str]:
+        if kind not in self._methods_of:
+            self._methods_of[kind] = all_methods_of(kind)
+        return self._methods_of[kind]
+
+    def _method(self, kind: type, name: str, function: Any) -> set[str]:
+        """The code of one of the functions behind a method; the attributes that it names."""
+        attributes = set[str]()
+        if isinstance(function, functools._lru_cache_wrapper):
+            self._value(f"{kind.__name__}.{name}", function)
+            function = function.__wrapped__
+        if isinstance(function, types.FunctionType):
+            self.function(f"{kind.__name__}.{name}", function)
+            for inner in users_functions_of(function):
+                named = named_in(inner.__code__)
+                attributes |= named.attributes
+                if named.reads_all_attributes:
+                    # By a name that is made at run time any of its methods may be called.
+                    self._may_run[kind] = None
+        return attributes
 
     def function(self, path: str, function: types.FunctionType) -> None:
         """A function: the globals, closures, defaults and attributes that it names."""
@@ -296,16 +318,31 @@ class _Walk(_CodeWalk):
 
     def finish(self) -> None:
         """Walks through the modules outside of the region, as far as code of the region names what they hold: the whole model may be among them."""
+        self._named_by_others()
+        # Last, and without what is watched at each call because code names it: most of this never runs.
+        flags = self.found.names_outside, self.found.ends_by_hand
+        done = set[type]()
+        while waiting := [kind for kind in self._may_run if kind not in done]:
+            done |= set(waiting)
+            for kind in waiting:
+                self._methods(kind, self._own_methods(kind))
+            self._named_by_others()
+        self.found.names_outside, self.found.ends_by_hand = flags
+        for holder in self.stored.holders(lambda: _names_held(self.found)):
+            self.collected.hold(holder, is_other=True)
+            for name, value in holder.content(is_kept=False).items():
+                self._value(f"{holder.path}.{name}", value)
+
+    def _named_by_others(self) -> None:
+        """What code of the region names of modules: what those outside of it hold, and the methods of all."""
         done = -1
         while done != (done := len(self.named_attributes)):
             for path, module in list(self._outside):
                 for name, value in [*vars(module).items(), *module._modules.items()]:
                     if name in self.named_attributes or (name.isdecimal() and isinstance(module, _LISTS)):
                         self._value(f"{path}.{name}", value)
-        for holder in self.stored.holders(lambda: _names_held(self.found)):
-            self.collected.hold(holder, is_other=True)
-            for name, value in holder.content(is_kept=False).items():
-                self._value(f"{holder.path}.{name}", value)
+            for kind in list(self._walked):
+                self._methods(kind, self._own_methods(kind) & self.named_attributes)
 
     def module(self, path: str, module: torch.nn.Module) -> None:
         """A module of the region."""
@@ -371,6 +408,8 @@ class _Walk(_CodeWalk):
             if id(value) not in self._inside and self.collected.is_new(value):
                 self.collected.hold_attributes(path, value)
                 self._outside.append((path, value))
+                if is_users_class(type(value)):
+                    self._methods(type(value), ("forward",))
             return
         if isinstance(value, types.MethodType):
             self._value(path, value.__self__)
@@ -381,7 +420,9 @@ class _Walk(_CodeWalk):
             self._object(path, value)
 
     def _class(self, path: str, kind: type) -> None:
-        """A class of the user's, for what it counts on itself; an enumeration's members may have attributes too."""
+        """A class of the user's, for what it counts on itself, and where an object of it is made; an enumeration's members may have attributes too."""
+        if is_users_class(kind):
+            self._may_run[kind] = None
         if not self.collected.is_full() and (not is_users_class(kind) or issubclass(kind, torch.nn.Module)):
             # A class of modules is walked with these; what the code counts on it by its name may be of one that has none in the region.
             self.stored.met(path, kind)
