@@ -378,7 +378,7 @@ class RecomputedCall:
                 restore(self._held)
         marks = ParameterMarks(self.before.reach.parameters), OptimizerMarks(self.before.reach.optimizers)
         try:
-            with self._ambient.put_back(ambient), self._without_more_hooks([*given, *kept]):
+            with self._ambient.put_back(ambient), _without_hooks_of(owner, self.before, [*given, *kept]):
                 yield
         finally:
             # What the program has put back in between is as before the first run, and was written to by this one.
@@ -390,13 +390,6 @@ class RecomputedCall:
             kept.clear()
             if change := marks[0].change() or marks[1].change():
                 raise owner.refusal(f"{change} in its forward, which a second run would do once more")
-
-    def _without_more_hooks(self, given: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
-        reach = self.before.reach
-        of_all = reach.names_gradient_hooks
-        # Of parameters it is refused (`ParameterMarks`).
-        others = (t for t in reach.tensors if of_all and t.requires_grad and not isinstance(t, torch.nn.Parameter))
-        return without_more_hooks([*given, *others], self.owner.refusal, of_nodes=of_all)
 
     def _spend(self) -> None:
         """Half of what a call costs the processor, in each of its runs."""
@@ -540,6 +533,17 @@ class _RepeatedCall:
             raise owner.refusal(
                 "cannot be run a second time: a result that it saved for its backward pass was written to past torch (through .data)"
             )
+
+
+def _without_hooks_of(
+    owner: Recomputed, before: Snapshot, given: Sequence[torch.Tensor]
+) -> AbstractContextManager[None]:
+    """Takes the hooks of a second run off again: on what it is given, and where its code names hooks on other tensors that it reaches."""
+    reach = before.reach
+    of_all = reach.names_gradient_hooks
+    # Of parameters it is refused (`ParameterMarks`).
+    others = (t for t in reach.tensors if of_all and t.requires_grad and not isinstance(t, torch.nn.Parameter))
+    return without_more_hooks([*given, *others], owner.refusal, of_nodes=of_all)
 
 
 def _did_instead(error: Exception) -> str:
