@@ -18,6 +18,9 @@ from tightfit.fit.values import differences
 from tightfit.planner.plan import Choice, Proof
 from tightfit.tape import Phase, Tape
 
+# Many processes and traces, of which each commit tries a half.
+pytestmark = pytest.mark.by_turns(2)
+
 PROGRAM = """\
 import sys
 import torch

@@ -66,6 +66,9 @@ _WITH_CONTENT = (
     complex,
 )
 _ENDED_BY_HAND = frozenset({"acquire", "__enter__"})
+_GRADIENT_HOOKS = frozenset(
+    {"register_hook", "register_prehook", "register_multi_grad_hook", "register_post_accumulate_grad_hook", "getattr"}
+)
 _LISTS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
 _BOUND_IN_C = (types.BuiltinMethodType, types.MethodWrapperType)
 
@@ -234,6 +237,7 @@ class _CodeWalk(abc.ABC):
         self.named_attributes |= attributes
         self.stored.code(attributes, named.stored, finds_modules=named.finds_modules)
         self.collected.found.ends_by_hand |= not named.attributes.isdisjoint(_ENDED_BY_HAND)
+        self.collected.found.names_gradient_hooks |= not _GRADIENT_HOOKS.isdisjoint(names | attributes)
         self.collected.found.names_outside |= not NAMES.isdisjoint(names | attributes | imported)
         space = function.__globals__
         if named.reads_all_globals:
