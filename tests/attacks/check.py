@@ -15,7 +15,7 @@ from tests.attacks.registry import Attack, attacks
 from tests.attacks.table import MARKS, marks_on_page
 
 PAGE_MARKS = marks_on_page()
-NUM_TURNS = 5
+NUM_TURNS = 7
 _NUM_PLACES = collections.Counter(
     name for marks in PAGE_MARKS.values() for name, mark in marks.items() if mark != MARKS[Outcome.NO_PLACE]
 )

@@ -19,6 +19,9 @@ from tightfit.errors import CaptureError, UsageError
 from tightfit.fit import batch_size
 from tightfit.fit.planning_progress import Progress
 
+# Many processes and traces, of which each commit tries a half.
+pytestmark = pytest.mark.by_turns(2)
+
 # What a test waits for comes at once; this is for a test that fails.
 PATIENCE_SECONDS = 120
 # What it starts is in a session of its own, and nobody's child.

@@ -11,6 +11,9 @@ from tests.forked_python import forked_python
 
 from tightfit.cli.main import run
 
+# Many processes and traces, of which each commit tries a half.
+pytestmark = pytest.mark.by_turns(2)
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = {
     "train_gpt2": "--batch-size 1 --sequence-length 64 --steps 3",

@@ -36,6 +36,9 @@ from tightfit.runtime.apply import apply_choices
 from tightfit.simulate import peak
 from tightfit.techniques.registry import techniques
 
+# Many processes and traces, of which each commit tries a half.
+pytestmark = pytest.mark.by_turns(2)
+
 WORKLOAD = """\
 import torch
 from torch import nn

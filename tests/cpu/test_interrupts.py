@@ -15,6 +15,9 @@ from tightfit import __main__
 from tightfit.cli import main, replay
 from tightfit.cli.main import run
 
+# Many processes and traces, of which each commit tries a half.
+pytestmark = pytest.mark.by_turns(2)
+
 # Says that it has begun, and then waits for ever.
 WAITS = """\
 import signal, sys, torch

@@ -118,6 +118,7 @@ def accelerated() -> Iterator[torch.Tensor]:
         yield loss
 
 
+@pytest.mark.by_turns(2)
 def test_clipping_of_accelerate_and_of_the_trainer_has_no_readers() -> None:
     trainer = Path(__file__).parents[2] / "examples" / "trainer_llama.py"
     sizes = [

@@ -19,6 +19,9 @@ from tightfit.fit.traced_runs import TracedRun, TracedRuns
 from tightfit.planner.option import Option
 from tightfit.techniques.registry import techniques
 
+# Many processes and traces, of which each commit tries a half.
+pytestmark = pytest.mark.by_turns(2)
+
 torch.set_num_threads(1)
 
 

@@ -6,6 +6,8 @@ import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 
+import pytest
+
 PLUGIN = "tightfit.integrations.pytest_plugin"
 TESTS = """
 import pytest
@@ -92,6 +94,7 @@ def pytest_of(folder: Path, *arguments: str) -> str:
     return subprocess.run([*command, *arguments], cwd=folder, capture_output=True, text=True, check=False).stdout
 
 
+@pytest.mark.by_turns(2)
 def test_markers_and_fixture(tmp_path: Path) -> None:
     (tmp_path / "test_memory.py").write_text(TESTS)
     said = pytest_of(tmp_path)

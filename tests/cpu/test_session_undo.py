@@ -177,6 +177,7 @@ def _without_interrupts(code: CodeType) -> frozenset[int]:
     return frozenset(ends | {each.offset for each in found if each.opname == "NOP"})
 
 
+@pytest.mark.by_turns(2)
 def test_an_interrupt_at_any_line_of_apply_leaves_everything_as_it_was() -> None:
     plan = plan_of(ALL)
     folder = tightfit.__path__[0]

@@ -203,6 +203,7 @@ def test_more_host_memory_than_there_is_is_refused() -> None:
         apply_choices([offload(0, host_bytes=1 << 60)], small(), [])
 
 
+@pytest.mark.by_turns(2)
 def test_a_plan_uses_the_host_only_as_far_as_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     place, budget = f"{large_models.__file__}:decoder", "1900MiB"
     only = [name for name in techniques() if name not in ("activation_offload", "chunked_loss")]

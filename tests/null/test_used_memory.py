@@ -87,7 +87,7 @@ def test_the_own_card_is_asked_unless_used_is_given_and_no_other_card_is(
     monkeypatch.chdir(tmp_path)
     tape().save("run.npz")
     monkeypatch.setattr(ctypes, "CDLL", lambda _: Library(3 * GIB))
-    monkeypatch.setattr("tightfit.cli.estimate.own_card", lambda: "NVIDIA GeForce RTX 4060")
+    monkeypatch.setattr("tightfit.cli.estimate.own_card", lambda _: "NVIDIA GeForce RTX 4060")
     assert run(["estimate", "run.npz"]) == 1
     said = capsys.readouterr()
     assert said.err == (

@@ -63,17 +63,23 @@ def put_own_prehook(node: Any, hook: Callable[[Any], None]) -> None:
 
 def has_hooks(node: Any) -> bool:
     """Whether a node has hooks, whoever has registered them when. It does not list them: one of ours is registered beside them, and taken off again."""
+    return any(hooks_of(node))
+
+
+def hooks_of(node: Any) -> list[dict[int, Any]]:
+    """The two dicts that a node keeps its hooks in, those that run before it and those that run after it; they stay with it."""
+    found: list[dict[int, Any]] = []
     for register in (node.register_hook, node.register_prehook):
         _own.hook = _probe
         try:
             handle = register(_probe)
         finally:
             _own.hook = None
-        num_hooks = len(handle.hooks_dict_ref())
+        # A weak reference; the node keeps the dict.
+        hooks = handle.hooks_dict_ref()
         handle.remove()
-        if num_hooks > 1:
-            return True
-    return False
+        found.append(hooks)
+    return found
 
 
 def _probe(*_: Any) -> None:

@@ -1,4 +1,5 @@
-"""Finds whole numbers that a later turn of a loop would use as sizes: `batch = 64 if step < 100 else 4096`, `if step == 500: length *= 2`.
+"""Finds whole numbers that a later turn of a loop would use as sizes: `batch = 64 if step < 100 else 4096`, `if step == 500: length *= 2`,
+`length = 64 + 32 * epoch`.
 
 Curricula of lengths and warm-ups of batches hold no call that works on tensors, and change what each later step needs. A number counts where its name
 is read as a size in the program: of a tensor that is made, of a slice, of a loop, or as an argument that is called a size, a length or a batch.
@@ -119,6 +120,94 @@ class Sizes:
                 return False
             node = parent
         return node.name in self._read
+
+
+# Whose arguments by position are all sizes; of the others of `_SIZED` some are values, or places in data.
+_ALL_SIZES = _SIZED - {"full", "randint", "arange", "range", "narrow", "DataLoader", "interpolate"}
+_WITH_SIZE = frozenset({"interpolate", "resize", "Resize", "center_crop", "CenterCrop"})
+_SIZE_KEYWORDS = frozenset({"size", "batch_size", "num_samples"})
+_KEEP_GROWTH = frozenset({"min", "max", "int", "round", "float", "abs", "floor", "ceil"})
+
+
+class CountedSizes:
+    """Sizes that grow with the number of a loop's turn: `length = min(32 + 8 * epoch, 512)`, `range(1 + step // 50)`.
+
+    What is read as a bound of a slice or of a range alone is no size here: places in data grow with the turn, and what lies between them does not.
+    """
+
+    def __init__(self, trees: Sequence[ast.Module]) -> None:
+        self._read: set[str] = set()
+        self._parameters: dict[str, list[str]] = {}
+        nodes = [node for tree in trees for node in ast.walk(tree)]
+        for node in nodes:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                self._parameters[node.name] = [each.arg for each in node.args.args if each.arg != "self"]
+        # As in `Sizes`: what a function reads as a size is one where it is called.
+        for _ in range(3):
+            for node in nodes:
+                self._read |= {_name(inner) for part in self._sizes_in(node) for inner in ast.walk(part)} - {""}
+
+    def _sizes_in(self, node: ast.AST) -> Iterator[ast.expr]:
+        if not isinstance(node, ast.Call):
+            return
+        name = called(node)
+        if name in _ALL_SIZES:
+            yield from node.args
+        elif name in _WITH_SIZE or (name in ("range", "arange") and len(node.args) == 1):
+            yield from node.args[-1:]
+        elif name == "full":
+            yield from node.args[:1]
+        elif name == "randint":
+            yield from (argument for argument in node.args if isinstance(argument, ast.Tuple | ast.List))
+        parameters = self._parameters.get(name, ())
+        yield from (argument for argument, each in zip(node.args, parameters, strict=False) if each in self._read)
+        yield from (
+            each.value
+            for each in node.keywords
+            if each.arg in _SIZE_KEYWORDS or (each.arg in parameters and each.arg in self._read)
+        )
+
+    def growing_in(self, loop: ast.For | ast.While) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
+        """The assignments of sizes, and the sizes themselves, that grow with the number of the loop's turn, in words."""
+        counters = _counters(loop)
+        for node in (node for statement in loop.body for node in ast.walk(statement)):
+            is_size = isinstance(node, ast.Assign) and any(_name(target) in self._read for target in node.targets)
+            if isinstance(node, ast.Assign) and is_size and _grows_with(node.value, counters):
+                yield node, " ".join(ast.unparse(node).split())
+            for part in self._sizes_in(node):
+                for size in part.elts if isinstance(part, ast.Tuple | ast.List) else [part]:
+                    if _grows_with(size, counters):
+                        yield size, f"a size of {ast.unparse(size)}"
+
+
+def _counters(loop: ast.For | ast.While) -> set[str]:
+    """The names that count the turns of a loop."""
+    if isinstance(loop, ast.While):
+        nodes = (node for statement in loop.body for node in ast.walk(statement) if isinstance(node, ast.AugAssign))
+        return {_name(n.target) for n in nodes if isinstance(n.op, ast.Add) and is_whole_number(n.value)} - {""}
+    source, target = loop.iter, loop.target
+    while isinstance(source, ast.Call) and called(source) in ("tqdm", "track", "progress_bar") and source.args:
+        source = source.args[0]
+    name = called(source) if isinstance(source, ast.Call) else ""
+    if name in ("range", "trange", "count"):
+        return {_name(target)} - {""}
+    if name == "enumerate" and isinstance(target, ast.Tuple) and target.elts:
+        return {_name(target.elts[0])} - {""}
+    return set()
+
+
+def _grows_with(node: ast.expr, counters: set[str]) -> bool:
+    """Whether an expression grows where one of the counters does, by its looks."""
+    match node:
+        case ast.Name() | ast.Attribute():
+            return _name(node) in counters
+        case ast.BinOp(op=ast.Add() | ast.Mult() | ast.Pow() | ast.LShift(), left=left, right=right):
+            return _grows_with(left, counters) or _grows_with(right, counters)
+        case ast.BinOp(op=ast.Sub() | ast.FloorDiv() | ast.Div(), left=left):
+            return _grows_with(left, counters)
+        case ast.Call(args=arguments) if called(node) in _KEEP_GROWTH:
+            return any(_grows_with(argument, counters) for argument in arguments)
+    return False
 
 
 def _targets(node: ast.stmt) -> Sequence[ast.expr]:

@@ -10,7 +10,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from tightfit.capture.after_steps.changing_sizes import Sizes
+from tightfit.capture.after_steps.changing_sizes import CountedSizes, Sizes
 from tightfit.capture.after_steps.function_tables import FunctionTables
 from tightfit.capture.after_steps.named_lambdas import given_name
 from tightfit.capture.after_steps.names_of_modules import last_name, names_of_modules
@@ -138,14 +138,14 @@ def not_reached(
         for call in source.works(branch.statements):
             if ast.unparse(call) not in reached:
                 found.setdefault(_named(call, branch.file, branch.condition))
-    tables = SizeTables(tuple(program.trees.values()), sizes)
+    tables, counted = SizeTables(tuple(program.trees.values()), sizes), CountedSizes(tuple(program.trees.values()))
     for file, loop in _nodes_of(program, set(left)):
         for node in sizes.growing_in(loop):
             what, where = " ".join(ast.unparse(node).split()), f"{short(file)}:{node.lineno}"
             if not any((each.what, each.where) == (what, where) for each in found):
                 found[NotReached(what=what, where=where, condition="in each turn")] = None
-        for table, what in tables.later_in(loop):
-            found.setdefault(NotReached(what=what, where=f"{short(file)}:{table.lineno}", condition="in a later turn"))
+        for size, what in (*tables.later_in(loop), *counted.growing_in(loop)):
+            found.setdefault(NotReached(what=what, where=f"{short(file)}:{size.lineno}", condition="in a later turn"))
     if is_stopped:
         for each in _after(source, program, stack):
             found.setdefault(each)

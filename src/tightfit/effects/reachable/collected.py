@@ -52,6 +52,8 @@ class Reach:
     """Whether code of the region names something by which it may reach outside of the process's memory."""
     ends_by_hand: bool = False
     """Whether code of the region names something that it would have to end by itself, such as a lock: an exception in between leaves it as it is."""
+    names_gradient_hooks: bool = False
+    """Whether code of the region names something by which it may put a hook on a tensor or on a node of the graph."""
     has_graphs: bool = False
     """Whether a dict held a tensor with a graph when last read, or may have."""
     _identities: Any = None

@@ -1,6 +1,7 @@
 """The arguments of a recomputed call: which tensors are among them, what of them has state of its own, and how they are kept for the second run."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from tightfit.effects.holders import PLAIN
 from tightfit.effects.users_code import is_of_library, is_users_class
 from tightfit.effects.values.card_sums import unseen
 from tightfit.torch_hooks.manifest import MAKE_SAVED_TENSOR
+from tightfit.torch_hooks.node_hooks import hooks_of
 
 _WITHOUT_STATE = (torch.Tensor, *PLAIN, torch.Size, torch.dtype, torch.device)
 _make_saved_tensor: Any = MAKE_SAVED_TENSOR.value() if MAKE_SAVED_TENSOR.is_expected() else None
@@ -88,6 +90,34 @@ def _is_cache(argument: Any) -> bool:
     if isinstance(argument, _WITHOUT_STATE) or type(argument) is tuple or is_users_class(type(argument)):
         return False
     return hasattr(argument, "get_seq_length") and hasattr(argument, "update")
+
+
+_HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+@contextmanager
+def without_more_hooks(
+    tensors: Iterable[torch.Tensor], refusal: Callable[[str], Exception], *, of_nodes: bool
+) -> Iterator[None]:
+    """Takes hooks off again that code inside puts on `tensors`, and with `of_nodes` on the nodes that have made them: the backward pass goes through both
+    and has those of the first run already. One that retains a gradient takes the place of the first run's, and is refused.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        held = [(each, name, set(getattr(each, name, None) or ())) for each in tensors for name in _HOOKS_OF_TENSORS]
+        nodes = {each.grad_fn for each, _, _ in held if each.grad_fn is not None} if of_nodes else ()
+        kept = [(hooks, set(hooks)) for node in nodes for hooks in hooks_of(node)]
+        passed_by = [each for each, _, _ in held if each.grad_fn is not None and not each.retains_grad]
+    try:
+        yield
+    finally:
+        with torch._C.DisableTorchFunctionSubclass():
+            kept += [(getattr(each, name, None) or {}, known) for each, name, known in held]
+        for hooks, known in kept:
+            for number in [number for number in hooks if number not in known]:
+                del hooks[number]
+    with torch._C.DisableTorchFunctionSubclass():
+        if any(each.retains_grad for each in passed_by):
+            raise refusal("retains the gradient of an input that is another tensor when it is run a second time")
 
 
 class SavedInputs:

@@ -58,6 +58,7 @@ from tightfit.techniques.recomputation.call_arguments import (
     tensors_in,
     versions,
     without_cache,
+    without_more_hooks,
 )
 from tightfit.techniques.recomputation.recompute_checks import (
     CheckSchedule,
@@ -336,13 +337,13 @@ class RecomputedCall:
             self.owner.stored.leaves(self.before.in_graphs(), after.in_graphs(), self.owner.num_second_runs)
 
     @contextmanager
-    def again(self) -> Iterator[None]:
-        """Restores the state of the first run for a block and compares its results; afterwards the present state is restored."""
-        with self.restored(), self._compared():
+    def again(self, given: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Restores the state of the first run for a block, which is given these tensors, and compares its results; afterwards the present state is restored."""
+        with self.restored(given), self._compared():
             yield
 
     @contextmanager
-    def restored(self) -> Iterator[None]:
+    def restored(self, given: Sequence[torch.Tensor]) -> Iterator[None]:
         """The same without the comparison.
 
         Raises:
@@ -377,7 +378,7 @@ class RecomputedCall:
                 restore(self._held)
         marks = ParameterMarks(self.before.reach.parameters), OptimizerMarks(self.before.reach.optimizers)
         try:
-            with self._ambient.put_back(ambient):
+            with self._ambient.put_back(ambient), _without_hooks_of(owner, self.before, [*given, *kept]):
                 yield
         finally:
             # What the program has put back in between is as before the first run, and was written to by this one.
@@ -494,7 +495,7 @@ class _RepeatedCall:
         noted = functools.partial(_note_state, owner, fingerprints, at_last) if fingerprints is not None else None
         later = LaterRun(call.saved, task, stops_early=self._stops_early, at_last=noted)
         # First the state, then the rest: what restoring runs (copies of buffers) must be neither counted nor saved.
-        with torch.enable_grad(), self._settings.put_back(), call.restored():
+        with torch.enable_grad(), self._settings.put_back(), call.restored(tensors_in((*args, *self._kwargs.values()))):
             self._check(args)
             try:
                 with (
@@ -532,6 +533,17 @@ class _RepeatedCall:
             raise owner.refusal(
                 "cannot be run a second time: a result that it saved for its backward pass was written to past torch (through .data)"
             )
+
+
+def _without_hooks_of(
+    owner: Recomputed, before: Snapshot, given: Sequence[torch.Tensor]
+) -> AbstractContextManager[None]:
+    """Takes the hooks of a second run off again: on what it is given, and where its code names hooks on other tensors that it reaches."""
+    reach = before.reach
+    of_all = reach.names_gradient_hooks
+    # Of parameters it is refused (`ParameterMarks`).
+    others = (t for t in reach.tensors if of_all and t.requires_grad and not isinstance(t, torch.nn.Parameter))
+    return without_more_hooks([*given, *others], owner.refusal, of_nodes=of_all)
 
 
 def _did_instead(error: Exception) -> str:

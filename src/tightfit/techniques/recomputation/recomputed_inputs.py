@@ -13,6 +13,7 @@ import torch
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from tightfit.effects.values.fingerprints import paused
+from tightfit.techniques.recomputation.call_arguments import tensors_in
 from tightfit.techniques.recomputation.recompute import Recomputed, RecomputedCall
 from tightfit.techniques.wrappers.forwards import Around
 from tightfit.techniques.wrappers.traced_calls import is_looked_at
@@ -63,7 +64,7 @@ class _Replay:
             torch.set_rng_state(self._cpu_state)
             set_device_states(self._devices, self._device_states, device_type=self._device_type)
             args, kwargs = _each(resolved, self.args, self.kwargs)
-            with self.call.again():
+            with self.call.again(tensors_in((*args, *kwargs.values()))):
                 result = self.forward(*args, **kwargs)
         output = result[0] if self.is_tuple else result
         # The replay's graph saved nothing; the block's own second run starts a new one.

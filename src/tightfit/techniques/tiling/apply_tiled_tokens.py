@@ -231,7 +231,7 @@ def _dimension(value: torch.Tensor, num_tiles: int) -> int | None:
 
 
 def _cut(length: int, num_tiles: int) -> list[Tile]:
-    """`num_tiles` tiles of nearly the same length, or as many as there are positions."""
-    num_tiles = min(num_tiles, length)
+    """`num_tiles` tiles of nearly the same length, or as many as have two positions each: how dimensions lie in memory is not seen from one."""
+    num_tiles = max(1, min(num_tiles, length // 2))
     borders = [length * number // num_tiles for number in range(num_tiles + 1)]
     return [Tile(begin=b, end=e, out_begin=b, out_end=e) for b, e in itertools.pairwise(borders)]
