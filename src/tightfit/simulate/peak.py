@@ -4,6 +4,8 @@ The likely peak comes from the likely sizes, on a GPU of the given capacity: a l
 cuDNN does. The range comes from replays under other assumptions (`tightfit.simulate.band`).
 """
 
+import dataclasses
+
 import numpy as np
 
 from tightfit.allocator.settings import AllocatorSettings
@@ -48,6 +50,11 @@ def estimate_peak(
     """
     settings = settings or AllocatorSettings()
     device = device if calibration is None else calibration.applied_to(device, libraries_of(tape))
+    fraction = min(tape.memory_fraction, settings.per_process_memory_fraction)
+    if fraction < 1:
+        # The fraction is one of what the allocator may reserve, beside which the context is.
+        allowed_bytes = int(fraction * device.capacity_bytes) + device.context_bytes
+        device = dataclasses.replace(device, capacity_bytes=min(device.capacity_bytes, allowed_bytes))
     # The tape may have been traced for another GPU, whose cuBLAS workspace has another size.
     tape = with_workspaces_of(device, tape, calibration)
     storages = tape.storages
