@@ -50,11 +50,7 @@ def estimate_peak(
     """
     settings = settings or AllocatorSettings()
     device = device if calibration is None else calibration.applied_to(device, libraries_of(tape))
-    fraction = min(tape.memory_fraction, settings.per_process_memory_fraction)
-    if fraction < 1:
-        # The fraction is one of what the allocator may reserve, beside which the context is.
-        allowed_bytes = int(fraction * device.capacity_bytes) + device.context_bytes
-        device = dataclasses.replace(device, capacity_bytes=min(device.capacity_bytes, allowed_bytes))
+    device = _as_allowed(device, min(tape.memory_fraction, settings.per_process_memory_fraction))
     # The tape may have been traced for another GPU, whose cuBLAS workspace has another size.
     tape = with_workspaces_of(device, tape, calibration)
     storages = tape.storages
@@ -119,6 +115,12 @@ def estimate_peak(
         assumptions=(*tape.assumptions, *plans_on_the_way(tape, device, calibration)),
         coverage=tape.coverage,
     )
+
+
+def _as_allowed(device: Device, fraction: float) -> Device:
+    """The GPU as large as the allocator may use it: the fraction is one of what it may reserve, beside which the context is."""
+    allowed_bytes = int(fraction * device.capacity_bytes) + device.context_bytes
+    return dataclasses.replace(device, capacity_bytes=min(device.capacity_bytes, allowed_bytes))
 
 
 def _alive(tape: Tape, at: int) -> Column:

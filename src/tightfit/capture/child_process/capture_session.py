@@ -162,17 +162,8 @@ class CaptureSession:
 
         Communication(self.gpu, world).install()
 
-    def _note_allocator_settings(self) -> None:
-        """A program may set what torch's allocator reads when it is first used."""
-        own = settings_of_environment()
-        if own != self._allocator_settings:
-            self.recorder.assume(
-                "the program",
-                f"it sets PYTORCH_CUDA_ALLOC_CONF={own} itself, which is not followed here: give --alloc-conf {own}",
-            )
-
     def _take(self) -> None:
-        self._note_allocator_settings()
+        _note_allocator_settings(self.recorder, self._allocator_settings)
         tape = tape_of(self.recorder, target="", versions={}, traced_for=self.device.name)
         coverage = Coverage()
         if self.watch.after is not None:
@@ -299,3 +290,13 @@ class CaptureSession:
     def _note_assumed(self, error: BaseException) -> None:
         """An exception of the program may follow from a value that was assumed."""
         self.gpu.reads.note_on(error, ((p.file, p.first_line, p.line) for p in places_of(error)))
+
+
+def _note_allocator_settings(recorder: Recorder, before: str) -> None:
+    """A program may set what torch's allocator reads when it is first used."""
+    own = settings_of_environment()
+    if own != before:
+        recorder.assume(
+            "the program",
+            f"it sets PYTORCH_CUDA_ALLOC_CONF={own} itself, which is not followed here: give --alloc-conf {own}",
+        )
