@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from tests.null.test_tape import small_tape as tape_of_one_operator
 
 import tightfit
@@ -294,3 +295,10 @@ def test_values_that_differ_by_rounding_are_the_same_up_to_the_order_of_sums_alo
     assert list(differences(plain, {**plain, "numpy": "drawn"}, is_bitwise=False)) == [
         "the random state of numpy ends as another"
     ]
+
+
+def test_an_infinite_value_does_not_hide_what_is_beside_it() -> None:
+    plain = {"losses": [], "weights": {}, "buffers": {}, "torch": 1, "python": "", "numpy": ""}
+    one, other = ({**plain, "buffers": {"mask": torch.tensor([-torch.inf, each])}} for each in (1.0, 2.0))
+    assert list(differences(one, one, is_bitwise=False)) == []
+    assert list(differences(one, other, is_bitwise=False)) == ["mask ends with other values"]

@@ -64,6 +64,22 @@ def test_updates_below_the_resolution_are_not_lost(rounding):
 
 
 @pytest.mark.parametrize("rounding", ["stochastic", "compensated"])
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+def test_weights_that_are_loaded_after_a_run_has_diverged_are_trained_on(rounding, wrong):
+    model = torch.nn.Linear(4, 4, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    PureBf16().apply(
+        Session(model=model, optimizers=[optimizer]), [choice("pure_bf16", "precision", rounding=rounding)]
+    )
+    good = copy.deepcopy(model.state_dict())
+    for gradient in (wrong, 1.0):
+        model.weight.grad = torch.full_like(model.weight, gradient)
+        optimizer.step()
+        assert bool(model.weight.isfinite().all()) == (gradient == 1.0)
+        model.load_state_dict(good)
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "compensated"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_it_trains_near_the_plain_run(optimizer, rounding):
     plain = train(optimizer=optimizer, reload_at=2, max_norm=1.0)

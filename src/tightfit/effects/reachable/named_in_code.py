@@ -3,17 +3,19 @@
 import dataclasses
 import functools
 import types
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from tightfit.effects.bytecode.instructions import instructions_of
 from tightfit.effects.users_code import is_users_class
 
-_GLOBALS = ("LOAD_GLOBAL", "STORE_GLOBAL")
-_ATTRIBUTES = ("LOAD_ATTR", "STORE_ATTR", "IMPORT_FROM")
+_GLOBALS = ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL")
+_ATTRIBUTES = ("LOAD_ATTR", "STORE_ATTR", "DELETE_ATTR", "IMPORT_FROM")
 # By which code reaches globals without naming them, and attributes without naming these.
 _ALL_GLOBALS = frozenset({"globals", "exec", "eval"})
-_ALL_ATTRIBUTES = frozenset({"getattr", "setattr", "vars", "__dict__", "attrgetter"})
+_ALL_ATTRIBUTES = frozenset({"getattr", "setattr", "vars", "__dict__", "attrgetter", "methodcaller"})
 # By which code sets attributes whose names are constants of it.
 _SETS_BY_NAME = frozenset({"setattr", "delattr", "__setattr__", "__delattr__", "vars", "__dict__"})
 # By which code finds a Python module at run time.
@@ -88,3 +90,25 @@ def methods_of(kind: type) -> list[str]:
     names = {name for base in kind.__mro__ if is_users_class(base) for name in vars(base)}
     chosen = {n for n in names if not is_module or (n.startswith("__") and n.endswith("__"))}
     return sorted((chosen | {"forward"}) - _MAKING)
+
+
+def all_methods_of(kind: type) -> frozenset[str]:
+    """The methods of the program's own that a class has, also those that run where an object of it is made or shown."""
+    return frozenset(name for base in kind.__mro__ if is_users_class(base) for name in vars(base))
+
+
+def functions_behind(attribute: Any) -> Iterator[Any]:
+    """The functions that run where an attribute of a class is used; the attribute itself where it is a function, or nothing of Python's own that wraps some."""
+    if isinstance(attribute, staticmethod | classmethod):
+        inner = [attribute.__func__]
+    elif isinstance(attribute, property):
+        inner = [attribute.fget, attribute.fset, attribute.fdel]
+    elif isinstance(attribute, functools.cached_property | functools.partialmethod):
+        inner = [attribute.func]
+    elif isinstance(attribute, functools.singledispatchmethod):
+        inner = [attribute.func, *attribute.dispatcher.registry.values()]
+    else:
+        yield attribute
+        return
+    for each in inner:
+        yield from functions_behind(each)

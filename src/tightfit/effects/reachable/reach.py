@@ -24,10 +24,11 @@ from tightfit.effects.code import CODE
 from tightfit.effects.holders import ClassAttributes, Names, class_state, is_plain
 from tightfit.effects.outside_calls import NAMES
 from tightfit.effects.reachable.cells import Cell, contents
+from tightfit.effects.reachable.class_methods import ClassMethods
 from tightfit.effects.reachable.classes_of_libraries import BAGS, COUNTING, IN_C, OF_ARRAYS, STATELESS, UNCHANGING
 from tightfit.effects.reachable.collected import Collected, Reach
 from tightfit.effects.reachable.containers import items_in, tensors_in, wrapped_by
-from tightfit.effects.reachable.decorated import decorated_by, users_functions_of
+from tightfit.effects.reachable.decorated import decorated_by
 from tightfit.effects.reachable.drawn import drawn, hidden, objects_of
 from tightfit.effects.reachable.library_functions import (
     MOST_FUNCTIONS,
@@ -124,12 +125,13 @@ class _CodeWalk(abc.ABC):
         self.stored = StoredOnLibraries()
         self._depth = 0
         self._waiting: deque[tuple[str, Any]] = deque()
+        self._methods = ClassMethods(self.collected.found.code)
 
     @abc.abstractmethod
     def _look(self, path: str, value: Any) -> None:
         """Looks at a value of any type."""
 
-    def _value(self, path: str, value: Any) -> None:
+    def value(self, path: str, value: Any) -> None:
         """A value of any type. What lies deep (a list of nodes that each have the next one) waits, so that Python's stack is enough for all of it."""
         if self._depth == _DEEPEST:
             self._waiting.append((path, value))
@@ -144,33 +146,14 @@ class _CodeWalk(abc.ABC):
 
     def users_class(self, kind: type, path: str) -> None:
         """The code of a class's `forward`, and of the methods that it calls on `self`; of a helper's class, all methods."""
-        waiting = methods_of(kind)
-        seen = set(waiting)
-        while waiting:
-            name = waiting.pop()
-            owner = next((base for base in kind.__mro__ if name in vars(base)), None)
-            function = vars(owner)[name] if owner is not None else None
-            if isinstance(function, staticmethod | classmethod):
-                function = function.__func__
-            elif isinstance(function, property):
-                function = function.fget
-            elif isinstance(function, functools.cached_property):
-                function = function.func
-            elif isinstance(function, functools._lru_cache_wrapper):
-                self._value(f"{kind.__name__}.{name}", function)
-                function = function.__wrapped__
-            if isinstance(function, types.FunctionType):
-                self.function(f"{kind.__name__}.{name}", function)
-                for inner in users_functions_of(function):
-                    more = named_in(inner.__code__).attributes - seen
-                    waiting += more
-                    seen |= more
-            self.collected.found.code.method(kind, name)
+        self._methods.look_at(self, kind, methods_of(kind))
         for base in kind.__mro__:
             if is_users_class(base) and self.collected.is_new(base):
                 self.collected.hold(ClassAttributes(base.__name__, base), is_other=True)
                 for name, value in itertools.chain(class_state(base).items(), made_by(base)):
-                    self._value(f"{base.__name__}.{name}", value)
+                    self.value(f"{base.__name__}.{name}", value)
+        if is_users_class(type(kind)):
+            self.users_class(type(kind), path)
 
     def function(self, path: str, function: types.FunctionType) -> None:
         """A function: the globals, closures, defaults and attributes that it names."""
@@ -183,7 +166,7 @@ class _CodeWalk(abc.ABC):
         for number, inner in enumerate(decorated_by(function)):
             if not number:
                 self._attributes_of(path, function)
-            self._value(path, inner)
+            self.value(path, inner)
         if self._is_whole and is_looked_through(function.__module__) and self._num_of_libraries < MOST_FUNCTIONS:
             self._num_of_libraries += 1
             if names := state_named_by(function):
@@ -200,7 +183,7 @@ class _CodeWalk(abc.ABC):
                 self.collected.hold(ClassAttributes(value.__name__, value), is_other=True)
                 for name, inner in class_state(value).items():
                     if is_state(inner):
-                        self._value(f"{value.__name__}.{name}", inner)
+                        self.value(f"{value.__name__}.{name}", inner)
             for name, method in list(vars(value).items()):
                 if isinstance(method, types.FunctionType):
                     self.function(f"{value.__name__}.{name}", method)
@@ -208,7 +191,7 @@ class _CodeWalk(abc.ABC):
     def _named_in(self, path: str, space: dict[str, Any], names: tuple[str, ...]) -> None:
         self.collected.hold(Names(path, (id(space), names), lambda: space, only=names), is_other=True)
         for name in names:
-            self._value(f"{path}.{name}", space[name])
+            self.value(f"{path}.{name}", space[name])
 
     def _own_function(self, path: str, function: types.FunctionType) -> None:
         named = named_in(function.__code__)
@@ -235,7 +218,7 @@ class _CodeWalk(abc.ABC):
             if isinstance(value, types.ModuleType):
                 self.python_module(value, attributes, of_all=named.reads_all_attributes)
             else:
-                self._value(f"{module}.{name}", value)
+                self.value(f"{module}.{name}", value)
         for name in imported:
             if isinstance(module_named := sys.modules.get(name), types.ModuleType):
                 self.python_module(module_named, attributes, of_all=named.reads_all_attributes)
@@ -243,9 +226,9 @@ class _CodeWalk(abc.ABC):
             if variable != "__class__" and self.collected.is_new(cell):
                 self.collected.hold(Cell(f"{path}:{variable}", cell), is_other=True)
                 for value in contents(cell):
-                    self._value(f"{path}:{variable}", value)
+                    self.value(f"{path}:{variable}", value)
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-            self._value(f"{path}()", value)
+            self.value(f"{path}()", value)
 
     def _attributes_of(self, path: str, function: types.FunctionType) -> None:
         if not self.collected.is_new(vars(function)):
@@ -255,7 +238,7 @@ class _CodeWalk(abc.ABC):
             return
         self.collected.hold_dict(path, vars(function), is_attributes=True)
         for name, value in list(vars(function).items()):
-            self._value(f"{path}.{name}", value)
+            self.value(f"{path}.{name}", value)
 
     def python_module(self, module: types.ModuleType, attributes: frozenset[str], *, of_all: bool = False) -> None:
         """A Python module: the environment, or what code names of a module of the user's; with `of_all` whatever it has that is no code."""
@@ -272,7 +255,7 @@ class _CodeWalk(abc.ABC):
         # What its functions name in turn.
         for name in sorted(attributes & vars(module).keys()):
             if isinstance(vars(module)[name], types.FunctionType):
-                self._value(f"{module.__name__}.{name}", vars(module)[name])
+                self.value(f"{module.__name__}.{name}", vars(module)[name])
 
     def _put_in_library(self, module: types.ModuleType | type, attributes: frozenset[str] | None) -> None:
         """The user's own functions in a library's module or class, in the place of the library's; `attributes` are the names to look at, None for all."""
@@ -280,7 +263,7 @@ class _CodeWalk(abc.ABC):
         for name in sorted(names):
             value = vars(module)[name]
             if is_users_function(value):
-                self._value(f"{module.__name__}.{name}", value)
+                self.value(f"{module.__name__}.{name}", value)
         if self._is_whole and isinstance(module, types.ModuleType) and is_looked_through(module.__name__):
             there = [(name, vars(module)[name]) for name in sorted(names)]
             self._named_in(module.__name__, vars(module), tuple(name for name, value in there if is_state(value)))
@@ -301,16 +284,22 @@ class _Walk(_CodeWalk):
 
     def finish(self) -> None:
         """Walks through the modules outside of the region, as far as code of the region names what they hold: the whole model may be among them."""
-        done = -1
-        while done != (done := len(self.named_attributes)):
-            for path, module in list(self._outside):
-                for name, value in [*vars(module).items(), *module._modules.items()]:
-                    if name in self.named_attributes or (name.isdecimal() and isinstance(module, _LISTS)):
-                        self._value(f"{path}.{name}", value)
+        flags = None
+        while flags is None or self._methods.look_at_others(self):
+            done = -1
+            while done != (done := len(self.named_attributes)):
+                for path, module in list(self._outside):
+                    for name, value in [*vars(module).items(), *module._modules.items()]:
+                        if name in self.named_attributes or (name.isdecimal() and isinstance(module, _LISTS)):
+                            self.value(f"{path}.{name}", value)
+                self._methods.look_at_named(self, self.named_attributes)
+            # Most of what only may run never does: nothing is watched at each call because it is named there.
+            flags = flags or (self.found.names_outside, self.found.ends_by_hand)
+        self.found.names_outside, self.found.ends_by_hand = flags
         for holder in self.stored.holders(lambda: _names_held(self.found)):
             self.collected.hold(holder, is_other=True)
             for name, value in holder.content(is_kept=False).items():
-                self._value(f"{holder.path}.{name}", value)
+                self.value(f"{holder.path}.{name}", value)
 
     def module(self, path: str, module: torch.nn.Module) -> None:
         """A module of the region."""
@@ -329,10 +318,10 @@ class _Walk(_CodeWalk):
                     )
                 for key, inner in list(value.items()):
                     if not isinstance(inner, torch.nn.Module):
-                        self._value(f"{shown}.{key}", inner)
+                        self.value(f"{shown}.{key}", inner)
             # Our own wrappers stand there while a plan is on the model.
             elif name != "forward":
-                self._value(f"{path}.{name}", value)
+                self.value(f"{path}.{name}", value)
         self.users_class(type(module), path)
 
     def hooks_of_all_modules(self) -> None:
@@ -347,7 +336,7 @@ class _Walk(_CodeWalk):
             else:
                 self.found.empty.append(hooks)
             for hook in list(hooks.values()):
-                self._value(f"torch.nn.{name}", hook)
+                self.value(f"torch.nn.{name}", hook)
 
     def argument(self, path: str, value: Any) -> None:
         """An argument of the forward; its tensors are watched whether they have a graph or not."""
@@ -356,7 +345,7 @@ class _Walk(_CodeWalk):
             if isinstance(leaf, torch.Tensor) and self.collected.is_new(leaf):
                 self.found.tensors.append(leaf)
                 self.found.tensor_paths.append(path if leaf is value else f"{path}[{number}]")
-        self._value(path, value)
+        self.value(path, value)
 
     def _look(self, path: str, value: Any) -> None:
         if isinstance(value, type):
@@ -372,16 +361,18 @@ class _Walk(_CodeWalk):
             return
         if type(value) in weakref.ProxyTypes:
             # Checked first, as a proxy reports the class of its object.
-            self._value(path, inner_container(value))
+            self.value(path, inner_container(value))
             return
         if isinstance(value, torch.nn.Module):
             # One that is not inside the region: its own attributes, not all that lies below it.
             if id(value) not in self._inside and self.collected.is_new(value):
                 self.collected.hold_attributes(path, value)
                 self._outside.append((path, value))
+                if is_users_class(type(value)):
+                    self._methods.look_at(self, type(value), ("forward",))
             return
         if isinstance(value, types.MethodType):
-            self._value(path, value.__self__)
+            self.value(path, value.__self__)
             value = value.__func__
         if isinstance(value, types.FunctionType):
             self.function(path, value)
@@ -389,7 +380,9 @@ class _Walk(_CodeWalk):
             self._object(path, value)
 
     def _class(self, path: str, kind: type) -> None:
-        """A class of the user's, for what it counts on itself; an enumeration's members may have attributes too."""
+        """A class of the user's, for what it counts on itself, and where an object of it is made; an enumeration's members may have attributes too."""
+        if is_users_class(kind):
+            self._methods.may_all_run(kind)
         if not self.collected.is_full() and (not is_users_class(kind) or issubclass(kind, torch.nn.Module)):
             # A class of modules is walked with these; what the code counts on it by its name may be of one that has none in the region.
             self.stored.met(path, kind)
@@ -400,7 +393,7 @@ class _Walk(_CodeWalk):
         self.users_class(kind, path)
         if issubclass(kind, enum.Enum):
             for name, member in kind.__members__.items():
-                self._value(f"{path}.{name}", member)
+                self.value(f"{path}.{name}", member)
 
     def _object(self, path: str, value: Any) -> None:
         self._own_attributes(path, value)
@@ -413,12 +406,12 @@ class _Walk(_CodeWalk):
         elif isinstance(value, dict | list | deque | tuple | set | frozenset):
             self.collected.hold_container(path, value)
             for place, inner in items_in(path, value):
-                self._value(place, inner)
+                self.value(place, inner)
         elif (wrapped := wrapped_by(value)) is not None:
             if isinstance(value, functools._lru_cache_wrapper):
                 self.found.caches.append((path, value))
             for inner in wrapped:
-                self._value(path, inner)
+                self.value(path, inner)
         else:
             self._other(path, value)
 
@@ -434,22 +427,22 @@ class _Walk(_CodeWalk):
             return
         self.collected.hold_dict(path, own, is_attributes=True)
         for name, inner in list(own.items()):
-            self._value(f"{path}.{name}", inner)
+            self.value(f"{path}.{name}", inner)
 
     def _other(self, path: str, value: Any) -> None:
         if (found := drawn(path, value, is_users_class=is_users_class)) is not None:
             self.found.drawn.append(found)
             for inner in (*functions_of(value), *objects_of(value)):
-                self._value(path, inner)
+                self.value(path, inner)
         elif (holder := scope(path, value)) is not None:
             self.collected.hold(holder, is_other=True)
             for name, inner in holder.content(is_kept=False).items():
-                self._value(f"{path}.{name}", inner)
+                self.value(f"{path}.{name}", inner)
         else:
             if self._of_libraries and is_of_c(value):
                 if module_of(type(value)).partition(".")[0] not in OF_ARRAYS:
                     self.found.drawn.append(hidden(path, value))
-                self._value(path, written_down(value))
+                self.value(path, written_down(value))
             self._instance(path, value)
 
     def _instance(self, path: str, value: Any) -> None:
@@ -475,7 +468,7 @@ class _Walk(_CodeWalk):
             # Of a library's object (a cache, a configuration): the containers and tensors that are its own, what counts steps, and what is the program's.
             for name, inner in list(own.items()) if isinstance(own, dict) else ():
                 if is_followed(inner) or is_users_class(type(inner)):
-                    self._value(f"{path}.{name}", inner)
+                    self.value(f"{path}.{name}", inner)
             return
         slots = slots_of(kind)
         if slots:
@@ -484,7 +477,7 @@ class _Walk(_CodeWalk):
             )
         for name in (*(own or ()), *slots):
             inner = own[name] if own and name in own else getattr(value, name, None)
-            self._value(f"{path}.{name}", inner)
+            self.value(f"{path}.{name}", inner)
         if is_librarys:
             self._librarys_code(kind)
             return

@@ -131,7 +131,8 @@ class LowPrecisionUpdate:
             parameter.copy_(self._rounded.of(value))
             return
         parameter.copy_(value)
-        rest = value.sub_(parameter).to(torch.bfloat16)
+        # Of a weight that is no number, or has overflowed, there is none: it would outlive the weights that the program loads in its place, as zero times it is no number.
+        rest = value.sub_(parameter).nan_to_num_(0.0, 0.0, 0.0).to(torch.bfloat16)
         self._rests[parameter] = _Rest(rest, sum_of_bits(parameter))
 
 
