@@ -49,8 +49,7 @@ def estimate_peak(
         UsageError: the calibration was made on another GPU.
     """
     settings = settings or AllocatorSettings()
-    device = device if calibration is None else calibration.applied_to(device, libraries_of(tape))
-    device = _as_allowed(device, min(tape.memory_fraction, settings.per_process_memory_fraction))
+    device = _as_usable(device, tape, settings, calibration)
     # The tape may have been traced for another GPU, whose cuBLAS workspace has another size.
     tape = with_workspaces_of(device, tape, calibration)
     storages = tape.storages
@@ -117,8 +116,10 @@ def estimate_peak(
     )
 
 
-def _as_allowed(device: Device, fraction: float) -> Device:
-    """The GPU as large as the allocator may use it: the fraction is one of what it may reserve, beside which the context is."""
+def _as_usable(device: Device, tape: Tape, settings: AllocatorSettings, calibration: Calibration | None) -> Device:
+    """The GPU as it was measured, and as large as the allocator may use it: a fraction is one of what that may reserve, beside which the context is."""
+    device = device if calibration is None else calibration.applied_to(device, libraries_of(tape))
+    fraction = min(tape.memory_fraction, settings.per_process_memory_fraction)
     allowed_bytes = int(fraction * device.capacity_bytes) + device.context_bytes
     return dataclasses.replace(device, capacity_bytes=min(device.capacity_bytes, allowed_bytes))
 
