@@ -13,9 +13,13 @@ from typing import Any, final
 
 import torch
 
+from tightfit.effects.identities import identities
+
 PLAIN = (int, float, bool, str, bytes, complex, type(None))
 # Of longer lists (a data set, say) only the length, this many items and the last are compared.
-_LARGEST_CONTAINER = 1 << 16
+_LARGEST_CONTAINER = 1 << 20
+# From which length on the addresses of all items are compared at once.
+_MANY = 1 << 10
 # Where all is to be seen: a list of counts per example is as long as a data set.
 _LARGEST_WHOLE = 1 << 22
 
@@ -211,6 +215,8 @@ class Items(Holder):
         super().__init__(path, id(sequence))
         self._sequence = sequence
         self._largest = _LARGEST_WHOLE if is_whole else _LARGEST_CONTAINER
+        # Long contents that were compared last, with the addresses of their items.
+        self._compared: tuple[Any, Any] | None = None
 
     def content(self, *, is_kept: bool) -> Any:
         if len(self._sequence) > self._largest:
@@ -219,6 +225,15 @@ class Items(Holder):
         held = list(self._sequence)
         has_tensors = is_kept and any(issubclass(kind, torch.Tensor) for kind in set(map(type, held)))
         return [_kept(value) for value in held] if has_tensors else held
+
+    def is_still(self, content: Any) -> bool:
+        # Asked in C, and without a copy: most lists stay what they are.
+        if isinstance(content, list) and len(content) == len(self._sequence) > _MANY:
+            if self._compared is None or self._compared[0] is not content:
+                self._compared = content, identities(tuple(content))
+            if identities(tuple(self._sequence)) == self._compared[1]:
+                return True
+        return super().is_still(content)
 
     def same(self, one: Any, other: Any) -> bool:
         if type(one) is not type(other):

@@ -1,6 +1,7 @@
 """Tensors on the virtual card: kinds, views, reads, copies, saving."""
 
 import copy
+import gc
 import io
 import pickle
 from pathlib import Path
@@ -184,6 +185,38 @@ def what_depends_on_data_has_a_largest_size():
     assert torch.repeat_interleave(torch.tensor([1, 2]).cuda()).shape == (3,)
 
 
+def peak_beside(run):
+    """The bytes that are allocated at the peak of a call, beside what there was."""
+    gc.collect()  # what is in cycles must not be freed meanwhile
+    torch.cuda.reset_peak_memory_stats()
+    before = allocated()
+    kept = run()
+    del kept
+    return torch.cuda.max_memory_allocated() - before
+
+
+def what_depends_on_data_takes_the_memory_of_its_kernels():
+    number = 1 << 20
+    scores = torch.randn(number, device="cuda")
+    mask = scores > 0
+    # The places of the elements, of 8 bytes, beside them, and the storage of a scan.
+    for selected in (peak_beside(lambda: torch.masked_select(scores, mask)), peak_beside(lambda: scores[mask])):
+        assert 12 * number <= selected < 12.1 * number
+    # A sorted copy, and then what is unique or the other buffers of the sort.
+    assert 8 * number <= peak_beside(lambda: torch.unique(scores)) < 8.2 * number
+    # Beside the sorted copy and its origin: inverse, values, counts.
+    everything = peak_beside(lambda: torch.unique(scores, return_inverse=True, return_counts=True))
+    assert 32 * number <= everything < 32.5 * number
+
+
+def a_storage_that_grows_is_copied():
+    for grow in (lambda t: t.resize_(3 << 20), lambda t: t.untyped_storage().resize_(3 << 20)):
+        tensor = torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
+        # A block that is a little larger is not split.
+        assert 3 << 20 <= peak_beside(lambda grow=grow, tensor=tensor: grow(tensor)) < 4 << 20
+        assert tensor.untyped_storage().nbytes() == 3 << 20
+
+
 def deepcopy_and_pickle_make_new_tensors():
     model = torch.nn.Linear(64, 64).cuda()
     before = allocated()
@@ -305,6 +338,7 @@ def host_tensors_move_to_the_card_under_inference_mode():
 def dropout_in_evaluation_copies_nothing_under_inference_mode():
     with torch.inference_mode():
         hidden = torch.randn(1 << 20, device="cuda")
+        torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         kept = torch.nn.functional.dropout(hidden, 0.1, training=False)
         assert kept.data_ptr() == hidden.data_ptr() or torch.cuda.memory_allocated() == before

@@ -89,15 +89,14 @@ class DeviceStorages:
 
     def resize_storage(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
         """A program has given a storage another size itself (`UntypedStorage.resize_`), as FSDP does to free the parameters that it has gathered."""
-        reference = self.references.get(storage._cdata)
-        if reference is not None:
-            self._freed(reference)
-        if num_bytes:
+        former = self.references.get(storage._cdata)
+        # The contents are copied: the former block is freed after the new one is there (aten/src/ATen/native/cuda/Resize.cpp, `resize_bytes_cuda`).
+        index = self._recorder.allocate(num_bytes, Category.COMMUNICATION) if num_bytes else None
+        if former is not None:
+            self._freed(former)
+        if index is not None:
             reference = StorageReference(storage, self._freed)
-            reference.address, reference.index = (
-                storage._cdata,
-                self._recorder.allocate(num_bytes, Category.COMMUNICATION),
-            )
+            reference.address, reference.index = storage._cdata, index
             self.references[storage._cdata] = reference
 
     def resize(self, tensor: torch.Tensor) -> None:
@@ -109,8 +108,10 @@ class DeviceStorages:
         # Storages only grow: `resize_` to fewer elements keeps the block (aten/src/ATen/native/cuda/Resize.h,
         # `maybe_resize_storage_cuda`).
         elif self._recorder.storages["num_bytes"][reference.index] < storage.nbytes():
-            self._freed(reference)
+            # The contents are copied to the new block before the former one is freed (`resize_bytes_cuda` in the same folder).
+            self._freed(reference, is_noted=False)
             self.add(tensor)
+            self._recorder.free(reference.index)
 
     def index_of(self, tensor: torch.Tensor) -> int | None:
         """The tape's index of the storage of `tensor`, if it is on the device."""

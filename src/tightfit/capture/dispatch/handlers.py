@@ -15,6 +15,7 @@ from tightfit.capture.dispatch.operators import facts, is_dense
 from tightfit.capture.dispatch.passed_checks import passing_answer
 from tightfit.capture.dispatch.values.known_values import Unknown, limit
 from tightfit.capture.dispatch.virtual import Handler, VirtualGpu
+from tightfit.capture.kernels.rule import bind
 from tightfit.errors import CaptureError
 from tightfit.errors.faults import for_torch
 from tightfit.tape import Category, WaitKind
@@ -185,7 +186,9 @@ def _shaped_by_data(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwar
         if value.device.type == "cpu":
             gpu.known_values.adopt(tensor, value)
         out.append(tensor)
-    return tuple(out) if isinstance(values, tuple) else out[0]
+    found = tuple(out) if isinstance(values, tuple) else out[0]
+    gpu.kernels.add(func, args, kwargs, found)
+    return found
 
 
 def _knows_size(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -216,10 +219,12 @@ def _largest(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         return meta(num_bins) if is_weighted else _even_counts(numel, num_bins)
     if func is aten.repeat_interleave.Tensor:
         return meta(kwargs.get("output_size") or numel)
-    if func is aten.unique_dim.default:
-        rows = source.shape[args[1]]
-        return (meta(*source.shape, dtype=source.dtype), meta(rows), meta(rows))
-    return (meta(numel, dtype=source.dtype), meta(*source.shape), meta(numel))
+    call = bind(func, args, kwargs)
+    # What is not asked for is empty (UniqueCub.cu, Unique.cu).
+    rows = source.shape[call["dim"]] if call.get("dim") is not None else None
+    values = meta(numel, dtype=source.dtype) if rows is None else meta(*source.shape, dtype=source.dtype)
+    inverse = (source.shape if rows is None else (rows,)) if call["return_inverse"] else (0,)
+    return (values, meta(*inverse), meta(numel if rows is None else rows) if call["return_counts"] else meta(0))
 
 
 def _even_counts(number: int, num_bins: int) -> torch.Tensor:

@@ -127,7 +127,7 @@ RUN_BACKWARD = known(
 STORAGE_USES = known(
     "torch._C:_storage_Use_Count",
     "to tell memory that somebody else has a view of",
-    "capture/dispatch engine techniques",
+    "capture/dispatch capture/steps engine techniques",
 )
 
 MODULE_APPLY = known(

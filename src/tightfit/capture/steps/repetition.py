@@ -6,6 +6,8 @@ tape already; its events are repeated whenever the allocated memory around it ha
 """
 
 import dataclasses
+import gc
+import types
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -45,7 +47,8 @@ class _Output:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Call:
-    """What a call did: its rows of events, its operators, its outputs, and the sizes of what autocast's cache retained."""
+    """What a call did: its rows of events, its operators, its outputs, and the sizes of what autocast's cache retained.
+    `storages` are those of its outputs."""
 
     begin: int
     end: int
@@ -54,6 +57,7 @@ class _Call:
     outputs: tuple[_Output, ...]
     structure: TreeSpec
     kept: tuple[int, ...]
+    storages: frozenset[int]
 
     def is_like(self, other: "_Call") -> bool:
         """Whether both calls did the same."""
@@ -69,6 +73,7 @@ class _History:
     num_alike: int = 0
     turn: int = 0
     max_bytes: int = 0
+    first_storages: frozenset[int] = frozenset()
 
 
 class Repetition:
@@ -129,6 +134,12 @@ class Repetition:
         else:
             history.num_alike = history.num_alike + 1 if history.call is not None and call.is_like(history.call) else 1
             history.max_bytes = max(history.max_bytes, alive)
+            if history.num_alike == 1:
+                history.first_storages = call.storages
+            elif history.num_alike == NUM_CALLS_TRACED and (
+                _is_kept_elsewhere(result) or (_has_views(result) and self._are_alive(history.first_storages))
+            ):
+                history.num_alike = 0
         history.call = call
         return result
 
@@ -166,7 +177,12 @@ class Repetition:
             outputs=outputs,
             structure=structure,
             kept=kept,
+            storages=frozenset(index for index in held if index is not None),
         )
+
+    def _are_alive(self, storages: frozenset[int]) -> bool:
+        """Whether one of these is: of the first of some calls, whose result the program has dropped if it keeps the latest one alone."""
+        return not storages.isdisjoint(self._gpu.storages.indices())
 
     def _outputs(self, leaves: Sequence[Any], alive: set[int]) -> tuple[_Output, ...] | None:
         groups: dict[int, int] = {}
@@ -238,6 +254,43 @@ class Repetition:
                 )
         for copy in copies.values():
             recorder.free(copy)
+
+
+def _is_kept_elsewhere(result: Any) -> bool:
+    """Whether the program keeps a tensor of what a call is about to return, or an alias of it, in a list of a module or of a hook say: each call adds one."""
+    leaves = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, torch.Tensor)]
+    if not _has_views(result):
+        owners: dict[int, set[int]] = {}
+        for leaf in leaves:
+            owners.setdefault(leaf.untyped_storage()._cdata, set()).add(id(leaf))
+        # Besides tensors the Python object of a storage owns it, by which its end is noticed.
+        if any(torch._C._storage_Use_Count(address) > len(known) + 1 for address, known in owners.items()):
+            return True
+    inside = {id(leaves), *_containers(result)}
+    return any(id(referrer) not in inside for leaf in leaves for referrer in gc.get_referrers(leaf))
+
+
+def _has_views(result: Any) -> bool:
+    """Whether tensors of a result are views. Of what they were made by, other tensors are alive that nobody can tell from those that the program keeps."""
+    return any(isinstance(leaf, torch.Tensor) and leaf._is_view() for leaf in tree_flatten(result)[0])
+
+
+def _containers(result: Any) -> set[int]:
+    """The addresses of the objects that a result consists of."""
+    found, around = set[int](), [result]
+    while around:
+        value = around.pop()
+        if id(value) in found or isinstance(value, torch.Tensor | torch.nn.Module | type | types.ModuleType):
+            continue
+        found.add(id(value))
+        attributes = getattr(value, "__dict__", None)
+        if isinstance(attributes, dict):
+            around.append(attributes)
+        if isinstance(value, dict):
+            around += dict.values(value)
+        elif isinstance(value, list | tuple | set):
+            around += value
+    return found
 
 
 def _describe(leaf: Any) -> Any:

@@ -14,7 +14,7 @@ from tightfit.effects.code import Code
 from tightfit.effects.holders import Holder, Items, Members, Names
 from tightfit.effects.identities import identities
 from tightfit.effects.reachable.drawn import Drawn
-from tightfit.effects.reachable.many_items import many_items
+from tightfit.effects.reachable.many_items import left_out, many_items
 from tightfit.effects.reachable.scripted import scripted_attributes
 
 # Bounds for programs that keep a data set or a tokeniser on the model: a snapshot is taken in every call, and
@@ -104,6 +104,8 @@ class Collected:
         self.found = Reach()
         self._is_whole = is_whole
         self._has_left_out = False
+        # Where nobody asks whether the walk was cut, for `left_out`.
+        self._left: list[Any] = []
         self._seen: set[int] = set()
         # Keeps visited objects alive during the walk: ids are only unique among live objects.
         self._alive: list[Any] = []
@@ -133,18 +135,31 @@ class Collected:
         names = Names(path, id(value), get, is_attributes=is_attributes, keeps_graphs=keeps_graphs)
         # The order of an OrderedDict is not that of the dict inside, which the comparison in one pass would see.
         is_other = isinstance(value, OrderedDict) and not is_attributes
-        if self.hold(names, is_other=is_other) and not is_other:
+        is_held = self.hold(names, is_other=is_other)
+        if is_held and not is_other:
             self.found.dicts.append(value)
+        if not is_held:
+            self.leave(value)
+
+    def leave(self, value: Any) -> None:
+        """Notes an object for which there is no room."""
+        if not self._is_whole:
+            self._left.append(value)
+
+    def finish(self, path: str) -> None:
+        """Has what was left out looked at as a whole, if anything was."""
+        if self._left:
+            self.found.drawn.append(left_out(path, self._left))
 
     def hold_container(self, path: str, value: Any) -> None:
         """Adds a dict, a list, a deque or a set; a tuple has what it has."""
         if isinstance(value, dict):
             self.hold_dict(path, value, is_attributes=False)
         elif isinstance(value, set):
-            self.hold(Members(path, value), is_other=True)
+            self.hold(Members(path, value), is_other=True) or self.leave(value)
         elif isinstance(value, list | deque):
-            self.hold(Items(path, value, is_whole=self._is_whole), is_other=True)
-        if self._is_whole and (more := many_items(path, value)) is not None:
+            self.hold(Items(path, value, is_whole=self._is_whole), is_other=True) or self.leave(value)
+        if (more := many_items(path, value)) is not None:
             self.found.drawn.append(more)
 
     def hold_attributes(self, path: str, module: torch.nn.Module) -> None:

@@ -82,6 +82,7 @@ def reach_of(module: torch.nn.Module) -> Reach:
         walk.module(f"{name}.{path}" if path else name, part)
     walk.hooks_of_all_modules()
     walk.finish()
+    walk.collected.finish(f"what {name} reaches beyond many objects")
     walk.found.remember()
     return walk.found
 
@@ -353,7 +354,10 @@ class _Walk(_CodeWalk):
         if isinstance(value, _BOUND_IN_C):
             # Such as the `pop` of a list, or the `__next__` of an iterator.
             value = value.__self__
-        if is_plain(value) or self.collected.is_full() or not _can_hold(value):
+        if is_plain(value) or not _can_hold(value):
+            return
+        if self.collected.is_full():
+            self.collected.leave(value)
             return
         if type(value) in weakref.ProxyTypes:
             # Checked first, as a proxy reports the class of its object.

@@ -100,20 +100,17 @@ def _topk(arguments: Arguments, outputs: Outputs, card: Card) -> Iterator[int]:
         yield outputs[0].numel() * 8
 
 
-def _unique(arguments: Arguments, _outputs: Outputs, _card: Card) -> Iterator[int]:
-    """`unique_cuda_template`, UniqueCub.cu: sorted copy, positions, and the inverse scan."""
+def _unique(arguments: Arguments, outputs: Outputs, _card: Card) -> Iterator[int]:
+    """`unique_cuda_template`, UniqueCub.cu: a sorted copy; with the inverse its origin too. What the sort needs besides is gone before the outputs are made."""
     tensor: torch.Tensor = arguments["self"]
     num_items, size = tensor.numel(), tensor.element_size()
+    made = sum(num_bytes(output) for output in outputs if output is not None)
     yield num_items * size
     if arguments["return_inverse"]:
         yield num_items * 8
-        yield num_items * 8
-        yield radix_sort_bytes(num_items, size, 8)
-        yield num_items * 8
+        yield max(0, num_items * 8 + radix_sort_bytes(num_items, size, 8) - made)
     else:
-        yield radix_sort_bytes(num_items, size, 0)
-    if arguments["return_counts"]:
-        yield num_items * 8
+        yield max(0, radix_sort_bytes(num_items, size, 0) - made)
 
 
 def _scan(arguments: Arguments, _outputs: Outputs, _card: Card) -> Iterator[int]:
