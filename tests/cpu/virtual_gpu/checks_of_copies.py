@@ -248,3 +248,20 @@ def a_mask_from_the_card_reads_as_false_and_what_the_program_writes_to_it_is_kep
     assert len(torch.arange(4)[kept]) == 4
     kept.fill_(False)
     assert len(torch.arange(4)[kept]) == 0
+
+
+def what_was_drawn_on_the_host_is_there_when_the_program_reads_it():
+    labels = torch.empty(1 << 17, dtype=torch.long).random_(0, 1000)
+    assert int(labels.max()) == 999
+    inputs = torch.empty(1 << 19).uniform_().mul_(4)
+    shifted = inputs[1:] * 2 + 1
+    assert 1.9 < inputs.mean().item() < 2.1
+    assert (inputs > 2).any()
+    assert 0 < inputs[inputs > 2].numel() < inputs.numel()
+    assert 4.8 < shifted.mean().item() < 5.2
+    whole = (torch.empty(1 << 19).fill_(3) * 2).half() + 1
+    assert whole.unique().tolist() == [7]
+    drawn = torch.rand(1 << 24)
+    assert 0.49 < drawn.mean().item() < 0.51
+    weights = torch.empty(1 << 19).normal_()
+    assert weights.cuda().is_cuda

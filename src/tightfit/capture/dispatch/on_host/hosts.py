@@ -13,7 +13,10 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from tightfit.capture.dispatch.on_host.deferred_fills import DeferredFills
 from tightfit.capture.dispatch.on_host.unknown_masks import UnknownMasks
+from tightfit.capture.dispatch.operators import facts, tensors
+from tightfit.capture.observe.attribution import user_line
 from tightfit.capture.observe.host_storages import HostStorages
 from tightfit.capture.observe.recorder import Recorder
 from tightfit.capture.observe.reserved_memory import reserved
@@ -39,10 +42,24 @@ _FACTORIES = {
     aten.new_empty_strided.default,
 }
 _ZEROS = {aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default}
-_RANDOM_FACTORIES = {aten.randn.default, aten.rand.default, aten.normal.float_float}
+_DRAWS = {
+    aten.randn.default: aten.normal_.default,
+    aten.rand.default: aten.uniform_.default,
+    aten.normal.float_float: aten.normal_.default,
+}
+_RANDOM_FACTORIES = frozenset(_DRAWS)
 # Drawing the numbers is what takes the time of a large `torch.randn`; where a script makes weights that way,
 # nothing ever reads them.
 _LARGE_RANDOM_BYTES = 1 << 26
+# What only the shape of a tensor is asked for.
+_OF_SHAPES = {
+    *_FACTORIES,
+    *_ZEROS,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.rand_like.default,
+    aten.randn_like.default,
+}
 # In-place arithmetic is part of initialisers: draws are scaled, shifted and clamped. Any other in-place
 # operator on a blank tensor makes it real.
 _FILLS = {
@@ -65,15 +82,14 @@ _FILLS = {
     for overload in overloads
 }
 # Casts, copies, and the arithmetic of hand-written initialisation (`torch.empty(...) * scale`).
-_COPIES = {
-    aten._to_copy.default,
-    aten.clone.default,
-    aten.mul.Tensor,
-    aten.div.Tensor,
-    aten.add.Tensor,
-    aten.sub.Tensor,
-    aten.mul.Scalar,
+_ARITHMETIC = {
+    aten.mul.Tensor: aten.mul_.Tensor,
+    aten.div.Tensor: aten.div_.Tensor,
+    aten.add.Tensor: aten.add_.Tensor,
+    aten.sub.Tensor: aten.sub_.Tensor,
+    aten.mul.Scalar: aten.mul_.Scalar,
 }
+_COPIES = {aten._to_copy.default, aten.clone.default, *_ARITHMETIC}
 
 
 # An optimizer that runs on the host is the one work there that is priced: it takes as long as the memory of the host lets it.
@@ -97,6 +113,7 @@ class HostMemory:
         self._blank: dict[int, _Reference] = {}
         self.storages = HostStorages(recorder.host)
         self.unknown_masks = UnknownMasks()
+        self.fills = DeferredFills()
 
     def is_blank(self, tensor: torch.Tensor) -> bool:
         """Whether no real data has been written to the storage of `tensor`."""
@@ -124,17 +141,17 @@ class HostMemory:
     def _run(self, operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         first = args[0] if args and isinstance(args[0], torch.Tensor) else None
         if first is not None and self._blank and self.is_blank(first):
-            if operator in _FILLS or (operator is aten.copy_.default and self.is_blank(args[1])):
-                return first
-            if operator in _COPIES and not any(
-                isinstance(a, torch.Tensor) and a.shape not in ((), first.shape) for a in args[1:]
-            ):
-                return self._blank_copy(first, kwargs)
-            if operator._schema.is_mutable:
-                self._blank.pop(first.untyped_storage()._cdata)
+            blank = self._of_blank(operator, first, args, kwargs)
+            if blank is not None:
+                return blank
         elif operator in _RANDOM_FACTORIES and _factory_bytes(operator, args, kwargs) >= _LARGE_RANDOM_BYTES:
-            operator, args = aten.empty.memory_format, args[-1:]
-            kwargs = {k: v for k, v in kwargs.items() if k != "generator"}
+            size = {k: v for k, v in kwargs.items() if k != "generator"}
+            drawn = self._run(aten.empty.memory_format, args[-1:], size)
+            self.fills.add(_DRAWS[operator], drawn, args[:-1], {})
+            return drawn
+        if self._blank and not facts(operator).is_view and operator not in _OF_SHAPES:
+            for read in filter(self.is_blank, tensors(args)):
+                self._write(read)
         result = _mapped(operator, args, kwargs) if operator in _FACTORIES or operator in _ZEROS else None
         if result is None:
             result = operator(*args, **kwargs)
@@ -143,6 +160,40 @@ class HostMemory:
             if operator in _FACTORIES:
                 self._set_blank(result)
         return result
+
+    def _of_blank(
+        self, operator: OpOverload, first: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> torch.Tensor | None:
+        """The result of an operator on a blank tensor whose data it does not need; None for others."""
+        if operator in _FILLS:
+            self.fills.add(operator, first, args[1:], kwargs)
+            return first
+        if operator is aten.copy_.default and self.is_blank(args[1]):
+            return first
+        # Whole numbers may become others by arithmetic.
+        is_copy = operator in _COPIES and (first.is_floating_point() or operator not in _ARITHMETIC)
+        has_shape = not any(isinstance(a, torch.Tensor) and a.shape not in ((), first.shape) for a in args[1:])
+        if is_copy and has_shape and self.fills.can_copy(first):
+            copy = self._blank_copy(first, kwargs)
+            if operator in _ARITHMETIC:
+                self.fills.add(_ARITHMETIC[operator], copy, args[1:], kwargs)
+            return copy
+        if operator._schema.is_mutable:
+            self._write(first)
+            self._blank.pop(first.untyped_storage()._cdata, None)
+        return None
+
+    def _write(self, tensor: torch.Tensor) -> None:
+        """A blank tensor is read, or written to in part: what was to be in it is, where there is room."""
+        if not self.fills.has(tensor):
+            return
+        if self.fills.write(tensor):
+            self._blank.pop(tensor.untyped_storage()._cdata, None)
+        else:
+            self._recorder.assume(
+                user_line(),
+                "random numbers and other fills of large tensors on the host are read, and assumed to be zeros",
+            )
 
     def _note_update(self, operator: OpOverload, args: Sequence[Any]) -> bool:
         """Notes an optimizer's fused update of host tensors; returns whether it is to be left out, since it is one of blank ones."""
@@ -163,6 +214,7 @@ class HostMemory:
         storage = tensor.untyped_storage()
         address = storage._cdata
         self._blank[address] = weakref.ref(storage, _taking(self._blank, address))
+        self.fills.begin(tensor)
 
     def _blank_copy(self, source: torch.Tensor, kwargs: Mapping[str, Any]) -> torch.Tensor:
         how = {
@@ -172,6 +224,7 @@ class HostMemory:
         copy = self.run(aten.empty_like.default, (source,), how)
         self.storages.hold(copy)
         self._set_blank(copy)
+        self.fills.copy(source, copy)
         return copy
 
 
