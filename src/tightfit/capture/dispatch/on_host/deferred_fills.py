@@ -77,6 +77,8 @@ class DeferredFills:
         for fill in self._fills.pop(storage._cdata):
             size, stride, offset = fill.place
             fill.operator(
-                torch.empty(0, dtype=tensor.dtype).set_(storage, offset, size, stride), *fill.args, **fill.kwargs
+                torch.empty(0, dtype=tensor.dtype, device="cpu").set_(storage, offset, size, stride),
+                *fill.args,
+                **fill.kwargs,
             )
         return True
