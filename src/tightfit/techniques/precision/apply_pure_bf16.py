@@ -167,7 +167,10 @@ def lower_model(
     for optimizer in session.optimizers:
         session.set(optimizer, "__deepcopy__", functools.partial(_refuse_copy, remedy))
         session.set(optimizer, "__reduce_ex__", functools.partial(_refuse_copy, remedy))
-    session.notes.append(f"checkpoints of the model are in bfloat16 while {technique} is on")
+    session.notes.append(
+        f"checkpoints and copies of the model are in bfloat16 while {technique} is on: an average of weights that the program keeps in a copy, or in the model "
+        "itself (EMA, a momentum encoder), loses changes below 0.4 % of a weight; keep it in float32"
+    )
 
 
 def _shared(session: Session, lowered: Mapping[torch.Tensor, None]) -> str:
