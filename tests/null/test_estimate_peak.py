@@ -126,6 +126,19 @@ def test_what_does_not_fit_is_said_in_full():
     assert estimate.headroom_bytes < 0
 
 
+@pytest.mark.parametrize("way", ["program", "settings"])
+def test_a_fraction_of_the_memory_is_what_the_allocator_may_hold(way):
+    tape = tape_of([3 * GIB], [0, ~0])
+    card, share = find("RTX 4090"), 0.1
+    assert estimate_peak(tape, card).fits
+    if way == "program":
+        found = estimate_peak(dataclasses.replace(tape, memory_fraction=share), card)
+    else:
+        found = estimate_peak(tape, card, AllocatorSettings(per_process_memory_fraction=share))
+    assert not found.fits
+    assert found.capacity_bytes == int(share * card.capacity_bytes) + card.context_bytes
+
+
 def test_the_band_has_a_cause_for_every_byte():
     tape = tape_of(
         [64 * MIB, 64 * MIB],

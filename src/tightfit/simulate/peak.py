@@ -4,6 +4,8 @@ The likely peak comes from the likely sizes, on a GPU of the given capacity: a l
 cuDNN does. The range comes from replays under other assumptions (`tightfit.simulate.band`).
 """
 
+import dataclasses
+
 import numpy as np
 
 from tightfit.allocator.settings import AllocatorSettings
@@ -47,7 +49,7 @@ def estimate_peak(
         UsageError: the calibration was made on another GPU.
     """
     settings = settings or AllocatorSettings()
-    device = device if calibration is None else calibration.applied_to(device, libraries_of(tape))
+    device = _as_usable(device, tape, settings, calibration)
     # The tape may have been traced for another GPU, whose cuBLAS workspace has another size.
     tape = with_workspaces_of(device, tape, calibration)
     storages = tape.storages
@@ -112,6 +114,14 @@ def estimate_peak(
         assumptions=(*tape.assumptions, *plans_on_the_way(tape, device, calibration)),
         coverage=tape.coverage,
     )
+
+
+def _as_usable(device: Device, tape: Tape, settings: AllocatorSettings, calibration: Calibration | None) -> Device:
+    """The GPU as it was measured, and as large as the allocator may use it: a fraction is one of what that may reserve, beside which the context is."""
+    device = device if calibration is None else calibration.applied_to(device, libraries_of(tape))
+    fraction = min(tape.memory_fraction, settings.per_process_memory_fraction)
+    allowed_bytes = int(fraction * device.capacity_bytes) + device.context_bytes
+    return dataclasses.replace(device, capacity_bytes=min(device.capacity_bytes, allowed_bytes))
 
 
 def _alive(tape: Tape, at: int) -> Column:

@@ -353,6 +353,7 @@ class Tape:
     `optimizers` are the classes of those that have stepped: by their names those of torch.optim, with their modules others.
     Of a distributed program the tape has one process, `rank` of `num_ranks` on `num_nodes` machines; `communicators` are the ranks of each group that communicates on cards.
     `operators_of_steps` are the operators `[begin, end)` of each span of kind `STEP`; `loaders` are those that batches were taken from.
+    `memory_fraction` is the share of the GPU's memory that the program has allowed itself (`torch.cuda.set_per_process_memory_fraction`).
     `left_out` are turns of loops that the trace left out (`tightfit.tape.left_out`): the tapes that are handed on have them all, and none here.
     `tf32_matmul` and `tf32_convolution`: products and convolutions of float32 are computed in TF32 where a card can, as the program has set it; by torch's defaults convolutions alone. Tapes from before these, `copies`, `waits`, `weights`, `geometry` and `casts` were recorded have none.
     """
@@ -391,6 +392,7 @@ class Tape:
     tf32_matmul: bool = False
     tf32_convolution: bool = True
     left_out: tuple[LeftOut, ...] = ()
+    memory_fraction: float = 1.0
 
     def of_steps(self) -> Self:
         """The tape up to the end of its last step, without what comes after the steps; the same tape where it has no step or nothing follows."""
@@ -443,6 +445,7 @@ class Tape:
             "tf32_matmul": self.tf32_matmul,
             "tf32_convolution": self.tf32_convolution,
             "left_out": [dataclasses.asdict(each) for each in self.left_out],
+            "memory_fraction": self.memory_fraction,
         }
         arrays = {f"{t}.{c}": column for t in _TABLES for c, column in getattr(self, t).columns().items()}
         buffer = io.BytesIO()

@@ -5,6 +5,8 @@ import gc
 import pytest
 import torch
 
+from tightfit.capture.observe.streams import VirtualStream
+
 MIB = 1 << 20
 
 
@@ -122,6 +124,7 @@ def memory_statistics_come_from_the_simulated_allocator():
     torch.cuda.memory._dump_snapshot("never-written.pickle")
     torch.cuda.memory._record_memory_history(enabled=None)
     torch.cuda.set_per_process_memory_fraction(0.5)
+    assert VirtualStream.recorder.memory_fraction == 0.5
 
 
 def streams_and_events_can_be_used():

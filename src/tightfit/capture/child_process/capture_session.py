@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from tightfit.allocator.settings import settings_of_environment
 from tightfit.capture.after_steps.fast_forward import EndOfCapture, FastForward
 from tightfit.capture.after_steps.running_again import larger_when_run_again
 from tightfit.capture.after_steps.running_lines import places_of
@@ -97,6 +98,7 @@ class CaptureSession:
         begin_in_this_folder()
         self.recorder = Recorder()
         eager.keep_compiler_out()
+        self._allocator_settings = settings_of_environment()
         # Host computations are small, and a thread pool costs more than it saves.
         torch.set_num_threads(1)
         card = Card.of_build(self.device.compute_capability, self.device.num_multiprocessors)
@@ -161,6 +163,7 @@ class CaptureSession:
         Communication(self.gpu, world).install()
 
     def _take(self) -> None:
+        _note_allocator_settings(self.recorder, self._allocator_settings)
         tape = tape_of(self.recorder, target="", versions={}, traced_for=self.device.name)
         coverage = Coverage()
         if self.watch.after is not None:
@@ -287,3 +290,13 @@ class CaptureSession:
     def _note_assumed(self, error: BaseException) -> None:
         """An exception of the program may follow from a value that was assumed."""
         self.gpu.reads.note_on(error, ((p.file, p.first_line, p.line) for p in places_of(error)))
+
+
+def _note_allocator_settings(recorder: Recorder, before: str) -> None:
+    """A program may set what torch's allocator reads when it is first used."""
+    own = settings_of_environment()
+    if own != before:
+        recorder.assume(
+            "the program",
+            f"it sets PYTORCH_CUDA_ALLOC_CONF={own} itself, which is not followed here: give --alloc-conf {own}",
+        )

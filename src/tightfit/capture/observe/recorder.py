@@ -173,6 +173,7 @@ class Recorder:
         self.host = HostBytes()
         self.disk = DiskBytes()
         self.left_out: list[LeftOut] = []
+        self.memory_fraction = 1.0  # of the card, that the program may hold as it has set it last
         self.loops: set[str] = set()  # whose loops ran backward passes; empty is the program's own
         # Bound once: dict lookups by name would be a good part of what a row costs.
         self._operator_columns = tuple(self.operators.values())
@@ -275,6 +276,7 @@ def tape_of(recorder: Recorder, *, target: str, versions: Mapping[str, str], tra
         host_peak_bytes=recorder.host.peak_bytes,
         disk_peak_bytes=recorder.disk.peak_bytes,
         left_out=tuple(recorder.left_out),
+        memory_fraction=recorder.memory_fraction,
         pinned_peak_bytes=recorder.host.pinned.peak_reserved_bytes,
         pinned_tensor_bytes=recorder.host.pinned.peak_requested_bytes,
         # A program with both a framework's loop and its own has no one loop whose step a plan could split.

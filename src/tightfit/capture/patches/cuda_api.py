@@ -13,8 +13,10 @@ import torch
 from tightfit.capture.dispatch import one_card
 from tightfit.capture.kernels.architecture import Card
 from tightfit.capture.observe import streams
+from tightfit.capture.observe.attribution import user_line
 from tightfit.capture.observe.recorder import LiveMemory, Recorder
 from tightfit.devices.device import Device
+from tightfit.errors.faults import for_torch
 from tightfit.errors.private_names import version_of
 
 
@@ -87,6 +89,19 @@ class MemoryApi:
         used = self.live.allocator().reserved_bytes + self.device.context_bytes + self.used_bytes
         return max(0, self.device.capacity_bytes - used), self.device.capacity_bytes
 
+    def set_memory_fraction(self, fraction: float, device: Any = None) -> None:
+        """`torch.cuda.set_per_process_memory_fraction`: the estimate is judged by it."""
+        if not isinstance(fraction, float):
+            raise for_torch(TypeError("Invalid type for fraction argument, must be `float`"))
+        if not 0 <= fraction <= 1:
+            raise for_torch(ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1"))
+        self.recorder.memory_fraction = fraction
+        if fraction < 1:
+            self.recorder.assume(
+                user_line(),
+                f"the program allows torch's allocator {fraction:g} of the GPU's memory (set_per_process_memory_fraction): a plan does not keep to it, take the call out",
+            )
+
     def answers(self) -> dict[str, Callable[..., Any]]:
         """By the names of `torch.cuda.memory`."""
         return {
@@ -97,8 +112,8 @@ class MemoryApi:
             "reset_accumulated_memory_stats": lambda device=None: None,
             "mem_get_info": self.mem_get_info,
             "empty_cache": self.recorder.empty_cache,
-            "set_per_process_memory_fraction": lambda fraction, device=None: None,
-            "get_per_process_memory_fraction": lambda device=None: 1.0,
+            "set_per_process_memory_fraction": self.set_memory_fraction,
+            "get_per_process_memory_fraction": lambda device=None: self.recorder.memory_fraction,
             "memory_snapshot": lambda *_args, **_kwargs: [],
             "get_allocator_backend": lambda: "native",
         }
