@@ -191,3 +191,36 @@ def moments_through_dropped_dict(t: Trial) -> None:
                 state["exp_avg"].mul_(0.1)
 
     train(t, model, optimizer, num_steps=6, after=after)
+
+
+@attack(
+    "changes",
+    "averaged weights are exchanged for the present ones between the passes (.data) and evaluated, while views of these are held",
+)
+def exchanged_between_passes(t: Trial) -> None:
+    model = Net()
+    average = copy.deepcopy(model)
+    views = []
+
+    def exchange() -> None:
+        for p, q in zip(model.parameters(), average.parameters(), strict=True):
+            p.data, q.data = q.data, p.data
+
+    optimizer = sgd(model)
+    t.apply(model, optimizer)
+    if model.stem.weight.dtype != average.stem.weight.dtype:
+        average.to(model.stem.weight.dtype)
+    for step in range(3):
+        loss = model(*tokens(step))
+        if step == 1:
+            views = [p.detach() for p in model.parameters()]
+            exchange()
+            with torch.no_grad():
+                t.note("averaged", model(*tokens(50)))
+            exchange()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        t.note("loss", loss)
+        t.note("views", views)
+        t.end_step()

@@ -26,6 +26,7 @@ _LARGEST_ARRAY_BYTES = 1 << 16
 _NUM_SAMPLES = 4_096
 _LARGEST_SUMMED_BYTES = 1 << 26
 _MAX_OBJECTS = 10_000
+_MOST_COMPARED_OBJECTS = 1 << 20
 _OF_NUMPY = np.random.Generator | np.random.RandomState | np.random.BitGenerator
 # Iterators that say how many items are left.
 _ITERATORS = (type(iter([])), type(iter(())), type(iter(range(0))), type(reversed([])), type(itertools.repeat(0, 0)))
@@ -130,7 +131,8 @@ def _seeds_of(value: Any) -> list[Any]:
 
 
 def _state_of_array(value: np.ndarray) -> State:
-    if value.nbytes > _LARGEST_ARRAY_BYTES:
+    is_of_objects = value.dtype == object and value.size <= _MOST_COMPARED_OBJECTS
+    if value.nbytes > _LARGEST_ARRAY_BYTES and not is_of_objects:
         return functools.partial(_digest, value), None
     if isinstance(value, np.ma.MaskedArray):
         # Whether it has a mask, and shares it, is not put back.

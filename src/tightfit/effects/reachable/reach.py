@@ -66,10 +66,19 @@ _WITH_CONTENT = (
     bytes,
     complex,
 )
+# By which code goes through the modules of another one, or through their parameters.
+_GOES_THROUGH = frozenset(
+    [
+        *("modules", "named_modules", "children", "named_children", "get_submodule", "_modules", "apply"),
+        *("parameters", "named_parameters", "buffers", "named_buffers", "get_parameter", "get_buffer"),
+    ]
+)
 _ENDED_BY_HAND = frozenset({"acquire", "__enter__"})
 _GRADIENT_HOOKS = frozenset(
     {"register_hook", "register_prehook", "register_multi_grad_hook", "register_post_accumulate_grad_hook", "getattr"}
 )
+# The attributes that torch gives each module, and where a wrapper of ours stands.
+_OF_MODULES = frozenset((*vars(torch.nn.Module()), "forward"))
 _LISTS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
 _BOUND_IN_C = (types.BuiltinMethodType, types.MethodWrapperType)
 
@@ -123,6 +132,7 @@ class _CodeWalk(abc.ABC):
         # All attributes that the code of the region names.
         self.named_attributes = set[str]()
         self.stored = StoredOnLibraries()
+        self.reads_any_name = False
         self._depth = 0
         self._waiting: deque[tuple[str, Any]] = deque()
         self._methods = ClassMethods(self.collected.found.code)
@@ -197,6 +207,7 @@ class _CodeWalk(abc.ABC):
         named = named_in(function.__code__)
         names, attributes, imported = named.names, named.attributes, named.imported
         self.named_attributes |= attributes
+        self.reads_any_name |= named.reads_all_attributes
         self.stored.code(attributes, named.stored, finds_modules=named.finds_modules)
         self.collected.found.ends_by_hand |= not named.attributes.isdisjoint(_ENDED_BY_HAND)
         self.collected.found.names_gradient_hooks |= not _GRADIENT_HOOKS.isdisjoint(names | attributes)
@@ -286,9 +297,10 @@ class _Walk(_CodeWalk):
         """Walks through the modules outside of the region, as far as code of the region names what they hold: the whole model may be among them."""
         flags = None
         while flags is None or self._methods.look_at_others(self):
-            done = -1
-            while done != (done := len(self.named_attributes)):
+            done = (-1, -1)
+            while done != (done := (len(self.named_attributes), len(self._outside))):
                 for path, module in list(self._outside):
+                    _found_by_others(self, path, module)
                     for name, value in [*vars(module).items(), *module._modules.items()]:
                         if name in self.named_attributes or (name.isdecimal() and isinstance(module, _LISTS)):
                             self.value(f"{path}.{name}", value)
@@ -396,7 +408,7 @@ class _Walk(_CodeWalk):
                 self.value(f"{path}.{name}", member)
 
     def _object(self, path: str, value: Any) -> None:
-        self._own_attributes(path, value)
+        self.own_attributes(path, value)
         if isinstance(value, torch.Tensor):
             # A tensor with a graph is the result of an earlier operator; its version is checked by autograd
             # itself where it was saved.
@@ -415,7 +427,7 @@ class _Walk(_CodeWalk):
         else:
             self._other(path, value)
 
-    def _own_attributes(self, path: str, value: Any) -> None:
+    def own_attributes(self, path: str, value: Any) -> None:
         """The attributes of a tensor, a container or a wrapper: a subclass, or the program, may have put some on it."""
         if isinstance(value, _WITH_CONTENT) and is_users_class(type(value)):
             self.users_class(type(value), path)
@@ -493,3 +505,22 @@ def _names_held(found: Reach) -> set[str]:
 
 def _can_hold(value: Any) -> bool:
     return not isinstance(value, type | types.ModuleType | types.BuiltinFunctionType | torch.dtype | torch.device)
+
+
+def _found_by_others(walk: _Walk, path: str, module: torch.nn.Module) -> None:
+    """What code finds on a module outside of the region without naming it: by names that are made at run time, or as one of its modules or parameters.
+
+    Its tensors are left out: other code writes to them between the two runs, and what this region does to them shows in its operators.
+    """
+    if not walk.named_attributes.isdisjoint(_GOES_THROUGH):
+        for name, inner in module._modules.items():
+            if inner is not None:
+                walk.value(f"{path}.{name}", inner)
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                walk.own_attributes(f"{path}.{name}", parameter)
+    elif not walk.reads_any_name:
+        return
+    for name, value in list(vars(module).items()):
+        if not (name in _OF_MODULES or isinstance(value, torch.Tensor | torch.nn.Module)):
+            walk.value(f"{path}.{name}", value)

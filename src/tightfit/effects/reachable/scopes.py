@@ -5,9 +5,11 @@ The backward pass of a card runs in a thread of its own, where thread-locals and
 
 import contextlib
 import contextvars
+import gc
 import os
 import queue
 import threading
+import types
 import weakref
 from collections import UserDict, UserList
 from collections.abc import Iterator, MutableMapping, Sequence
@@ -22,6 +24,8 @@ _INSIDE = (
     (queue.Queue, "queue"),
     ((contextlib.ExitStack, contextlib.AsyncExitStack), "_exit_callbacks"),
 )
+# Of dicts, which they have no name for.
+_VIEWS = (types.MappingProxyType, type({}.keys()), type({}.values()), type({}.items()))
 _QUEUES_OF_TASKS = "asyncio.queues"
 # What reads the process's environment.
 READS_ENVIRONMENT = frozenset({"environ", "getenv"})
@@ -145,6 +149,10 @@ def inner_container(value: Any) -> Any:
             return vars(value)[name]
     if module_of(type(value)) == _QUEUES_OF_TASKS:
         return vars(value).get("_queue")
+    if isinstance(value, _VIEWS):
+        (inner,) = gc.get_referents(value)
+        # That of a class is written to through the class.
+        return None if "__module__" in inner else inner
     if type(value) in weakref.ProxyTypes:
         try:
             # A proxy forwards attribute access to its object.

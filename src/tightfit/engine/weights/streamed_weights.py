@@ -297,6 +297,9 @@ class StreamedWeights:
                     if saved.is_parameter
                     else saved.tensor(weight.on_card.copied(self._traffic.copies))
                 )
+            if weight not in self._blocks[weight.block].weights:
+                # The program had set other data, and has set those again: they stay where they are, as nothing would take them there.
+                return saved.tensor(weight.on_card.copied(self._traffic.copies))
             self._blocks_here.add(weight.block)
             self._traffic.have(weight)
             self._traffic.have_gradient(weight)
