@@ -292,7 +292,7 @@ TAKEN_BACK = {
         """,
 }
 REFUSED = {
-    "counts was drawn from or written to": """
+    "counts[4096:] was drawn from or written to": """
         counts = [{"seen": 0} for _ in range(5_000)]
         for x, y in DataLoader(data, batch_size=8):
             counts[-1]["seen"] += 1
