@@ -86,6 +86,8 @@ class ProcessState:
 
     names: dict[str, dict[str, Any]]
     others: dict[str, Any]
+    kept: tuple[type, ...] = ()
+    """The classes of optimizers: one that a function has made by `type` is not to be collected before the states are compared."""
 
     def changes(self, later: "ProcessState") -> Iterator[str]:
         """What is not what it was, one line each. Settings may change, and libraries that were imported since add names: these are not told."""
@@ -102,9 +104,6 @@ class ProcessState:
                 yield from (f"{place}.{name} has been added" for name in added)
             for name, value in before.items():
                 if callable(value) and name not in after:
-                    # A class that a function has made by `type` may be collected at any time.
-                    if place == "step":
-                        continue
                     yield f"{place}.{name} is gone"
                 elif callable(value) and not _is_same(value, after[name]):
                     yield f"{place}.{name} is {after[name]!r} and was {value!r}"
@@ -126,13 +125,14 @@ def process_state() -> ProcessState:
                 names[f"{module}.{kind}"] = dict(vars(owner))
     torch = sys.modules["torch"]
     names["forward"] = {kind.__name__: kind.__dict__.get("forward") for kind in _kinds_of_modules(torch.nn)}
+    optimizers = tuple(_all_kinds(torch.optim.Optimizer))
     names["step"] = {
         f"{kind.__module__}.{kind.__qualname__}": _step(kind)
-        for kind in _all_kinds(torch.optim.Optimizer)
+        for kind in optimizers
         # One that a function makes is another one each time.
         if "<locals>" not in kind.__qualname__
     }
-    return ProcessState(names, _others(torch))
+    return ProcessState(names, _others(torch), optimizers)
 
 
 def changed_since(before: ProcessState) -> list[str]:

@@ -25,6 +25,10 @@ def found(program: str) -> list[str]:
         ("for i, x in enumerate(data):\n  x = F.interpolate(x, size=64 + i)", "a size of 64 + i"),
         ("for e in tqdm(range(9)):\n  loader = DataLoader(data, batch_size=2 ** e)", "a size of 2 ** e"),
         ("while True:\n  step += 1\n  x = torch.randint(0, 9, (8, 16 * step))", "a size of 16 * step"),
+        (
+            "def curriculum(epoch):\n  return 64 + 32 * epoch\nfor e in range(9):\n  n = curriculum(e)\n  x = torch.rand(n)",
+            "n = curriculum(e)",
+        ),
         ("def batch(n):\n  return torch.rand(n, 4)\nfor i in range(9):\n  train(batch(i * 8))", "a size of i * 8"),
     ],
 )
@@ -44,6 +48,7 @@ def test_a_size_that_grows_with_the_turn_is_found(program: str, what: str) -> No
         "for i in range(9):\n  x = torch.randn(64 - i)",
         "for i in range(9):\n  log(num=i, batch=i + 1, step_size=0.1 * i)",
         "for x in data:\n  y = torch.randn(len(x))",
+        "def left(done):\n  return 8 - done\nfor i in range(9):\n  x = torch.rand(left(i))",
         "for i in range(9):\n  lr = 0.1 * (i + 1)\n  step(lr)",
     ],
 )

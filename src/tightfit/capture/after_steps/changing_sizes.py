@@ -138,10 +138,13 @@ class CountedSizes:
     def __init__(self, trees: Sequence[ast.Module]) -> None:
         self._read: set[str] = set()
         self._parameters: dict[str, list[str]] = {}
+        self._results: dict[str, list[ast.expr]] = {}
         nodes = [node for tree in trees for node in ast.walk(tree)]
         for node in nodes:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 self._parameters[node.name] = [each.arg for each in node.args.args if each.arg != "self"]
+                returned = (each for each in ast.walk(node) if isinstance(each, ast.Return))
+                self._results[node.name] = [each.value for each in returned if each.value is not None]
         # As in `Sizes`: what a function reads as a size is one where it is called.
         for _ in range(3):
             for node in nodes:
@@ -172,12 +175,23 @@ class CountedSizes:
         counters = _counters(loop)
         for node in (node for statement in loop.body for node in ast.walk(statement)):
             is_size = isinstance(node, ast.Assign) and any(_name(target) in self._read for target in node.targets)
-            if isinstance(node, ast.Assign) and is_size and _grows_with(node.value, counters):
+            if isinstance(node, ast.Assign) and is_size and self._grows_with(node.value, counters):
                 yield node, " ".join(ast.unparse(node).split())
             for part in self._sizes_in(node):
                 for size in part.elts if isinstance(part, ast.Tuple | ast.List) else [part]:
-                    if _grows_with(size, counters):
+                    if self._grows_with(size, counters):
                         yield size, f"a size of {ast.unparse(size)}"
+
+    def _grows_with(self, node: ast.expr, counters: set[str]) -> bool:
+        """Whether an expression grows where one of the counters does, by its looks; of a function of the program's, by those of its results."""
+        if _grows_with(node, counters):
+            return True
+        if not isinstance(node, ast.Call):
+            return False
+        given = zip(node.args, self._parameters.get(called(node), ()), strict=False)
+        growing = {name for argument, name in given if _grows_with(argument, counters)}
+        growing |= {each.arg for each in node.keywords if each.arg and _grows_with(each.value, counters)}
+        return any(_grows_with(result, growing) for result in self._results.get(called(node), ()))
 
 
 def _counters(loop: ast.For | ast.While) -> set[str]:

@@ -206,6 +206,14 @@ def settle(parameter: torch.Tensor) -> None:
         carry_attributes(standing, parameter.grad)
 
 
+def settle_zeros(parameter: torch.Tensor) -> None:
+    """Replaces a lazy gradient of zeros by an ordinary one."""
+    deferred = deferred_gradient(parameter)
+    if deferred is not None and deferred.state == "zero":
+        deferred.whole()
+        settle(parameter)
+
+
 def settle_held_zeros(parameter: torch.Tensor) -> None:
     """Materialises a lazy gradient of zeros that the program, or another parameter, refers to as well: a backward pass adds to that memory."""
     deferred = deferred_gradient(parameter)
@@ -215,8 +223,7 @@ def settle_held_zeros(parameter: torch.Tensor) -> None:
     if is_held(parameter) or any(
         _is_beside(each(), gradient) for each in (*deferred._aliases, *deferred.on_parameters)
     ):
-        deferred.whole()
-        settle(parameter)
+        settle_zeros(parameter)
 
 
 def add_to_zeros(parameter: torch.Tensor) -> None:

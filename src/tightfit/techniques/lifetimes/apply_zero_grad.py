@@ -17,6 +17,7 @@ from tightfit.techniques.lazy_tensors.deferred_gradients import (
     is_held,
     settle,
     settle_held_zeros,
+    settle_zeros,
 )
 from tightfit.techniques.lazy_tensors.lazy_tensor import LazyTensor
 from tightfit.techniques.lazy_tensors.retained_graphs import told_of_gradients
@@ -100,7 +101,7 @@ class _Freed:
                 standing[parameter] = parameter.grad
         if standing and _may_be_looked_at(backward):
             for parameter in standing:
-                _make_zeros(parameter)
+                settle_zeros(parameter)
             return backward.run()
         for parameter in standing:
             parameter.grad = None
@@ -116,18 +117,11 @@ class _Freed:
     def end(self) -> None:
         """Materialises the zeros."""
         for parameter in self._zeroed:
-            _make_zeros(parameter)
+            settle_zeros(parameter)
         self._zeroed.clear()
 
     def before_node_hook(self, hook: object) -> None:
         """Does nothing: `is_any_node_hooked` is asked when a backward pass begins."""
-
-
-def _make_zeros(parameter: torch.Tensor) -> None:
-    """Materialises a gradient of zeros."""
-    if (deferred := deferred_gradient(parameter)) is not None and deferred.state == "zero":
-        deferred.whole()
-        settle(parameter)
 
 
 def _may_be_looked_at(backward: BackwardPass) -> bool:

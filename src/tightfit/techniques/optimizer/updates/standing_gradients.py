@@ -4,7 +4,7 @@ import dataclasses
 
 import torch
 
-from tightfit.techniques.lazy_tensors.deferred_gradients import deferred_gradient, settle
+from tightfit.techniques.lazy_tensors.deferred_gradients import settle_zeros
 
 
 @dataclasses.dataclass(slots=True)
@@ -19,9 +19,7 @@ class Standing:
         while self.zeros:
             parameter, gradient = self.zeros.popitem()
             parameter.grad = gradient
-            if (deferred := deferred_gradient(parameter)) is not None:
-                deferred.whole()
-                settle(parameter)
+            settle_zeros(parameter)
 
     def put_back(self) -> None:
         """Restores zeros on parameters that got no gradient, and consumed gradients, which the script has to clear before it can step again."""
