@@ -139,6 +139,10 @@ class Attribution:
         for module, path in self._paths.items():
             yield from ((parameter, path) for parameter in module._parameters.values() if parameter is not None)
 
+    def called(self, module: torch.nn.Module) -> None:
+        """Notes that `module` is called by itself, as a list of modules never is: what wraps forwards has an effect on these alone."""
+        self.recorder.called_modules[self.path_of(module)] = None
+
     def path_of(self, module: torch.nn.Module) -> int:
         """The path of `module`, which is being called, as an index of strings."""
         index = self._paths.get(module)
