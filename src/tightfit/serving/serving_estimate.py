@@ -1,6 +1,7 @@
 """The answer to what a model needs on a card: the parts of its memory, the cache that is left, and whether the engine starts."""
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ from tightfit.units import KIB, format_bytes
 
 # Of each position of each request in SGLang's table of pages.
 _POSITION_BYTES = 4
+# More than 16 times as many cards share no model.
+_MAX_DOUBLINGS = 5
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +157,11 @@ def estimate_serving(
     longest = size.request_bytes(*held_tokens(facts, settings.max_model_len, 0))
     asked = mean_request_bytes(size, [held_tokens(facts, *pair) for pair in lengths]) if lengths else float(longest)
     room = max(0, kv_bytes)
-    why = _refusal(kv_bytes, longest, share, settings, device, _longest_within(facts, size, room, settings))
+    less: tuple[str, ...] = ()
+    if kv_bytes < longest:
+        less = () if weight_format is not None else ("quantise (--quantization)",)
+        less += _more_cards(facts, weight_format, rules, size, settings, device, kv_bytes + weights)
+    why = _refusal(kv_bytes, longest, share, settings, device, _longest_within(facts, size, room, settings), less)
     if rules.has_static_share and not why:
         why = _no_room_beside(free, share, profiled.reserved_bytes + 2 * graphs, settings)
     return ServingEstimate(
@@ -232,7 +239,38 @@ def _longest_within(facts: ModelFacts, size: CacheSize, room: int, settings: Res
     return low
 
 
-def _refusal(kv_bytes: int, longest: int, share: int, settings: ResolvedSettings, device: Device, fitting: int) -> str:
+def _more_cards(
+    facts: ModelFacts,
+    weight_format: WeightFormat | None,
+    rules: EngineRules,
+    size: CacheSize,
+    settings: ResolvedSettings,
+    device: Device,
+    room: int,
+) -> tuple[str, ...]:
+    """How many cards would share weights and the longest request, of which each has `room` for them; nothing where that is no help."""
+    if device.shares_host_memory:
+        return ()
+    asked = held_tokens(facts, settings.max_model_len, 0)
+    degrees = [size.degree << more for more in range(1, _MAX_DOUBLINGS)]
+    needed = (
+        held_weights_bytes(facts, weight_format, degree, rules.fused)
+        + dataclasses.replace(size, degree=degree).request_bytes(*asked)
+        for degree in degrees
+    )
+    fits = (degree for degree, num_bytes in zip(degrees, needed, strict=True) if num_bytes <= room)
+    return tuple(f"use more cards (--gpus {degree})" for degree in itertools.islice(fits, 1))
+
+
+def _refusal(
+    kv_bytes: int,
+    longest: int,
+    share: int,
+    settings: ResolvedSettings,
+    device: Device,
+    fitting: int,
+    less: Sequence[str],
+) -> str:
     free = device.capacity_bytes - device.context_bytes - device.system_bytes
     if share > free:
         others = " and the machine's own programs" if device.shares_host_memory else ""
@@ -242,11 +280,13 @@ def _refusal(kv_bytes: int, longest: int, share: int, settings: ResolvedSettings
             f" are free beside the CUDA context{others}: lower --gpu-memory-utilization to {most:g}"
         )
     # The engine refuses a share of more than is free beside its context.
-    raised = "raise --gpu-memory-utilization, " if free - share > max(0, -kv_bytes) else ""
+    raised = ["raise --gpu-memory-utilization"] if free - share > max(0, -kv_bytes) else []
+    *others, last = [*raised, *less] or ["take a larger GPU"]
+    helps = f"{', '.join(others)}, or {last}" if others else last
     if kv_bytes <= 0:
-        return f"no memory is left for the cache: {format_bytes(-kv_bytes)} are missing; {raised}quantise, or use more cards"
+        return f"no memory is left for the cache: {format_bytes(-kv_bytes)} are missing; {helps}"
     if kv_bytes < longest and not fitting:
-        return f"{format_bytes(kv_bytes)} are left for the cache, which not even a request of one token has room in; {raised}quantise, or use more cards"
+        return f"{format_bytes(kv_bytes)} are left for the cache, which not even a request of one token has room in; {helps}"
     if kv_bytes < longest:
         return (
             f"one request of {settings.max_model_len:,} tokens needs {format_bytes(longest)} of cache, and {format_bytes(kv_bytes)} are left:"
