@@ -124,6 +124,21 @@ STEPS: dict[str, Function] = {
     "split": lambda x: x.unflatten(0, (-1, 2)),
     "split last": lambda x: x.unflatten(-1, (2, -1)),
     "by size": lambda x: x.reshape(x.shape[0], -1),
+    "columns by size": lambda x: x.reshape(-1, x.shape[0]),
+    "second columns by size": lambda x: x.reshape(-1, x.shape[1]),
+    "half columns by size": lambda x: x.transpose(-1, -2).reshape(-1, x.shape[0]).sum(1, keepdim=True) * 2,
+    "powers by size": lambda x: torch.vander(x[:, 0, 0], x.shape[0]),
+    "cross last": lambda x: torch.linalg.cross(x[..., :3], x[..., 1:4]),
+    "cross second": lambda x: torch.linalg.cross(x[:, :3], x[:, :3].flip(-1), dim=1),
+    "bilinear": lambda x: functional.bilinear(x, x * 2, _fixed(2, x.shape[-1], x.shape[-1])),
+    "bilinear of one": lambda x: functional.bilinear(x, x[:1].expand(x.shape), _fixed(2, x.shape[-1], x.shape[-1])),
+    "diagonals": torch.diag_embed,
+    "diagonals in front": lambda x: torch.diag_embed(x, 0, 0, 1),
+    "subtracted": lambda x: torch.rsub(x, x * 2),
+    "solved": lambda x: torch.linalg.solve(x.transpose(-1, -2) @ x + 9 * torch.eye(x.shape[-1], dtype=x.dtype), x.transpose(-1, -2)),
+    "solved by one": lambda x: torch.linalg.solve(_fixed(x.shape[-2], x.shape[-2]) + 9 * torch.eye(x.shape[-2], dtype=x.dtype), x),
+    "solved for vectors": lambda x: torch.linalg.solve(x @ x.transpose(-1, -2) + 9 * torch.eye(x.shape[-2], dtype=x.dtype), x[..., 0]),
+    "eigenvalues": lambda x: torch.linalg.eigvals(x @ x.transpose(-1, -2)).abs().sort(-1).values,
     "flip first": lambda x: x.flip(0),
     "flip last": lambda x: x.flip(-1),
     "cumsum second": lambda x: x.cumsum(1),
@@ -230,7 +245,8 @@ def test_each_step_alone_is_true_in_numbers(name: str, dim: int) -> None:
 
 KEPT_APART = """tanh;softmax last;mean last;sum of last;max of second;transpose;contiguous;merge;by size;flip last;cumsum second;cat;stack;gram;
 product;product left;einsum;layer norm;positions;scale by other size;sort;gather;pick;first of second;pad;masked;where;attention;convolution;
-expanded;written;put;renorm;buckets;flat mask of each;scattered;slopes of a softmax;of one size;embedding;bags;weighted bags;index table;unbind;instance norm;pool;hard swish;log sigmoid;one hot;split last;transpose last"""
+expanded;written;put;renorm;buckets;flat mask of each;scattered;slopes of a softmax;of one size;embedding;bags;weighted bags;index table;unbind;instance norm;pool;hard swish;log sigmoid;one hot;split last;transpose last;cross last;
+cross second;bilinear;diagonals;subtracted;solved;solved by one;solved for vectors;eigenvalues"""
 
 
 @pytest.mark.parametrize("name", [name.strip() for name in KEPT_APART.split(";")])

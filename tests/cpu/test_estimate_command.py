@@ -446,7 +446,7 @@ def test_a_recording_that_is_none_is_refused_and_never_run(
 
 
 def test_a_recording_that_is_not_there_is_refused(refused: Refused) -> None:
-    assert refused("replay", "nowhere.pickle", code=3) == "nowhere.pickle cannot be read: No such file or directory"
+    assert refused("replay", "nowhere.pickle", code=2) == "there is no file nowhere.pickle"
 
 
 ASKS_FOR_ITS_CARD = """\

@@ -1,9 +1,12 @@
 """`with tightfit.leaks():` names what grows and what keeps it, says nothing of what does not grow, and changes nothing."""
 
+import collections
+import functools
 import gc
 import sys
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from benchmarks.leaks import clean_loops, clean_state, containers, cycles, fragmentation, graphs, outside
@@ -11,8 +14,13 @@ from benchmarks.leaks.judge import SILENT, judged
 
 import tightfit
 from tightfit.errors import UsageError
-from tightfit.runtime.leaks.found_leaks import CONTAINER, GRAPH
+from tightfit.runtime.leaks.found_leaks import CONTAINER, GRAPH, UNKNOWN
+from tightfit.runtime.leaks.holder_search import bound_of
 from tightfit.runtime.leaks.leak_watch import LeakWatch
+from tightfit.runtime.leaks.live_storages import LiveStorages
+from tightfit.runtime.leaks.step_samples import StepEnd, StepEnds
+from tightfit.runtime.leaks.verdict import leaks_of
+from tightfit.units import MIB
 
 SCRIPTS = (containers, cycles, fragmentation, graphs, outside, clean_loops, clean_state)
 
@@ -107,6 +115,60 @@ def test_a_loop_of_forward_passes_has_its_steps_between_them(capsys: pytest.Capt
     assert leak.cause == GRAPH
     assert leak.holder.path.endswith("outputs[-1]")
     assert "detach" in capsys.readouterr().err
+
+
+def test_what_holds_is_found_behind_arrays_and_sparse_tensors_and_sized_as_it_grows() -> None:
+    """A list in a deque that is full grows, a settings dict around a list does not, and a freed graph retains nothing of an output that is kept."""
+    weight = torch.ones(64, 64, requires_grad=True)
+    indices = torch.zeros(1, 64, dtype=torch.int64)
+    arrays, parts, outputs, emptied = [], [], [], []
+    objects, full = [], collections.deque([[]], maxlen=1)
+    settings = {"history": [], **dict.fromkeys(range(100))}
+    with tightfit.leaks(quiet=True) as found:
+        for _ in range(8):
+            arrays.append(torch.ones(64, 64).numpy())
+            objects.append(np.array([torch.ones(64, 64), None], dtype=object))
+            values = torch.ones(64, 64)
+            parts.append(torch.sparse_coo_tensor(indices, values, (1, 64), check_invariants=True))
+            full[0].append(torch.ones(64, 64))
+            settings["history"].append(torch.ones(64, 64))
+            outputs.append(weight * 2)
+            outputs[-1].sum().backward()
+            emptied.append(torch.ones(64, 64))
+            emptied[-1].untyped_storage().resize_(0)
+            found.step()
+    said = {leak.holder.path.partition(".")[2]: (leak.cause, leak.holder.what) for leak in found.leaks}
+    expected = ["arrays[-1].base", "full[-1][-1]", "objects[-1][...][-2]", "outputs[-1]", "settings['history'][-1]"]
+    expected.append("parts[-1]._values()")
+    assert said == dict.fromkeys(expected, (CONTAINER, "a list of 8; one more with each step"))
+
+
+def test_what_bounds_a_container_bounds_not_what_it_holds() -> None:
+    full, filling, inner = collections.deque([[]], maxlen=1), collections.deque([[]], maxlen=9), [1]
+    assert bound_of((inner, full), inner) == ""
+    assert bound_of((inner, filling), inner) == "bounded: deque(maxlen=9)"
+    assert bound_of((full, inner), inner) == ""
+    assert bound_of((full,), full) == "bounded: deque(maxlen=1)"
+
+
+def test_growth_that_no_operator_of_this_thread_has_made_is_said() -> None:
+    ends = StepEnds()
+    for step in range(8):
+        ends.add(
+            functools.partial(
+                StepEnd,
+                bytes_by_site={},
+                bytes_by_device={"cuda": 100 * MIB},
+                card_allocated=(100 + 2 * step) * MIB,
+                card_reserved=(100 + 2 * step) * MIB,
+                card_outside=0,
+                resident=None,
+                malloc=None,
+            )
+        )
+    (leak,) = leaks_of(ends, LiveStorages(), {}, 8)
+    assert (leak.cause, leak.bytes_per_step) == (UNKNOWN, 2 * MIB)
+    assert "other threads" in leak.explain()
 
 
 def test_nothing_is_kept_alive() -> None:

@@ -1,5 +1,6 @@
 """How a search closes in on its limit, and what it does when the workload does not run with what was chosen."""
 
+import dataclasses
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -99,6 +100,16 @@ def test_a_technique_that_cannot_be_put_on_is_refused_with_its_reason_and_the_re
 def test_a_run_that_fits_is_left_alone(runs: FailingRuns) -> None:
     found = Search(runs, runs.run_with(()).high_bytes, Allowed()).run()
     assert found.fits and found.best is found.base and found.solution is None
+
+
+def test_a_budget_is_no_more_than_the_program_allows_itself(runs: FailingRuns, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, card = runs.run_with(()), runs.card
+    assert runs.within(card.capacity_bytes) == card.capacity_bytes
+    tape = dataclasses.replace(plain.tape, memory_fraction=0.25)
+    monkeypatch.setattr(runs, "run_with", lambda _: dataclasses.replace(plain, tape=tape))
+    allowed_bytes = card.capacity_bytes // 4 + card.context_bytes
+    assert runs.within(card.capacity_bytes) == allowed_bytes
+    assert runs.within(allowed_bytes - 1) == allowed_bytes - 1
 
 
 def test_a_place_that_is_refused_leaves_the_technique_its_other_places(runs: FailingRuns) -> None:

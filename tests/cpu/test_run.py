@@ -181,7 +181,7 @@ def test_a_script_without_a_model_is_told_so_where_nothing_was_planned(capfd: py
     [
         (["nothing.py"], 2, "there is no file nothing.py"),
         (["plan.json"], 2, "there is no script plan.json; run takes a Python file"),
-        (["--plan", "nothing.json", "train.py"], 3, "the plan nothing.json cannot be read: No such file or directory"),
+        (["--plan", "nothing.json", "train.py"], 2, "there is no file nothing.json"),
         (["--plan", "train.py", "train.py"], 3, "train.py is not a plan"),
         (["--plan", "other.json", "train.py"], 3, "other.json: this is no plan; make one with tightfit plan -o FILE"),
         (["--plan", "lacking.json", "train.py"], 3, "lacking.json: this plan lacks 'baseline'; make it again"),

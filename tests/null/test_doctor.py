@@ -19,7 +19,7 @@ from tightfit.recordings.read import read_recording
 from tightfit.reports.text.diagnosis import DiagnosisText
 from tightfit.reports.text.folders import without_common_folder
 from tightfit.simulate.peak import estimate_peak
-from tightfit.tape import Category, SpanKind
+from tightfit.tape import Category, Phase, SpanKind
 from tightfit.units import GIB, MIB
 
 
@@ -169,6 +169,61 @@ def test_checkpointing_keeps_the_outputs_and_one_inside():
     assert (remedy.where, remedy.saves_bytes) == ("net.*", 20 * MIB)
     assert remedy.adds_seconds is not None
     assert remedy.adds_seconds > 0
+
+
+STEPS = [(f"step {n}", SpanKind.STEP, 2 * n - 2, 2 * n) for n in (1, 2, 3, 4)]
+
+
+def suggested(tape, name, phase, dtype=""):
+    """What is suggested of a tape whose operators are all of that name, phase and type."""
+    first = len(tape.strings)
+    object.__setattr__(tape, "strings", (*tape.strings, name, dtype))
+    tape.operators.name[:], tape.operators.dtype[:], tape.operators.phase[:] = first, first + 1, phase
+    return {one.what: one.saves_bytes for one in diagnose(subject_of_tape(tape, CARD)).suggestions}
+
+
+def test_gradients_of_every_step_that_are_kept_grow_and_no_other_use_of_them_mends_it():
+    tape = tape_of([5 * MIB] * 8, list(range(8)), categories=[Category.GRADIENTS] * 8, spans=STEPS)
+    assert suggested(tape, "aten.mm", Phase.BACKWARD) == {}
+    (grown,) = diagnose(subject_of_tape(tape, CARD)).growth
+    assert (grown.category, grown.bytes_per_step, grown.num_blocks, grown.num_bytes) == (
+        "gradients",
+        10 * MIB,
+        6,
+        30 * MIB,
+    )
+    # Those of the last step alone, as in a recording that ends before they are freed, do not.
+    tape = tape_of([MIB, MIB, MIB, MIB], [0, -1, 1, -2, 2, -3, 3], categories=[Category.GRADIENTS] * 4, spans=STEPS[:3])
+    assert diagnose(subject_of_tape(tape, CARD)).growth == ()
+
+
+def test_an_output_that_is_larger_in_each_step_is_held_by_nothing():
+    """Its bytes grow with the sizes of the program: no sum or list holds outputs of several steps."""
+    events = [0, 4, 1, -1, 2, -2, 3, -3]
+    tape = tape_of(
+        [10 * MIB, 20 * MIB, 30 * MIB, 40 * MIB, MIB], events, categories=[Category.ACTIVATIONS] * 5, spans=STEPS
+    )
+    found = diagnose(subject_of_tape(tape, CARD))
+    assert [one.bytes_per_step for one in found.growth] == [10 * MIB]
+    assert not [one for one in found.suggestions if "holds a loss or an output" in one.what]
+
+
+def test_suggestions_are_about_the_program_that_ran():
+    def of(category, *rest):
+        return suggested(tape_of([40 * MIB], [0, -1], categories=[category]), *rest)
+
+    fused, eighth = "fused=True in the optimizer, or foreach=False where it has none", "an optimizer with 8-bit state"
+    assert (
+        list(of(Category.TEMPORARIES, "aten._foreach_sqrt", Phase.OPTIMIZER)) == []
+    )  # its one temporary is the largest
+    pair = [20 * MIB, 20 * MIB], [0, 1, -2, -1]
+    assert suggested(tape_of(*pair), "aten._foreach_sqrt", Phase.OPTIMIZER) == {fused: 20 * MIB}
+    assert suggested(tape_of(*pair), "aten._foreach_norm", Phase.OTHER) == {}
+    state = Category.OPTIMIZER_STATE
+    assert of(state, "aten.zeros", Phase.OPTIMIZER, "float32") == {eighth: 30 * MIB}
+    assert of(state, "aten.zeros", Phase.OPTIMIZER, "bfloat16") == {eighth: 20 * MIB}
+    assert of(state, "aten.zeros", Phase.OPTIMIZER, "uint8") == {}
+    assert of(Category.TEMPORARIES, "aten._log_softmax", Phase.FORWARD) == {}
 
 
 def test_one_line_for_nothing_comes_before_what_saves_more():

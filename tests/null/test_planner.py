@@ -181,8 +181,35 @@ def problems(draw: st.DrawFn) -> Problem:
     return build(timeline(*base), options, step=step)
 
 
-@settings(max_examples=60, deadline=None)
-@given(problem=problems(), budget=st.integers(0, 45))
+@st.composite
+def places_alike(draw: st.DrawFn) -> Problem:
+    """Two or three places with the same options, which save the same and hold as much more, each for as long and where it happens to."""
+    base = draw(st.lists(st.integers(0, 40), min_size=NUM_EVENTS, max_size=NUM_EVENTS))
+    kinds = draw(
+        st.lists(st.tuples(st.integers(-20, -1), st.integers(0, 9), st.integers(0, 8)), min_size=1, max_size=2)
+    )
+    are_alone, options = draw(st.booleans()), []
+    for place in range(draw(st.integers(2, 3))):
+        for saved, held, eighths in kinds:
+            begin, end = sorted(draw(st.lists(st.integers(0, NUM_EVENTS), min_size=2, max_size=2, unique=True)))
+            at = draw(st.integers(0, NUM_EVENTS - 1))
+            options.append(
+                option(
+                    f"h.{place}",
+                    (begin, end, saved),
+                    (at, at + 1, held),
+                    seconds=eighths / 8,
+                    slots=(f"h.{place}",) if are_alone else (),
+                    equivalence_class=f"h.*:{saved}",
+                )
+            )
+    begin, end = draw(st.integers(0, NUM_EVENTS - 1)), draw(st.integers(0, NUM_EVENTS))
+    around = option("h", (min(begin, end), end, -20), seconds=1.5, slots=("h.0", "h.1"))
+    return build(timeline(*base), [*options, around])
+
+
+@settings(max_examples=90, deadline=None)
+@given(problem=st.one_of(problems(), places_alike()), budget=st.integers(0, 45))
 def test_no_choice_is_faster_and_none_of_the_same_speed_holds_less(problem: Problem, budget: int) -> None:
     found = solve(problem, budget * MIB)
     assert validate(problem, found, budget * MIB) == []
@@ -284,6 +311,20 @@ def test_a_hundred_blocks_that_are_alike_are_solved_to_the_end() -> None:
     found = solve(problem, problem.peak_bytes(()) // 2)
     assert found.is_proven and found.fits
     assert validate(problem, found, problem.peak_bytes(()) // 2) == []
+
+
+def test_the_smallest_choice_is_not_called_the_fastest_where_the_solver_had_no_time_for_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    problem = build(timeline(7, 7), [option("a", (0, 1, -3), seconds=2.0), option("b", (0, 2, -4), seconds=-1.0)])
+    run = _Program.run
+    monkeypatch.setattr(
+        _Program, "run", lambda *args, **given: None if given.get("is_for_time") else run(*args, **given)
+    )
+    found = solve(problem, 5 * MIB)
+    assert (found.fits, found.is_proven, found.bound_seconds) == (True, False, -1.0)
+    nothing = solve(problem, 2 * MIB)
+    assert (nothing.fits, nothing.is_proven) == (False, True)
 
 
 def test_a_validator_sees_every_lie() -> None:

@@ -144,6 +144,11 @@ class ModuleCalls:
                 found[".".join(parts[:length])] += of_module.count(max(of_module))
         return found
 
+    def is_called(self, path: str) -> bool:
+        """Whether the module at `path` is called by itself, so that a wrapper around its forward runs; unknown of tapes that do not say it, and then yes."""
+        called = self.tape.called_modules
+        return not called or path in called
+
     def modules_inside(self, path: str) -> list[str]:
         """The paths at and inside `path` that have operators of their own."""
         low, high = self._sorted.inside(path)

@@ -57,7 +57,7 @@ def blocks(module_calls: ModuleCalls) -> list[RecomputableBlock]:
         inside = module_calls.modules_inside(path)
         is_root = "." not in path
         # A leaf module mostly saves its own input, which recomputing it would have to retain.
-        if inside == [path] or (not is_root and _is_list(path, inside)):
+        if inside == [path] or (not is_root and _is_list(path, inside)) or not module_calls.is_called(path):
             continue
         calls = module_calls.calls(path)
         # Called once per round, the model recomputed as a whole saves nothing at the peak: all of it is back at once in backward.

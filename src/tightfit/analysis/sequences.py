@@ -130,9 +130,8 @@ def layer_sequences(module_calls: ModuleCalls) -> Iterator[LayerSequence]:
     for path, found in children.items():
         # Blocks with submodules are candidates of their own in `recomputable`; a container with operators of its own is not a
         # Sequential.
-        if any(
-            module_calls.modules_inside(child) == [child] for child in found
-        ) and path not in module_calls.modules_inside(path):
+        has_layers = any(module_calls.modules_inside(child) == [child] for child in found)
+        if has_layers and path not in module_calls.modules_inside(path) and module_calls.is_called(path):
             sequence = _sequence(module_calls, path, sorted(int(child.rpartition(".")[2]) for child in found))
             if sequence is not None:
                 yield sequence

@@ -1,11 +1,12 @@
 """When the blocks of a model use their weights, in a run whose weights come one block ahead and leave afterwards.
 
-A block is a numbered module (a layer of a list), the outermost one. Its uses are the ranges of operators of its forward passes and of its part of the
+A block is a numbered module (a layer of a list), the outermost one that is called: its weights come when it is, and a list in a list never is. Its uses are the ranges of operators of its forward passes and of its part of the
 backward passes, or of its calls in a run that only predicts. Weights that are trained, or that other modules hold too, are none of the block's.
 """
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -42,10 +43,11 @@ class StreamedUses:
     def __init__(self, profile: "Profile", *, with_trained: bool = False) -> None:
         self._with_trained = with_trained
         self._tape = tape = profile.tape
-        paths = list(dict.fromkeys(filter(None, (_block_of(tape.strings[m]) for m in tape.weights.module.tolist()))))
+        block_of = [_block_of(text, profile.modules.is_called) for text in tape.strings]
+        paths = list(dict.fromkeys(filter(None, (block_of[m] for m in tape.weights.module.tolist()))))
         number_of = {path: number for number, path in enumerate(paths)}
         # The block of each string that is a module, -1 for none.
-        of_string = np.array([number_of.get(_block_of(text), -1) for text in tape.strings], dtype=np.int64)
+        of_string = np.array([number_of.get(path, -1) for path in block_of], dtype=np.int64)
         block, phase = of_string[tape.operators.module], tape.operators.phase
         self.is_prediction = not np.isin(phase, (Phase.FORWARD, Phase.BACKWARD)).any()
         """Whether nothing of the run could be trained: no module was called with gradients, and there was no backward pass."""
@@ -91,11 +93,11 @@ class StreamedUses:
         return found
 
 
-def _block_of(module: str) -> str:
-    """The path of the outermost numbered module that `module` is in, or is; empty where it is in none."""
+def _block_of(module: str, is_called: Callable[[str], bool]) -> str:
+    """The path of the outermost numbered module that `module` is in, or is, and that `is_called`; empty where it is in none."""
     parts = module.split(".")
-    at = next((i for i, part in enumerate(parts) if i and part.isdigit()), None)
-    return "" if at is None else ".".join(parts[: at + 1])
+    numbered = (".".join(parts[: i + 1]) for i, part in enumerate(parts) if i and part.isdigit())
+    return next((path for path in numbered if is_called(path)), "")
 
 
 def _runs(at: Column, block: Column, is_backward: Column) -> list[WeightUse]:

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from tightfit.cli.arguments.sizes import Size, with_unit
 from tightfit.cli.shared.progress import ProgressLine
+from tightfit.errors import UsageError
 from tightfit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -42,10 +43,13 @@ def replay(
     """
     # Here and not above: numpy is not loaded for --help.
     from tightfit.allocator.settings import AllocatorSettings
+    from tightfit.capture.targets.target_files import no_file
     from tightfit.recordings.read import read_recording
     from tightfit.recordings.replayed import devices_of, limit_of, together
     from tightfit.recordings.replayed import replay as replay_device
 
+    if not recording.exists():
+        raise UsageError(no_file(str(recording)))
     # With --tune the given settings are one row of the search, and the replay stays as recorded.
     settings = None if alloc_conf is None or tune else AllocatorSettings.parse(alloc_conf)
     limit = None if memory is None else with_unit("--memory", memory)

@@ -24,6 +24,7 @@ from tightfit.simulate.step_work import priced
 from tightfit.simulate.timeline_bytes import Watch, timeline_on
 from tightfit.simulate.workspaces import with_workspaces_of
 from tightfit.tape import Column, Phase, Tape
+from tightfit.tape.element_bytes import REAL_BYTES
 from tightfit.tuning.search_settings import tune
 from tightfit.tuning.settings_search import MIN_GAIN
 from tightfit.units import MIB
@@ -35,6 +36,8 @@ _SETTINGS = (
     "max_split_size_mb:64",
     "roundup_power2_divisions:4",
 )
+# Types that only quantised states of optimizers have.
+_OF_STATES = dict.fromkeys(("uint8", "int8", "float8_e4m3fn", "float8_e5m2"), 1)
 # Expandable segments, the first of the list, cost no driver call in a steady loop and have no parameter to choose.
 _NEARLY = 0.8
 
@@ -99,6 +102,8 @@ def subject_of_tape(
     operator = tape.storages.operator[storage]
     seconds = np.append(operator_seconds(tape, device, calibration), 0.0)
     phases = np.append(tape.operators.phase, Phase.OTHER)[operator].astype(np.int64)
+    bytes_of_name = np.array([(REAL_BYTES | _OF_STATES).get(name, 0) for name in tape.strings])
+    each_bytes = np.append(bytes_of_name[tape.operators.dtype], 0)[operator]
 
     # A tape is replayed once per setting, in well under a second, so no time limit is needed.
     def try_settings(_: float) -> tuple[SettingTried, ...]:
@@ -127,7 +132,11 @@ def subject_of_tape(
         history=history,
         places=tuple(place_of(stack) for stack in history.stacks),
         phases=phases,
-        costs=Costs(block_seconds=seconds[operator], forward_seconds=_forward_seconds(tape, seconds)),
+        costs=Costs(
+            block_seconds=seconds[operator],
+            element_bytes=each_bytes,
+            forward_seconds=_forward_seconds(tape, seconds),
+        ),
         holders={
             block: found for block, number in enumerate(storage.tolist()) if (found := (holders or {}).get(number))
         },

@@ -1,6 +1,7 @@
 """Memory growth (leaks): allocation sites with more bytes at the end of every step than at the end of the one before.
 
-The first step is left out, because optimizers allocate their state in it. Gradients are left out too: a recording may end before they are freed.
+The first step is left out, because optimizers allocate their state in it. Of gradients only those count that are older than the step at whose end they
+are held: a recording may end before the last ones are freed.
 """
 
 import dataclasses
@@ -9,7 +10,7 @@ import numpy as np
 
 from tightfit.diagnosis.step_spans import StepSpan
 from tightfit.recordings.frames import AllocationSite
-from tightfit.simulate.history import CATEGORIES, History
+from tightfit.simulate.history import CATEGORIES, Blocks, History
 from tightfit.tape import Category, Column
 
 # The first step is left out, and two ends are needed to see a difference.
@@ -34,17 +35,28 @@ class Growth:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GrowingSite:
-    """An allocation site and a category, with their blocks that outlive the second step, and the bytes of them at the end of each later step."""
+    """An allocation site and a category, with their blocks that outlive the second step, the bytes of them at the end of each later step, and how many blocks those of the last are."""
 
     place: AllocationSite
     category: int
     blocks: Column
     bytes_at_ends: tuple[int, ...]
+    num_blocks: int
 
     @property
     def bytes_per_step(self) -> int:
         """How much the site grows."""
         return (self.bytes_at_ends[-1] - self.bytes_at_ends[0]) // (len(self.bytes_at_ends) - 1)
+
+    def is_piled_up(self, blocks: Blocks, steps: tuple[StepSpan, ...]) -> bool:
+        """Whether more blocks of earlier steps are there with each step: what one block of each step takes grows with the sizes of the program, too."""
+        own = self.blocks
+
+        def from_before(step: StepSpan) -> int:
+            is_held = (blocks.allocated_at[own] < step.begin) & (blocks.freed_at[own] >= step.end)
+            return int(blocks.num_bytes[own][is_held].sum())
+
+        return from_before(steps[-1]) > from_before(steps[1])
 
 
 def growing_sites(
@@ -55,7 +67,7 @@ def growing_sites(
         return ()
     blocks = history.blocks
     ends = [step.end - 1 for step in steps[1:]]
-    lasting = np.flatnonzero((blocks.freed_at > ends[0]) & (blocks.category != Category.GRADIENTS))
+    lasting = np.flatnonzero(blocks.freed_at > ends[0])
     # By allocation site: a list that grows gets a new block in each step, all from one line.
     held: dict[tuple[AllocationSite, int], list[int]] = {}
     for block in lasting.tolist():
@@ -64,17 +76,23 @@ def growing_sites(
     for (place, category), members in held.items():
         allocated_at, freed_at = blocks.allocated_at[members], blocks.freed_at[members]
         num_bytes = blocks.num_bytes[members]
-        bytes_at_ends = tuple(int(num_bytes[(allocated_at <= end) & (freed_at > end)].sum()) for end in ends)
-        site = GrowingSite(place=place, category=category, blocks=np.array(members), bytes_at_ends=bytes_at_ends)
+        until = [step.begin - 1 for step in steps[1:]] if category == Category.GRADIENTS else ends
+        at_ends = [(allocated_at <= last) & (freed_at > end) for last, end in zip(until, ends, strict=True)]
+        site = GrowingSite(
+            place=place,
+            category=category,
+            blocks=np.array(members),
+            bytes_at_ends=tuple(int(num_bytes[held_then].sum()) for held_then in at_ends),
+            num_blocks=int(at_ends[-1].sum()),
+        )
         # Monotonic in every step: a cache that is filled and dropped in turn is no leak.
-        if site.bytes_per_step >= MIN_BYTES and list(bytes_at_ends) == sorted(bytes_at_ends):
+        if site.bytes_per_step >= MIN_BYTES and list(site.bytes_at_ends) == sorted(site.bytes_at_ends):
             found.append(site)
     return tuple(sorted(found, key=lambda site: -site.bytes_per_step))
 
 
 def growth_of(history: History, places: tuple[AllocationSite, ...], steps: tuple[StepSpan, ...]) -> tuple[Growth, ...]:
     """The sites that grow, fastest first and `NUM_GROWING` at most; empty with fewer than `MIN_STEPS` steps."""
-    blocks = history.blocks
     return tuple(
         Growth(
             where=site.place.name,
@@ -83,11 +101,7 @@ def growth_of(history: History, places: tuple[AllocationSite, ...], steps: tuple
             operator=site.place.operator,
             category=CATEGORIES[site.category],
             bytes_per_step=site.bytes_per_step,
-            num_blocks=int(
-                (
-                    (blocks.allocated_at[site.blocks] < steps[-1].end) & (blocks.freed_at[site.blocks] >= steps[-1].end)
-                ).sum()
-            ),
+            num_blocks=site.num_blocks,
             num_bytes=site.bytes_at_ends[-1],
         )
         for site in growing_sites(history, places, steps)[:NUM_GROWING]

@@ -190,7 +190,7 @@ class _Plain:
         """As `close_in` has it."""
         started = time.monotonic()
         try:
-            trial = self.bench(size).run_with(())
+            trial, budget_bytes = self.bench(size).run_with(()), self.bench(size).within(self.budget_bytes)
         except CaptureError as error:
             # A model may take no batch of this size; that is an end as well.
             self.fault = error
@@ -201,14 +201,14 @@ class _Plain:
             size=size,
             device_bytes=trial.estimate.peak.device_bytes,
             device_high_bytes=trial.high_bytes,
-            fits=trial.needed_bytes <= self.budget_bytes,
+            fits=trial.needed_bytes <= budget_bytes,
             seconds_per_step=trial.seconds,
             techniques=(),
             exact=True,
         )
         self._seen[size] = (trial.estimate.peak.allocated_bytes, trial.seconds)
         self._refuse_unused()
-        return trial.needed_bytes - self.budget_bytes
+        return trial.needed_bytes - budget_bytes
 
     def _refuse_unused(self) -> None:
         """Raises an error where the size changes nothing: the program does not use what sets it, and no size that is found would be true."""
@@ -231,9 +231,9 @@ class _Planned:
     def excess(self, size: int) -> int | None:
         """As `close_in` has it."""
         try:
-            found: Found = Search(
-                self._plain.bench(size), self._plain.budget_bytes, self._permitted, is_rough=True
-            ).run()
+            runs = self._plain.bench(size)
+            budget_bytes = runs.within(self._plain.budget_bytes)
+            found: Found = Search(runs, budget_bytes, self._permitted, is_rough=True).run()
         except CaptureError as error:
             self.failed[size] = str(error)
             return None
@@ -250,7 +250,7 @@ class _Planned:
             techniques=tuple(dict.fromkeys(option.technique for option in taken)),
             exact=all(option.exact for option in taken),
         )
-        return best.needed_bytes - self._plain.budget_bytes
+        return best.needed_bytes - budget_bytes
 
 
 def size_now(target: Target, parameter: str) -> int:

@@ -125,8 +125,8 @@ class Planner:
 
     def within(self, budget_bytes: int) -> Plan:
         """The fastest plan within so many bytes, or the one that holds least."""
-        search = Search(self.runs, budget_bytes, self.allowed, host_bytes=self.host_bytes, disk_bytes=self.disk_bytes)
-        on = self.runs.on
+        limit_bytes, on = self.runs.within(budget_bytes), self.runs.on
+        search = Search(self.runs, limit_bytes, self.allowed, host_bytes=self.host_bytes, disk_bytes=self.disk_bytes)
         return with_note(_proven(search, self.runs, self.runs.card, prove=self.prove), on.empty, on.used_bytes)
 
 

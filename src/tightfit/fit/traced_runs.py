@@ -20,7 +20,7 @@ from tightfit.fit.planning_progress import ProgressLog
 from tightfit.planner.option import Option
 from tightfit.planner.plan import Choice, Run
 from tightfit.simulate.estimate import Estimate, needed_bytes
-from tightfit.simulate.peak import estimate_peak
+from tightfit.simulate.peak import as_usable, estimate_peak
 from tightfit.simulate.with_empty_cache import with_emptied_cache
 from tightfit.tape import Coverage, Effect, Tape
 from tightfit.tape.allocated_bytes import allocated_bytes
@@ -181,6 +181,15 @@ class TracedRuns:
             margin=self.on.margin,
             call_sizes=report["call_sizes"],
         )
+
+    def within(self, budget_bytes: int) -> int:
+        """The budget, or what the program allows itself of the GPU (`torch.cuda.set_per_process_memory_fraction`) where that is less.
+
+        Raises:
+            CaptureError: the plain workload could not be traced.
+        """
+        usable = as_usable(self.card, self.run_with(()).tape, self.on.settings, self.on.calibration)
+        return min(budget_bytes, usable.capacity_bytes)
 
     def all(self) -> list[TracedRun]:
         """All runs that were traced, in order."""

@@ -8,7 +8,6 @@ HiGHS: Huangfu and Hall, "Parallelizing the dual revised simplex method" (2018);
 """
 
 import dataclasses
-import itertools
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -17,15 +16,15 @@ import numpy as np
 import numpy.typing as npt
 
 from tightfit.errors import MissingExtra
+from tightfit.planner.order_rows import FREE, Row, order_rows
 from tightfit.planner.problem import Problem
+from tightfit.planner.sides import Sides
 from tightfit.planner.silenced import made_silently
 from tightfit.planner.solution import Solution
 from tightfit.planner.solver_work import SolverWork
 
 _NEXT_TO_NOTHING = 1e-3
 _MIB = float(1 << 20)
-# HiGHS treats bounds beyond 1e20 as infinite (option infinite_bound).
-_FREE = 1e30
 # The relative gap of HiGHS (mip_rel_gap): the options' seconds are not known any more precisely.
 _GAP = 1e-4
 # The second program only breaks ties. Those are rare where blocks differ, and then it is the harder one of the two.
@@ -44,7 +43,7 @@ _MAX_ROUNDS_RELAXED = 16
 class Tricks:
     """Accelerations of the search. None changes the optimum; each can be turned off to measure its effect.
 
-    `order_alike`: symmetry breaking among equivalent places: an earlier one never saves less than a later one, whose activations have shorter
+    `order_alike`: symmetry breaking among equivalent places (`order_rows`): an earlier one never saves less than a later one, whose activations have shorter
     lifetimes. Without it the solver proves the same for every permutation of the blocks of a deep model.
     `add_rows_when_broken`: lazy constraints: a time step gets a row only when a solution violates its limit, and most never do.
     """
@@ -90,7 +89,7 @@ def solve(
 
 def _solved(problem: Problem, budget_bytes: int, work_seconds: float, tricks: Tricks, *, breaks_ties: bool) -> Solution:
     work = SolverWork(work_seconds)
-    rows = [*_conflict_rows(problem), *(_order_rows(problem) if tricks.order_alike else ())]
+    rows = [*_conflict_rows(problem), *(order_rows(problem) if tricks.order_alike else ())]
     # Nearly always the first is enough.
     for slack_mib in _SLACKS_MIB:
         fast = _Program(problem, rows, tricks)
@@ -100,7 +99,11 @@ def _solved(problem: Problem, budget_bytes: int, work_seconds: float, tricks: Tr
     if found is None or problem.peak_bytes(found.chosen) > budget_bytes:
         # With work of its own: the first program may have used up its limit without an answer.
         least = _least(problem, rows, tricks, SolverWork(work_seconds))
-        return _solution(problem, least.chosen, budget_bytes, bound_seconds=0.0, is_proven=least.is_proven)
+        # One that fits shows that the first program was not solved, and not that there is no faster one.
+        is_proven = least.is_proven and problem.peak_bytes(least.chosen) > budget_bytes
+        return _solution(
+            problem, least.chosen, budget_bytes, bound_seconds=_with_all_that_saves(problem), is_proven=is_proven
+        )
     if not breaks_ties:
         return _solution(problem, found.chosen, budget_bytes, bound_seconds=found.bound, is_proven=found.is_proven)
     smallest = _Program(problem, [*rows, *_rows_as_fast(problem, found.chosen)], tricks)
@@ -116,7 +119,7 @@ def least(problem: Problem, *, work_seconds: float = 10.0) -> Solution:
     """
     if not problem.options:
         return _solution(problem, (), problem.peak_bytes(()), bound_seconds=0.0, is_proven=True)
-    rows = [*_conflict_rows(problem), *_order_rows(problem)]
+    rows = [*_conflict_rows(problem), *order_rows(problem)]
     found = _least(problem, rows, Tricks(), SolverWork(work_seconds))
     peak = problem.peak_bytes(found.chosen)
     fastest = solve(problem, round(peak * (1 + _NEXT_TO_NOTHING)), work_seconds=work_seconds)
@@ -127,17 +130,8 @@ def least_peak(problem: Problem, *, work_seconds: float = 10.0) -> int:
     """The lowest peak in bytes of any choice, as far as it is found in time."""
     if not problem.options:
         return problem.peak_bytes(())
-    rows = [*_conflict_rows(problem), *_order_rows(problem)]
+    rows = [*_conflict_rows(problem), *order_rows(problem)]
     return problem.peak_bytes(_least(problem, rows, Tricks(), SolverWork(work_seconds)).chosen)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Row:
-    """`low` <= the sum of `weights` times the options <= `high`."""
-
-    low: float
-    high: float
-    weights: dict[int, float]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -150,7 +144,7 @@ class _Found:
 class _Program:
     """Rows and columns for HiGHS: the peak in MiB is a column that is minimised, or the milliseconds of a step, where either side can be the slower one."""
 
-    def __init__(self, problem: Problem, rows: Sequence[_Row], tricks: Tricks, *, seen: _Found | None = None) -> None:
+    def __init__(self, problem: Problem, rows: Sequence[Row], tricks: Tricks, *, seen: _Found | None = None) -> None:
         self.problem = problem
         self._seen = seen
         self.rows = list(rows)
@@ -211,20 +205,20 @@ class _Program:
         if seen is not None and peak(found.chosen) < peak(seen.chosen):
             self._seen = dataclasses.replace(found, is_proven=False)
 
-    def _limits(self, max_mib: float | None, *, is_for_time: bool) -> list[_Row]:
+    def _limits(self, max_mib: float | None, *, is_for_time: bool) -> list[Row]:
         """A row for each time step considered: its bytes are at most `max_mib`, or at most the peak. Where time is a column, a row for each side."""
         problem, peak = self.problem, len(self.problem.options)
         rows = []
         for at in self._moments:
             weights, base_mib = _weights(problem.changes[:, at]), int(problem.base_bytes[at]) / _MIB
             if not is_for_time:
-                rows.append(_Row(-_FREE, -base_mib, weights | {peak: -1.0}))
+                rows.append(Row(-FREE, -base_mib, weights | {peak: -1.0}))
             elif max_mib is not None:
-                rows.append(_Row(-_FREE, max_mib - base_mib, weights))
+                rows.append(Row(-FREE, max_mib - base_mib, weights))
         if not is_for_time and max_mib is not None:
-            rows.append(_Row(-_FREE, max_mib, {peak: 1.0}))
+            rows.append(Row(-FREE, max_mib, {peak: 1.0}))
         if is_for_time and len(self._sides) > 1:
-            rows += [_Row(-_FREE, side.spare, side.weights | {peak: -1.0}) for side in self._sides]
+            rows += [Row(-FREE, side.spare, side.weights | {peak: -1.0}) for side in self._sides]
         return rows
 
     def _run(self, work: SolverWork, max_mib: float | None, *, is_for_time: bool) -> tuple[_Found | None, float]:
@@ -262,8 +256,8 @@ class _Program:
         # Milliseconds and MiB, so that coefficients lie near 1: HiGHS compares with absolute tolerances.
         program.col_cost_ = costs
         # What is added to a step may be less than nothing.
-        program.col_lower_ = np.append(np.zeros(num_options), [-_FREE if is_for_time else 0.0] * has_more)
-        program.col_upper_ = np.append(np.ones(num_options), [_FREE] * has_more)
+        program.col_lower_ = np.append(np.zeros(num_options), [-FREE if is_for_time else 0.0] * has_more)
+        program.col_upper_ = np.append(np.ones(num_options), [FREE] * has_more)
         program.row_lower_ = np.array([row.low for row in rows])
         program.row_upper_ = np.array([row.high for row in rows])
         program.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
@@ -291,7 +285,7 @@ def _is_feasible(solver: Any) -> bool:
     return bool(solver.getInfo().primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible)
 
 
-def _least(problem: Problem, rows: Sequence[_Row], tricks: Tricks, work: SolverWork) -> _Found:
+def _least(problem: Problem, rows: Sequence[Row], tricks: Tricks, work: SolverWork) -> _Found:
     """The choice with the lowest peak, or, where it is not found in time, the best of those that were."""
     key = ("least", tricks, _content(problem))
     known = _proven.get(key)
@@ -335,48 +329,14 @@ def _remember(key: _Key, answer: "Solution | _Found") -> None:
         _proven.popitem(last=False)
 
 
-def _conflict_rows(problem: Problem) -> list[_Row]:
+def _conflict_rows(problem: Problem) -> list[Row]:
     """At most one option of each conflict, and no more bytes moved to another tier than it can hold."""
-    rows = [_Row(-_FREE, 1.0, dict.fromkeys(group, 1.0)) for group in problem.conflicts]
+    rows = [Row(-FREE, 1.0, dict.fromkeys(group, 1.0)) for group in problem.conflicts]
     for _, limit, sizes in problem.moved():
         weights = {index: size / _MIB for index, size in enumerate(sizes) if size}
         if weights:
-            rows.append(_Row(-_FREE, limit / _MIB, weights))
+            rows.append(Row(-FREE, limit / _MIB, weights))
     return rows
-
-
-def _order_rows(problem: Problem) -> list[_Row]:
-    """Symmetry breaking between neighbours of one equivalence class: an option taken at the later place implies one that saves at least as much at
-    the earlier one.
-
-    An option of a module around the earlier place counts there too, since it leaves no choice inside.
-    """
-    saved = -problem.changes.min(axis=1)
-    # Only places with the same options, saving the same, may be swapped.
-    places: dict[str, list[int]] = {}
-    for index, option in enumerate(problem.options):
-        if option.equivalence_class and option.changes:
-            places.setdefault(option.where, []).append(index)
-    equivalence_class: dict[tuple[tuple[str, int], ...], list[list[int]]] = {}
-    for members in places.values():
-        kind = tuple(sorted((problem.options[i].equivalence_class, int(saved[i])) for i in members))
-        equivalence_class.setdefault(kind, []).append(members)
-    rows = []
-    for group in equivalence_class.values():
-        # In the order of the forward pass: earlier layers keep their activations longest.
-        group.sort(key=lambda members: min(c.begin for c in problem.options[members[0]].changes))
-        for earlier, later in itertools.pairwise(group):
-            around = _around(problem, earlier)
-            for level in {int(saved[i]) for i in later}:
-                weights = {i: 1.0 for i in (*earlier, *around) if saved[i] >= level}
-                weights |= {i: -1.0 for i in later if saved[i] >= level}
-                rows.append(_Row(0.0, _FREE, weights))
-    return rows
-
-
-def _around(problem: Problem, members: Sequence[int]) -> list[int]:
-    slots = problem.options[members[0]].slots
-    return [i for i, option in enumerate(problem.options) if option.slots > slots]
 
 
 def _weights(column: npt.NDArray[np.int64]) -> dict[int, float]:
@@ -412,10 +372,16 @@ def _slower_sides(problem: Problem) -> list[_Side]:
     ]
 
 
-def _rows_as_fast(problem: Problem, chosen: Sequence[int]) -> list[_Row]:
+def _with_all_that_saves(problem: Problem) -> float:
+    """What a step takes longer with all that saves time on either side, and nothing else: no choice takes less."""
+    on_card, on_host = np.minimum(problem.sides(), 0.0).sum(axis=1).tolist()
+    return problem.step.added(Sides(on_card=on_card, on_host=on_host))
+
+
+def _rows_as_fast(problem: Problem, chosen: Sequence[int]) -> list[Row]:
     """No longer than with `chosen`, plus a tolerance for floating point."""
     added = problem.seconds_of(chosen) * 1e3 + 1e-6
-    return [_Row(-_FREE, side.spare + added, side.weights) for side in _slower_sides(problem)]
+    return [Row(-FREE, side.spare + added, side.weights) for side in _slower_sides(problem)]
 
 
 def _rank(problem: Problem, chosen: Sequence[int]) -> tuple[int, int]:

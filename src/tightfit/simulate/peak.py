@@ -49,7 +49,7 @@ def estimate_peak(
         UsageError: the calibration was made on another GPU.
     """
     settings = settings or AllocatorSettings()
-    device = _as_usable(device, tape, settings, calibration)
+    device = as_usable(device, tape, settings, calibration)
     # The tape may have been traced for another GPU, whose cuBLAS workspace has another size.
     tape = with_workspaces_of(device, tape, calibration)
     storages = tape.storages
@@ -116,7 +116,7 @@ def estimate_peak(
     )
 
 
-def _as_usable(device: Device, tape: Tape, settings: AllocatorSettings, calibration: Calibration | None) -> Device:
+def as_usable(device: Device, tape: Tape, settings: AllocatorSettings, calibration: Calibration | None) -> Device:
     """The GPU as it was measured, and as large as the allocator may use it: a fraction is one of what that may reserve, beside which the context is."""
     device = device if calibration is None else calibration.applied_to(device, libraries_of(tape))
     fraction = min(tape.memory_fraction, settings.per_process_memory_fraction)

@@ -348,7 +348,8 @@ class Tape:
 
     `loop` is the framework whose training loop ran all backward passes ("Lightning", "Trainer"), empty for the program's own.
     `effects` are those that were seen, where the capture was asked to watch for them. `coverage` says what of the program the tape has, `module_classes` has the class of each module that ran, by
-    its path ("GPT2LMHeadModel.transformer.h.0": "GPT2Block"); tapes from before it was recorded have none. `random_operators`
+    its path ("GPT2LMHeadModel.transformer.h.0": "GPT2Block"), and `called_modules` the paths of those that were called by themselves: a ModuleList never is, nor a module of which
+    the program runs the parts alone. Tapes from before these were recorded have none. `random_operators`
     are the names of the operators of this run that draw random numbers (torch's tag `nondeterministic_seeded`), those of the program's own among them.
     `optimizers` are the classes of those that have stepped: by their names those of torch.optim, with their modules others.
     Of a distributed program the tape has one process, `rank` of `num_ranks` on `num_nodes` machines; `communicators` are the ranks of each group that communicates on cards.
@@ -372,6 +373,7 @@ class Tape:
     effects: tuple[Effect, ...] = ()
     coverage: Coverage = Coverage()
     module_classes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    called_modules: frozenset[str] = frozenset()
     random_operators: tuple[str, ...] = ()
     optimizers: tuple[str, ...] = ()
     operators_of_steps: tuple[tuple[int, int], ...] = ()
@@ -434,6 +436,7 @@ class Tape:
             "effects": [dataclasses.asdict(e) for e in self.effects],
             "coverage": self.coverage.to_json(),
             "module_classes": dict(self.module_classes),
+            "called_modules": sorted(self.called_modules),
             "random_operators": self.random_operators,
             "optimizers": self.optimizers,
             "operators_of_steps": self.operators_of_steps,
@@ -481,6 +484,7 @@ class Tape:
         # Tapes from before effects and coverage were recorded lack the keys.
         head["effects"] = tuple(Effect(**{**e, "kind": EffectKind(e["kind"])}) for e in head.get("effects", ()))
         head["coverage"] = Coverage.from_json(head.get("coverage", {}))
+        head["called_modules"] = frozenset(head.get("called_modules", ()))
         head["random_operators"] = tuple(head.get("random_operators", ()))
         head["optimizers"] = tuple(head.get("optimizers", ()))
         head["operators_of_steps"] = tuple((begin, end) for begin, end in head.get("operators_of_steps", ()))

@@ -2,9 +2,9 @@
 
 from tightfit.tape.columns import Tape
 
-_REAL = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+REAL_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
 def element_bytes(tape: Tape, operator: int) -> int | None:
     """What each real number that an operator writes takes; None where it writes others, such as booleans, integers or complex numbers."""
-    return _REAL.get(tape.strings[tape.operators.dtype[operator]])
+    return REAL_BYTES.get(tape.strings[tape.operators.dtype[operator]])

@@ -299,3 +299,33 @@ def path_length(t: Trial) -> None:
         return (length - model.mean_length).square().mean() + model(x).mean()
 
     _penalised(t, model, loss_of)
+
+
+class Smoothed(Smooth):
+    """Before it, an attention by hand, whose backward pass has a derivative."""
+
+    is_attention = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Tokens."""
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return super().forward(x + (0.3 * q @ k.transpose(-1, -2)).softmax(-1) @ v)
+
+
+@attack("second order", "a penalty of the gradient that begins in the third step, of a net with attention")
+def penalty_later_with_attention(t: Trial) -> None:
+    model = Net([Smoothed(), Smoothed()])
+
+    def loss_of(step: int) -> torch.Tensor:
+        x, y = tokens(step)
+        if step < 2:
+            return model(x, y)
+        loss = model(x.requires_grad_(), y)
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + slope.square().sum()
+
+    _penalised(t, model, loss_of, num_steps=4)

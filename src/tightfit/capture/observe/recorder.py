@@ -164,6 +164,7 @@ class Recorder:
         self.spans: list[tuple[str, SpanKind, int, int]] = []  # name, kind, first event, first operator
         self.assumptions: dict[tuple[str, str], None] = {}
         self.module_classes: dict[str, str] = {}  # by path; empty of two models of one class with other parts there
+        self.called_modules: dict[int, None] = {}  # by their paths, as indices of strings
         self.optimizers: dict[str, None] = {}  # whose steps were made, by the names of their classes
         self.num_operators = 0
         self.phase = Phase.OTHER
@@ -282,6 +283,7 @@ def tape_of(recorder: Recorder, *, target: str, versions: Mapping[str, str], tra
         # A program with both a framework's loop and its own has no one loop whose step a plan could split.
         loop=next(iter(recorder.loops)) if len(recorder.loops) == 1 else "",
         module_classes={path: name for path, name in recorder.module_classes.items() if name},
+        called_modules=frozenset(recorder.strings.texts[path] for path in recorder.called_modules),
         optimizers=tuple(recorder.optimizers),
     )
 

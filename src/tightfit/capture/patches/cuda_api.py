@@ -90,7 +90,7 @@ class MemoryApi:
         return max(0, self.device.capacity_bytes - used), self.device.capacity_bytes
 
     def set_memory_fraction(self, fraction: float, device: Any = None) -> None:
-        """`torch.cuda.set_per_process_memory_fraction`: the estimate is judged by it."""
+        """`torch.cuda.set_per_process_memory_fraction`: estimates and plans are judged by it."""
         if not isinstance(fraction, float):
             raise for_torch(TypeError("Invalid type for fraction argument, must be `float`"))
         if not 0 <= fraction <= 1:
@@ -99,7 +99,7 @@ class MemoryApi:
         if fraction < 1:
             self.recorder.assume(
                 user_line(),
-                f"the program allows torch's allocator {fraction:g} of the GPU's memory (set_per_process_memory_fraction): a plan does not keep to it, take the call out",
+                f"the program allows torch's allocator {fraction:g} of the GPU's memory (set_per_process_memory_fraction), which is all that this process can have of it",
             )
 
     def answers(self) -> dict[str, Callable[..., Any]]:

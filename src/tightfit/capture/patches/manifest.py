@@ -150,6 +150,8 @@ SET_VERSIONS = known(
 )
 
 IN_BOTH: tuple[Name, ...] = (
+    known("torch:Tensor._indices", "to see the parts of a sparse tensor", "capture/dispatch runtime"),
+    known("torch:Tensor._values", "to see the parts of a sparse tensor", "capture/dispatch runtime"),
     known(
         "torch:_dynamo",
         "to load the compiler only where it compiles",
@@ -453,8 +455,6 @@ IN_CHILD: tuple[Name, ...] = (
     ),
     known("torch:Tensor._make_subclass", "to make tensors without data as torch does", "capture/dispatch"),
     known("torch._C:_swap_tensor_impl", "to keep a parameter the same object when it moves", "capture/patches"),
-    known("torch:Tensor._indices", "to see the parts of a sparse tensor", "capture/dispatch"),
-    known("torch:Tensor._values", "to see the parts of a sparse tensor", "capture/dispatch"),
     known(
         "torch:_has_compatible_shallow_copy_type",
         "to keep a parameter the same object when it moves",

@@ -202,6 +202,7 @@ class StepHooks:
 
         def inside(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             modules.append(module)
+            attribution.called(module)
             try:
                 if effects is not None:
                     return effects.call(module, args, kwargs, lambda: call(module, *args, **kwargs))

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from tightfit.errors import PlanError
+from tightfit.capture.targets.target_files import no_file
+from tightfit.errors import PlanError, UsageError
 from tightfit.planner.plan import Plan
 from tightfit.techniques.registry import technique
 
@@ -11,8 +12,11 @@ def plan_in(file: Path) -> Plan:
     """The plan in `file`.
 
     Raises:
+        UsageError: there is no such file.
         PlanError: it cannot be read, or names a technique that is not there: it was changed by hand, or comes from a version or a plug-in that this one lacks.
     """
+    if not file.exists():
+        raise UsageError(no_file(str(file)))
     plan = Plan.load(file)
     for choice in plan.choices:
         try:

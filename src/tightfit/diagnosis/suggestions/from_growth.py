@@ -22,11 +22,15 @@ from tightfit.units import format_bytes
 def suggestions_on_growth(history: History, places: tuple[AllocationSite, ...], phases: Column) -> list[Suggestion]:
     """One suggestion where something grows that forward passes allocate; `places` has an entry per stack, `phases` (`Phase`) one per block."""
     steps = steps_of(history, kinds=("step",))
-    sites = [site for site in growing_sites(history, places, steps) if (phases[site.blocks] == Phase.FORWARD).all()]
+    blocks = history.blocks
+    sites = [
+        site
+        for site in growing_sites(history, places, steps)
+        if (phases[site.blocks] == Phase.FORWARD).all() and site.is_piled_up(blocks, steps)
+    ]
     if not sites:
         return []
     chosen = np.concatenate([site.blocks for site in sites])
-    blocks = history.blocks
     # Until the step is over, its own blocks are needed; those from before the first step are held by no step.
     ends = np.array([step.end for step in steps])
     own_end = ends[np.minimum(np.searchsorted(ends, blocks.allocated_at[chosen], side="right"), len(ends) - 1)]

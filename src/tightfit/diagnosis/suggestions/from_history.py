@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from tightfit.diagnosis.growth import growing_sites
 from tightfit.diagnosis.step_spans import NO_STEP, saved_bytes, step_numbers, steps_of
 from tightfit.diagnosis.suggestions.from_growth import suggestions_on_growth
 from tightfit.planner.suggestion import Suggestion
@@ -24,19 +25,21 @@ _NUM_KEPT = 3
 _NUM_CHUNKS = 8
 # The first number of a path: the index of the layer, not of an expert inside of it.
 _NUMBERED = re.compile(r"^(.*?\.)(\d+)(?=\.|$)")
-_SMALL_STATE_BYTES = 4096 * 4
-"""bitsandbytes keeps the state of tensors with fewer than 4096 elements (`min_8bit_size`) in float32."""
+_MIN_STATE_ELEMENTS = 4096
+"""bitsandbytes keeps the state of tensors with fewer elements (`min_8bit_size`) in float32."""
+_STATE_BYTES = 4  # of an element, where a recording does not say
 _PASSING = (Category.ACTIVATIONS, Category.TEMPORARIES, Category.INPUTS)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """What only a tape knows: for each block of its history the seconds of the operator that allocated it, and seconds by module.
+    """What only a tape knows: for each block of its history the seconds of the operator that allocated it, the bytes of an element, and seconds by module.
 
-    `forward_seconds` are those of one step's forward pass, by the module's path.
+    `element_bytes` are 0 where they are not known. `forward_seconds` are those of one step's forward pass, by the module's path.
     """
 
     block_seconds: Column
+    element_bytes: Column
     forward_seconds: dict[str, float]
 
     def forward_seconds_of(self, group: str) -> float:
@@ -77,6 +80,10 @@ class _Seen:
         numbers = np.append(step_numbers(history, self.steps), NO_STEP)
         self.step_of = numbers[self.blocks.allocated_at]
         self.operators = np.array([place.operator for place in places])[self.blocks.stack]
+        # Gradients that something keeps from every step are a leak, which no other use of the optimizer mends.
+        self.gradients_in_use = self.blocks.category == Category.GRADIENTS
+        for site in growing_sites(history, places, self.steps):
+            self.gradients_in_use[site.blocks] = False
 
     def saved(self, chosen: Column, begin: Column | None = None, *, kept_bytes: int = 0) -> int:
         """How much the peak falls without the chosen blocks, from `begin` (by default their allocation) until they are freed."""
@@ -112,7 +119,7 @@ class _Seen:
     def gradients(self) -> Iterable[Suggestion]:
         """Gradients that stay allocated through the next forward pass."""
         blocks, steps = self.blocks, self.steps
-        chosen = np.flatnonzero((blocks.category == Category.GRADIENTS) & (self.step_of != NO_STEP))
+        chosen = np.flatnonzero(self.gradients_in_use & (self.step_of != NO_STEP))
         rows = [
             # From the next step's begin until backward would allocate it anyway, at the same age as in its own step.
             (int(blocks.block_bytes[b]), later.begin, min(int(blocks.freed_at[b]), later.begin + age, later.end))
@@ -136,9 +143,11 @@ class _Seen:
         """Temporaries that foreach optimizers allocate for a whole list of tensors at once."""
         blocks = self.blocks
         chosen = (blocks.category == Category.TEMPORARIES) & np.char.startswith(self.operators, "aten._foreach")
+        # Clipping, and averages of weights, are the program's own calls.
+        chosen &= self.phases == Phase.OPTIMIZER
         if chosen.any():
             yield Suggestion(
-                what="fused=True in the optimizer (or foreach=False)",
+                what="fused=True in the optimizer, or foreach=False where it has none",
                 where=self.place_of(int(np.flatnonzero(chosen)[0])).name,
                 # A for-loop optimizer still has the temporary of one parameter, at most the largest.
                 saves_bytes=self.saved(chosen, kept_bytes=int(blocks.block_bytes[chosen].max())),
@@ -150,7 +159,7 @@ class _Seen:
     def step_in_backward(self) -> Iterable[Suggestion]:
         """Gradients that could be freed one by one, as soon as the optimizer has used them."""
         blocks = self.blocks
-        chosen = blocks.category == Category.GRADIENTS
+        chosen = self.gradients_in_use
         if chosen.any():
             yield Suggestion(
                 what="step each parameter in the backward pass (register_post_accumulate_grad_hook)",
@@ -161,23 +170,30 @@ class _Seen:
             )
 
     def optimizer_state(self) -> Iterable[Suggestion]:
-        """Optimizer states in 8 bits instead of 32."""
+        """Optimizer states in 8 bits instead of 32 or 16."""
         blocks = self.blocks
-        chosen = (blocks.category == Category.OPTIMIZER_STATE) & (blocks.num_bytes > _SMALL_STATE_BYTES)
+        known = np.zeros(len(blocks), dtype=np.int64) if self.costs is None else self.costs.element_bytes
+        each_bytes = np.where(known, known, _STATE_BYTES)
+        chosen = (
+            (blocks.category == Category.OPTIMIZER_STATE)
+            & (blocks.num_bytes > _MIN_STATE_ELEMENTS * each_bytes)
+            & (each_bytes > 1)
+        )
         if chosen.any():
-            # A quarter of the float32 states is left, 8 bits of 32; the scales of the blocks are neglected.
+            # Of float32 states a quarter is left, 8 bits of 32; the scales of the blocks are neglected.
             spared = np.flatnonzero(chosen)
+            of_float32 = "for float32 states; " if (each_bytes[spared] == _STATE_BYTES).all() else ""
             yield Suggestion(
                 what="an optimizer with 8-bit state",
                 saves_bytes=saved_bytes(
                     self.history,
-                    blocks.block_bytes[spared] * 3 // 4,
+                    blocks.block_bytes[spared] * (each_bytes[spared] - 1) // each_bytes[spared],
                     blocks.allocated_at[spared],
                     blocks.freed_at[spared],
                 ),
                 adds_seconds=None,
                 changes="results",
-                note="for float32 states; block-wise 8-bit, Dettmers et al. 2021, arXiv:2110.02861",
+                note=f"{of_float32}block-wise 8-bit, Dettmers et al. 2021, arXiv:2110.02861",
             )
 
     def loss(self) -> Iterable[Suggestion]:
@@ -185,7 +201,8 @@ class _Seen:
         blocks = self.blocks
         # Above 1 MiB: the heads of small classifiers are not worth chunking.
         softmax = np.char.startswith(self.operators, "aten._log_softmax") & (blocks.num_bytes > MIB)
-        if not softmax.any():
+        # What only predicts has no loss, whatever it takes the softmax of.
+        if not softmax.any() or not (self.phases == Phase.BACKWARD).any():
             return
         whole_bytes = int(blocks.num_bytes[softmax].max())
         # Half the bytes: log_softmax runs in float32 also where the logits are in 16 bits.

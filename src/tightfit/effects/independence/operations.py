@@ -246,7 +246,8 @@ def compare(one: HasOperations, other: HasOperations) -> None:
 
 def add_left_out(one: HasOperations, other: HasOperations, number: int) -> None:
     """Inserts operator `number` of one run into the other, if that has one row and skipped it."""
-    if other.num_rows != 1:
+    # A run that has ended before did something else; `compare` says so.
+    if other.num_rows != 1 or number > len(other.operations):
         return
     mine, its = one.operations[number], other.operations[number] if number < len(other.operations) else None
     if its is not None and its.func is mine.func:

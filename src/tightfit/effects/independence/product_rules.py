@@ -104,12 +104,74 @@ def distances(flow: Flow, call: OperatorCall) -> Result:
 
 
 @rule(
-    "linalg_inv_ex linalg_cholesky_ex linalg_qr _linalg_svd _linalg_eigh linalg_lu_factor_ex _linalg_det _linalg_slogdet linalg_matrix_exp"
+    """linalg_inv_ex linalg_cholesky_ex linalg_qr _linalg_svd _linalg_eigh linalg_lu_factor_ex _linalg_det _linalg_slogdet linalg_matrix_exp
+    linalg_lu linalg_eig _linalg_eigvals"""
 )
 def matrices(flow: Flow, call: OperatorCall) -> Result:
     """Decompositions and inverses of each matrix of a batch."""
     layout = behind(flow, call.tensors[0], 2)
     return [layout if layout is not None and o.dim() > layout.dim else None for o in call.outputs]
+
+
+@rule("_linalg_solve_ex")
+def solve(flow: Flow, call: OperatorCall) -> Result:
+    """Solves each system of a batch; one matrix for all, or one right side, is the same for each."""
+    matrix, right = call["A"], call["B"]
+    # A right side of one dimension less is a vector for each matrix (`linalg_solve_is_vector_rhs` in aten/src/ATen/native/LinearAlgebraUtils.h).
+    is_vectors = right.dim() == 1 or (matrix.dim() - 1 == right.dim() and right.shape == matrix.shape[:-1])
+    num_dims = call.outputs[0].dim()
+    behind(flow, matrix, 2)
+    behind(flow, right, 1 if is_vectors else 2)
+    found = flow.rows.layout(right)
+    if found is not None:
+        found = found.at(found.dim + num_dims - right.dim())
+    its = flow.rows.layout(matrix)
+    if its is not None:
+        its = its.at(its.dim + num_dims - (matrix.dim() - is_vectors))
+        if found not in (None, its):
+            raise Mixes("combines rows with others")
+    layout = found or its
+    for tensor, is_smaller in ((matrix, is_vectors), (right, False)):
+        at = -1 if layout is None else layout.dim - (num_dims - (tensor.dim() - is_smaller))
+        if flow.rows.layout(tensor) is None and at >= 0 and tensor.shape[at] != 1 and tensor.stride(at) != 0:
+            raise Mixes("combines rows with something that varies along them")
+    factors = [its if its is not None and o.dim() > its.dim else None for o in call.outputs[1:]]
+    return [layout, *factors]
+
+
+@rule("linalg_cross")
+def cross(flow: Flow, call: OperatorCall) -> Result:
+    """Cross products along one dimension."""
+    num_dims = call.outputs[0].dim()
+    layout = flow.rows.broadcast([call["self"], call["other"]], num_dims)
+    if layout is None or layout.dim == call["dim"] % num_dims:
+        raise Mixes("works along the rows")
+    return layout
+
+
+@rule("_trilinear")
+def trilinear(flow: Flow, call: OperatorCall) -> Result:
+    """A sum of products of three tensors over some dimensions, as of a bilinear layer (aten/src/ATen/native/Linear.cpp)."""
+    expanded = []
+    for number in "123":
+        tensor = call[f"i{number}"]
+        for dim in call[f"expand{number}"]:
+            tensor = tensor.unsqueeze(dim)
+        expanded.append(tensor)
+    layout = flow.rows.broadcast(expanded, expanded[0].dim())
+    summed = [dim % expanded[0].dim() for dim in call["sumdim"]]
+    if layout is None or layout.dim in summed:
+        raise Mixes(_CONTRACTS)
+    return layout.at(layout.dim - sum(dim < layout.dim for dim in summed))
+
+
+@rule("diag_embed")
+def diagonal_matrices(flow: Flow, call: OperatorCall) -> Result:
+    """A matrix for each vector, in the last two dimensions."""
+    num_dims = call.outputs[0].dim()
+    if {call["dim1"] % num_dims, call["dim2"] % num_dims} != {num_dims - 2, num_dims - 1}:
+        raise Mixes("puts matrices elsewhere than in the last two dimensions")
+    return behind(flow, call["self"], 1)
 
 
 _ATTENTION = """_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention

@@ -347,6 +347,15 @@ def _note_writes(flow: "Flow", call: OperatorCall) -> None:
             rows.set(tensor, Mixed(reason=f"{call.func} depends on the number of rows{at_line()}"))
 
 
+def _grows_with_rows(view: torch.Tensor, pattern: Pattern, grown: tuple[int, ...]) -> bool:
+    """Whether a view grows along its rows alone. `x.view(-1, len(x))` has rows of a fixed number of columns in this run, and of fewer ones in another."""
+    try:
+        return grown == (pattern.layout_in(view).dim,)
+    except Mixes:
+        # Told where it is used, if it is; but not more columns for more rows.
+        return len(grown) < 2
+
+
 def _in_uniform(
     flow: "Flow", output: torch.Tensor, state: Uniform, result: Place, grown: tuple[int, ...], call: OperatorCall
 ) -> Place:
@@ -514,8 +523,7 @@ class Flow(FakeRun):
         state = self.rows.state(output)
         number = next(n for n, o in enumerate(call.outputs) if o is output)
         grown = self.grown(number, output)
-        if isinstance(state, Pattern) and len(grown) > 1:
-            # Along another dimension than the rows, too: so many columns as there are rows.
+        if isinstance(state, Pattern) and output.numel() and not _grows_with_rows(output, state, grown):
             self.rows.set(output, Mixed(reason=f"{call.func} depends on the number of rows{at_line()}"))
             return
         if state is not None and not isinstance(state, Total):

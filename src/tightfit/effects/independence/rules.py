@@ -31,7 +31,7 @@ def rule(names: str) -> Callable[[Rule], Rule]:
     """pointwise copy clone _to_copy zeros_like ones_like empty_like full_like rand_like randn_like fill zero masked_fill where lift_fresh_copy
     bernoulli native_dropout uniform normal exponential clamp nan_to_num fake_quantize_per_tensor_affine isclose _fused_dropout
     contiguous complex polar resolve_conj resolve_neg prelu _prelu_kernel rrelu_with_noise glu_pointwise _conj_physical lerp addcmul addcdiv
-    conj_physical nan_to_num logical_not hardswish log_sigmoid_forward floor_divide special_i0"""
+    conj_physical nan_to_num logical_not hardswish log_sigmoid_forward floor_divide special_i0 rsub"""
 )
 def pointwise(flow: Flow, call: OperatorCall) -> Result:
     """Elementwise operators, with broadcasting."""

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -33,8 +33,10 @@ def lengths() -> dict[int, int]:
     return {id(found): len(found) for found in _containers()}
 
 
-def grown_since(before: dict[int, int], num_steps: int) -> list[GrowingContainer]:
-    """The containers that have grown by an element per two steps or more, those with most bytes first."""
+def grown_since(
+    before: dict[int, int], num_steps: int, is_unseen: Callable[[torch.Tensor], bool]
+) -> list[GrowingContainer]:
+    """The containers that have grown by an element per two steps or more, those with most bytes first; `is_unseen`: bytes of a tensor are counted too."""
     found = []
     for value in _containers():
         if value is before:
@@ -43,7 +45,7 @@ def grown_since(before: dict[int, int], num_steps: int) -> list[GrowingContainer
         if more >= 0.5:
             newest = _newest(value)
             if newest:
-                each = sum(_bytes_of(element) for element in newest) / len(newest)
+                each = sum(_bytes_of(element, is_unseen) for element in newest) / len(newest)
                 found.append(GrowingContainer(value, more, more * each, type(newest[0]).__name__))
     return sorted(found, key=lambda one: -one.bytes_per_step)
 
@@ -63,8 +65,8 @@ def _newest(value: Any) -> list[Any]:
     return values[-_MAX_SAMPLES:]
 
 
-def _bytes_of(value: Any) -> float:
-    """Bytes outside of torch that an element refers to, within a bound."""
+def _bytes_of(value: Any, is_unseen: Callable[[torch.Tensor], bool]) -> float:
+    """Bytes outside of torch, and of tensors that were not seen, that an element refers to, within a bound."""
     waiting, seen, total = [value], {id(value)}, 0.0
     for each in waiting:
         if is_of(each, np.ndarray):
@@ -72,8 +74,10 @@ def _bytes_of(value: Any) -> float:
         elif is_of(each, (str, bytes, bytearray)):
             total += sys.getsizeof(each)
         elif is_of(each, (tuple, list)):
-            waiting += [inner for inner in each[:_MAX_OBJECTS_OF_AN_ELEMENT] if not is_of(inner, torch.Tensor)]
-        elif not is_of(each, (torch.Tensor, torch.nn.Module)):
+            waiting += each[:_MAX_OBJECTS_OF_AN_ELEMENT]
+        elif is_of(each, torch.Tensor):
+            total += each.untyped_storage().nbytes() if is_unseen(each) else 0
+        elif not is_of(each, torch.nn.Module):
             for _, inner in edges_of(each):
                 if id(inner) not in seen and len(waiting) < _MAX_OBJECTS_OF_AN_ELEMENT:
                     seen.add(id(inner))

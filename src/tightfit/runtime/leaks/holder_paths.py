@@ -12,8 +12,8 @@ import torch
 from tightfit.runtime.leaks.named_roots import Named
 from tightfit.runtime.leaks.object_edges import SlotNames, edges_of, is_atom, is_of
 
-# A bound on the objects that are looked at: a few seconds.
-_MAX_OBJECTS = 600_000
+MAX_OBJECTS = 600_000
+"""A bound on the objects that are looked at: a few seconds."""
 _INDEX = re.compile(r"\[(?:-?\d+|'[^']*\d[^']*')\]")
 
 
@@ -28,12 +28,17 @@ class _Visited:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KeptTensor:
-    """A tensor that a path of names leads to. `containers` are the objects on the path that others can be put into, the innermost first."""
+    """A tensor that a path of names leads to. `containers` are the objects on the path, the innermost first, and `labels` what leads from each to the next."""
 
     tensor: torch.Tensor
-    path: str
+    labels: tuple[str, ...]
     root: str
     containers: tuple[Any, ...]
+
+    @property
+    def path(self) -> str:
+        """The names and indices, from the root on."""
+        return "".join(reversed(self.labels))
 
     @property
     def group(self) -> str:
@@ -59,13 +64,18 @@ class Reachable:
             if place is not None:
                 self._roots[place] = what
                 waiting.append(place)
-        while waiting and len(self._visited) < _MAX_OBJECTS:
+        while waiting and len(self._visited) < MAX_OBJECTS:
             place = waiting.popleft()
             value = self._visited[place].value
             for label, each in edges_of(value, slots):
                 found = self._visit(each, place, label)
                 if found is not None:
                     waiting.append(found)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether there were more objects than are looked at."""
+        return len(self._visited) >= MAX_OBJECTS
 
     def tensors(self) -> Iterator[KeptTensor]:
         """The tensors that were reached."""
@@ -88,7 +98,7 @@ class Reachable:
             if visited.parent < 0:
                 break
             at = visited.parent
-        return KeptTensor(self._visited[place].value, "".join(reversed(labels)), self._roots[at], tuple(containers))
+        return KeptTensor(self._visited[place].value, tuple(labels), self._roots[at], tuple(containers))
 
     def drop(self) -> None:
         """Drops all references."""

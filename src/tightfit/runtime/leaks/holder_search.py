@@ -6,14 +6,14 @@ A search collects garbage once. It refers to every object that it looks at, and 
 import collections
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from tightfit.runtime.leaks.collected_cycles import Garbage
 from tightfit.runtime.leaks.found_leaks import BOUNDED, CONTAINER, CYCLE, GRAPH, UNKNOWN, LeakHolder
-from tightfit.runtime.leaks.holder_paths import KeptTensor, Reachable
+from tightfit.runtime.leaks.holder_paths import MAX_OBJECTS, KeptTensor, Reachable
 from tightfit.runtime.leaks.kept_graphs import GraphWalk, StorageId, is_context, tensors_of_context
 from tightfit.runtime.leaks.named_roots import NamedRoots
 from tightfit.runtime.leaks.object_edges import is_of
@@ -22,18 +22,11 @@ from tightfit.runtime.record_hooks import all_tensors
 Holders = dict[int, LeakHolder]
 """By the id of a storage."""
 
-_MAX_NAMES = 40
+_CAN_GROW = (list, dict, set, collections.deque, functools._lru_cache_wrapper)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Found:
-    """Storages by what holds them: (the group of a path, whether by a graph) to the kept tensor of the newest storage and the storages."""
-
-    groups: dict[tuple[str, bool], list[tuple[int, KeptTensor]]]
-
-
-def holders_of_storages(wanted: Iterable[int], storage_id: StorageId) -> Holders:
-    """The holders of the `wanted` storages, newest first; a storage that several names lead to has the one that holds most of them.
+def holders_of_storages(wanted: Mapping[int, int], storage_id: StorageId) -> Holders:
+    """The holders of the `wanted` storages, newest first, each with its step; a storage that several names lead to has the one that holds most of them.
 
     Those that the collection of cycles has freed are named by their cycle.
     """
@@ -42,7 +35,7 @@ def holders_of_storages(wanted: Iterable[int], storage_id: StorageId) -> Holders
         return _holders(wanted, storage_id)
 
 
-def _holders(wanted: Iterable[int], storage_id: StorageId) -> Holders:
+def _holders(wanted: Mapping[int, int], storage_id: StorageId) -> Holders:
     order = {storage: at for at, storage in enumerate(wanted)}
     found = _in_cycles(order, storage_id)
     rest = {storage: at for storage, at in order.items() if storage not in found}
@@ -50,7 +43,7 @@ def _holders(wanted: Iterable[int], storage_id: StorageId) -> Holders:
         roots, reachable = NamedRoots(), Reachable()
         try:
             reachable.add(roots.of_users_code())
-            found |= _by_names(rest, reachable, storage_id)
+            found |= _by_names(rest, wanted, reachable, storage_id)
             rest = {storage: at for storage, at in rest.items() if storage not in found}
             if rest:
                 found |= _in_graph_cycles(set(rest), storage_id)
@@ -58,11 +51,14 @@ def _holders(wanted: Iterable[int], storage_id: StorageId) -> Holders:
             if rest:
                 # Libraries have ten times the objects of a program.
                 reachable.add(roots.of_libraries())
-                found |= _by_names(rest, reachable, storage_id)
+                found |= _by_names(rest, wanted, reachable, storage_id)
+                rest = {storage: at for storage, at in rest.items() if storage not in found}
+            unknown = _NOT_LOOKED_AT if reachable.is_cut else _UNKNOWN
         finally:
             reachable.drop()
             roots.forget()
-    return dict.fromkeys(order, _UNKNOWN) | found
+        found |= dict.fromkeys(rest, unknown)
+    return found
 
 
 def _in_cycles(wanted: dict[int, int], storage_id: StorageId) -> Holders:
@@ -83,7 +79,7 @@ def _in_cycles(wanted: dict[int, int], storage_id: StorageId) -> Holders:
         garbage.drop()
 
 
-def _by_names(wanted: dict[int, int], reachable: Reachable, storage_id: StorageId) -> Holders:
+def _by_names(wanted: dict[int, int], steps: Mapping[int, int], reachable: Reachable, storage_id: StorageId) -> Holders:
     kept = list(reachable.tensors())
     groups: dict[tuple[str, bool], dict[int, KeptTensor]] = collections.defaultdict(dict)
     for one in kept:
@@ -99,12 +95,14 @@ def _by_names(wanted: dict[int, int], reachable: Reachable, storage_id: StorageI
             if storage in wanted:
                 groups[one.group, True].setdefault(storage, one)
     found: Holders = {}
-    for (_, by_graph), storages in sorted(groups.items(), key=lambda item: -len(item[1])):
+    for (group, _), storages in sorted(groups.items(), key=lambda item: -len(item[1])):
         newest = min(storages, key=lambda storage: wanted[storage])
-        one = storages[newest]
-        if len(storages) > 1:
-            one = dataclasses.replace(one, path="[-1]".join(one.path.rsplit("[-2]", 1)))
-        holder = _named(one, by_graph=by_graph)
+        growing = growing_on_paths(list(storages.values()), [steps[storage] for storage in storages])
+        one = _as_the_newest(storages[newest], growing) if len(storages) > 1 else storages[newest]
+        if (group, True) in groups:
+            holder = _by_its_graph(one, growing, is_held=(group, False) in groups)
+        else:
+            holder = _by_a_name(one, growing)
         for storage in storages:
             found.setdefault(storage, holder)
     return found
@@ -119,38 +117,88 @@ def _longevity(one: KeptTensor, *, reachable: Reachable) -> tuple[bool, int]:
     return "[" not in one.path and one.path.count(".") <= 1, len(one.path)
 
 
-def _named(one: KeptTensor, *, by_graph: bool) -> LeakHolder:
-    tensor = one.tensor
-    has_graph = tensor.grad_fn is not None
-    # Of those on the path the longest is the one that grows: `history[-1]['loss']` is in a list of dicts of one.
-    growing = [each for each in one.containers if is_of(each, (list, dict, set, collections.deque))]
-    container = max(growing, key=len, default=None)
-    number = "" if container is None else f"a {type(container).__name__} of {len(container):,}; "
-    name = one.path.rpartition(".")[2] or "it"
-    if by_graph or has_graph:
-        node = tensor.grad_fn.name() if tensor.grad_fn is not None else ""
-        what = f"{number}its graph ({node}) retains what it was computed from"
-        fix = (
-            "reset `.grad` to None, or use torch.autograd.grad(..., create_graph=True)"
-            if one.path.endswith(".grad")
-            else f"keep `{name}.item()` or `{name}.detach()`"
-            if tensor.numel() == 1
-            else f"keep `{name}.detach()`, or run it under torch.no_grad()"
-        )
-        return LeakHolder(cause=GRAPH, path=one.path, root=one.root, what=what, fix=fix)
-    bound = bound_of(one.containers)
-    what = f"{number}one more with each step" if container is not None else "it grows with each step"
+def _by_its_graph(one: KeptTensor, growing: Any, *, is_held: bool) -> LeakHolder:
+    """`is_held`: what grows is the tensor itself, too, and not only what its graph retains."""
+    tensor, name = one.tensor, _short_name(one)
+    node = tensor.grad_fn.name() if tensor.grad_fn is not None else ""
+    if one.path.endswith(".grad"):
+        fix = "reset `.grad` to None, or use torch.autograd.grad(..., create_graph=True)"
+    elif tensor.numel() == 1:
+        fix = f"keep `{name}.item()` or `{name}.detach()`"
+    elif is_held:
+        # Detached it shares its memory.
+        fix = f"keep numbers or a `.cpu()` copy of `{name}.detach()`, which alone frees its graph and not the tensor"
+    else:
+        fix = f"keep `{name}.detach()`, or run it under torch.no_grad()"
+    what = f"{_size_of(growing)}its graph ({node}) retains what it was computed from"
+    return LeakHolder(cause=GRAPH, path=one.path, root=one.root, what=what, fix=fix)
+
+
+def _by_a_name(one: KeptTensor, growing: Any) -> LeakHolder:
+    size = _size_of(growing)
+    what = f"{size}one more with each step" if size else "it grows with each step"
     fix = "clear it, bound it (`deque(maxlen=...)`, `lru_cache(maxsize=...)`), or keep `.cpu()` copies or numbers"
+    bound = bound_of(one.containers, growing)
     return LeakHolder(cause=CONTAINER, path=one.path, root=one.root, what=bound or what, fix=fix)
 
 
-def bound_of(containers: Iterable[Any]) -> str:
-    """What bounds a container on the path to a tensor, as text; empty where nothing does."""
-    for each in containers:
-        if is_of(each, collections.deque) and each.maxlen is not None:
-            return f"{BOUNDED}deque(maxlen={each.maxlen})"
-        if is_of(each, functools._lru_cache_wrapper) and each.cache_parameters()["maxsize"] is not None:
-            return f"{BOUNDED}lru_cache(maxsize={each.cache_parameters()['maxsize']})"
+def _as_the_newest(one: KeptTensor, growing: Any) -> KeptTensor:
+    """With the last index of the container that grows, which may be one step ahead of the storages that are looked for."""
+    named = zip(one.labels, (*one.containers, None), strict=True)
+    return dataclasses.replace(
+        one,
+        labels=tuple("[-1]" if each is growing and label == "[-2]" else label for label, each in named),
+    )
+
+
+def _short_name(one: KeptTensor) -> str:
+    return one.path.rpartition(".")[2] or "it"
+
+
+def _size_of(growing: Any) -> str:
+    is_counted = growing is not None and not is_of(growing, functools._lru_cache_wrapper)
+    return f"a {type(growing).__name__} of {len(growing):,}; " if is_counted else ""
+
+
+def growing_on_paths(kept: Sequence[KeptTensor], steps: Sequence[int]) -> Any:
+    """The container that grows, of those on the paths to tensors of one group: the innermost that holds tensors of most `steps` (those of `kept`).
+
+    `history[-1]['loss']` is in a list of dicts of one. Of one step's tensors it is one that has them in fewest places, then the longest; None where
+    no path has a container.
+    """
+    best: tuple[float, int, int] = (0.0, 0, 0)
+    found = None
+    for depth in range(min(len(one.containers) for one in kept)):
+        at = kept[0].containers[depth]
+        if not is_of(at, _CAN_GROW):
+            continue
+        each = {(id(one.containers[depth]), step) for one, step in zip(kept, steps, strict=True)}
+        most = len(each) / len({container for container, _ in each})
+        places = len({id((one.tensor, *one.containers)[depth]) for one in kept})
+        size = (most, 0, 0) if most > 1 else (most, -places, _length(at))
+        if size > best:
+            best, found = size, at
+    return found
+
+
+def _length(container: Any) -> int:
+    is_cache = is_of(container, functools._lru_cache_wrapper)
+    return container.cache_info().currsize if is_cache else len(container)
+
+
+def bound_of(containers: Sequence[Any], growing: Any) -> str:
+    """What bounds the container that grows on the path to a tensor, as text; empty where nothing does.
+
+    That is its own bound, or that of one around it that is still being filled; one that is full replaces its elements, so what grows is one of them.
+    """
+    at = next((at for at, each in enumerate(containers) if each is growing), len(containers))
+    for each in containers[at:]:
+        is_cache = is_of(each, functools._lru_cache_wrapper)
+        if not is_cache and not is_of(each, collections.deque):
+            continue
+        most = each.cache_parameters()["maxsize"] if is_cache else each.maxlen
+        if most is not None and (each is growing or _length(each) < most):
+            return f"{BOUNDED}lru_cache(maxsize={most})" if is_cache else f"{BOUNDED}deque(maxlen={most})"
     return ""
 
 
@@ -202,6 +250,11 @@ _UNKNOWN = LeakHolder(
     root="",
     what="no name of Python leads to it: C++ code keeps it",
     fix="look at native extensions and at queues of other threads",
+)
+_NOT_LOOKED_AT = dataclasses.replace(
+    _UNKNOWN,
+    what=f"not among the {MAX_OBJECTS:,} objects that were looked at: the program has more",
+    fix="run it with a smaller data set in memory, or look at what holds the results of this line",
 )
 _FIX_OF_A_CYCLE = (
     "make one of its references a weakref.ref, or `del` it when it is done; gc.collect() frees it until then"

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 Edge = tuple[str, Any]
@@ -50,6 +51,16 @@ _BUILT_IN = (dict, list, tuple, set, frozenset, collections.deque)
 _WITHOUT_OTHERS = (*_BUILT_IN, types.FunctionType, types.MethodType)
 # Tables of torch's modules, whose entries are attributes for whoever reads the path.
 _TABLES = ("_parameters", "_buffers", "_modules")
+# The tensors that a sparse one is made of, by its layout: methods that hand them out as they are.
+_COMPRESSED_ROWS = ("crow_indices", "col_indices", "values")
+_COMPRESSED_COLUMNS = ("ccol_indices", "row_indices", "values")
+_PARTS_OF_SPARSE = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: _COMPRESSED_ROWS,
+    torch.sparse_bsr: _COMPRESSED_ROWS,
+    torch.sparse_csc: _COMPRESSED_COLUMNS,
+    torch.sparse_bsc: _COMPRESSED_COLUMNS,
+}
 _MAX_ELEMENTS = 50_000
 _MAX_KEY = 40
 
@@ -119,9 +130,10 @@ def edges_of(value: Any, slots: SlotNames | None = None) -> Iterator[Edge]:
     elif is_of(value, functools.partial):
         yield from ((".args" + label, each) for label, each in _of_sequence(value.args))
         yield ".func", value.func
+    elif is_of(value, np.ndarray):
+        yield from _of_array(value)
     elif is_of(value, torch.Tensor):
-        if value.is_leaf and value.grad is not None:
-            yield ".grad", value.grad
+        yield from _of_tensor(value)
     elif is_of(value, torch.nn.Module):
         yield from _of_module(value)
         return
@@ -152,6 +164,22 @@ def _of_sequence(value: Any) -> Iterator[Edge]:
             # An append may be one step ahead of what is looked at.
             is_near_end = last - at < 2 and not is_of(value, tuple)
             yield (f"[{at - last - 1}]" if is_near_end else f"[{at}]"), element
+
+
+def _of_array(value: np.ndarray[Any, Any]) -> Iterator[Edge]:
+    """What the memory of an array is that of (`tensor.numpy()`), and what an array of objects holds; Python's collector asks neither."""
+    yield ".base", np.ndarray.base.__get__(value)
+    if value.dtype == object and value.size <= _MAX_ELEMENTS:
+        yield "[...]", np.ndarray.tolist(value)
+
+
+def _of_tensor(value: torch.Tensor) -> Iterator[Edge]:
+    """Its gradient, and the tensors of a sparse one."""
+    # Any other tensor warns when it is asked for its gradient.
+    if (value.is_leaf or value.retains_grad) and value.grad is not None:
+        yield ".grad", value.grad
+    if type(value) in (torch.Tensor, torch.nn.Parameter):
+        yield from ((f".{part}()", getattr(value, part)()) for part in _PARTS_OF_SPARSE.get(value.layout, ()))
 
 
 def _of_class(value: type) -> Iterator[Edge]:

@@ -1,15 +1,24 @@
 """What the ends of steps show: which sites grow, who holds them, whether reserved memory or the process grows beside them."""
 
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 import torch
 
-from tightfit.runtime.leaks.found_leaks import OUTSIDE, Leak, LeakHolder, LeakSite, family_of, fragmentation, is_bounded
+from tightfit.runtime.leaks.found_leaks import (
+    OUTSIDE,
+    UNKNOWN,
+    Leak,
+    LeakHolder,
+    LeakSite,
+    family_of,
+    fragmentation,
+    is_bounded,
+)
 from tightfit.runtime.leaks.growing_containers import grown_since
 from tightfit.runtime.leaks.holder_paths import Reachable
 from tightfit.runtime.leaks.holder_search import holders_of_storages
-from tightfit.runtime.leaks.live_storages import BEFORE, LiveStorages
+from tightfit.runtime.leaks.live_storages import BEFORE, LiveStorages, StorageRow
 from tightfit.runtime.leaks.named_roots import NamedRoots
 from tightfit.runtime.leaks.robust_growth import NUM_WARM_UP, growth_per_step
 from tightfit.runtime.leaks.step_samples import StepEnd, StepEnds
@@ -24,13 +33,21 @@ _MIN_MAPPED = 256 * KIB
 _MIN_RESERVED = MIB
 _MAX_SHARE_ALLOCATED = 0.25
 _MIN_SHARE_OF_A_CONTAINER = 0.2
+_MIN_SHARE_UNSEEN = 0.25
+_UNSEEN = LeakHolder(
+    cause=UNKNOWN,
+    path="",
+    root="",
+    what="allocated memory of the GPU grows by tensors that no operator of this thread has made",
+    fix="look at other threads of the program, and at native extensions",
+)
 # Of a site that leaks in thousands of steps, these are looked for.
 _MAX_STORAGES_OF_A_SITE = 64
 
 
 def leaks_of(stepped: StepEnds, storages: LiveStorages, before: dict[int, int], num_steps: int) -> tuple[Leak, ...]:
     """The leaks, fastest first. `before` are lengths of containers `num_steps` ago."""
-    found = [*_of_sites(stepped, storages), *_of_card(stepped, storages), *_outside(stepped, before, num_steps)]
+    found = [*_of_sites(stepped, storages), *_of_card(stepped), *_outside(stepped, storages, before, num_steps)]
     return tuple(sorted(found, key=lambda leak: -leak.bytes_per_step))
 
 
@@ -43,10 +60,16 @@ def _of_sites(stepped: StepEnds, storages: LiveStorages) -> list[Leak]:
     if not slopes:
         return []
     by_site = collections.defaultdict(list)
-    for row in sorted(storages.rows(), key=lambda row: -row.step):
+    rows = storages.rows()
+    for site, share in _shares_left(rows, storages, slopes).items():
+        slopes[site] *= share
+    slopes = {site: slope for site, slope in slopes.items() if slope >= MIN_BYTES}
+    for row in sorted(rows, key=lambda row: -row.step):
         if row.site in slopes and row.step >= NUM_WARM_UP and len(by_site[row.site]) < _MAX_STORAGES_OF_A_SITE:
             by_site[row.site].append(row.cdata)
-    holders = holders_of_storages([s for wanted in by_site.values() for s in wanted], storages.storage_id)
+    steps = {row.cdata: row.step for row in rows}
+    wanted_steps = {storage: steps[storage] for wanted in by_site.values() for storage in wanted}
+    holders = holders_of_storages(wanted_steps, storages.storage_id)
     groups: dict[tuple[str, str], list[tuple[float, int, LeakHolder]]] = collections.defaultdict(list)
     for site, wanted in by_site.items():
         votes = collections.Counter(holders[storage] for storage in wanted if storage in holders)
@@ -55,6 +78,17 @@ def _of_sites(stepped: StepEnds, storages: LiveStorages) -> list[Leak]:
             if not is_bounded(holder):
                 groups[holder.cause, family_of(holder.path)].append((slopes[site], site, holder))
     return [_leak(members, storages) for members in groups.values()]
+
+
+def _shares_left(rows: Sequence[StorageRow], storages: LiveStorages, sites: Container[int]) -> dict[int, float]:
+    """The share of the bytes of each site that its live storages still have."""
+    seen: collections.Counter[int] = collections.Counter()
+    left: collections.Counter[int] = collections.Counter()
+    for row in rows:
+        if row.site in sites:
+            seen[row.site] += row.num_bytes
+            left[row.site] += min(row.num_bytes, storages.bytes_now(row))
+    return {site: left[site] / num_bytes for site, num_bytes in seen.items() if num_bytes}
 
 
 def _leak(members: list[tuple[float, int, LeakHolder]], storages: LiveStorages) -> Leak:
@@ -80,12 +114,18 @@ def _series(stepped: StepEnds, value: Callable[[StepEnd], float]) -> Sequence[fl
     return [value(end) for end in stepped.ends]
 
 
-def _of_card(stepped: StepEnds, storages: LiveStorages) -> list[Leak]:
+def _of_card(stepped: StepEnds) -> list[Leak]:
     reserved = growth_per_step(_series(stepped, lambda end: end.card_reserved), per_value=stepped.stride)
     allocated = growth_per_step(_series(stepped, lambda end: end.card_allocated), per_value=stepped.stride)
     found = []
     if reserved >= _MIN_RESERVED and allocated <= _MAX_SHARE_ALLOCATED * reserved:
         found.append(fragmentation((), round(reserved)))
+    unseen = growth_per_step(
+        _series(stepped, lambda end: end.card_allocated - end.bytes_by_device.get("cuda", 0)), per_value=stepped.stride
+    )
+    # Of what is seen, blocks are a little larger than tensors.
+    if unseen >= _MIN_RESERVED and unseen >= _MIN_SHARE_UNSEEN * allocated:
+        found.append(Leak(holder=_UNSEEN, sites=(), bytes_per_step=round(unseen)))
     outside = growth_per_step(_series(stepped, lambda end: end.card_outside), per_value=stepped.stride)
     if outside >= _MIN_RESERVED:
         holder = LeakHolder(
@@ -99,7 +139,7 @@ def _of_card(stepped: StepEnds, storages: LiveStorages) -> list[Leak]:
     return found
 
 
-def _outside(stepped: StepEnds, before: dict[int, int], num_steps: int) -> list[Leak]:
+def _outside(stepped: StepEnds, storages: LiveStorages, before: dict[int, int], num_steps: int) -> list[Leak]:
     """Memory of the process that grows while torch's tensors do not: handed out by malloc, or mapped beside it.
 
     What malloc keeps of freed memory is neither: it is used again.
@@ -110,7 +150,7 @@ def _outside(stepped: StepEnds, before: dict[int, int], num_steps: int) -> list[
     if resident < _MIN_OUTSIDE or resident * len(stepped.ends) * stepped.stride < _MIN_OUTSIDE_IN_ALL:
         return []
     is_native = native >= mapped
-    grown = grown_since(before, num_steps)
+    grown = grown_since(before, num_steps, storages.is_unseen_on_host)
     largest = [one for one in grown if one.bytes_per_step >= _MIN_SHARE_OF_A_CONTAINER * resident]
     if largest:
         path, root = _path_to(largest[0].container)

@@ -1,5 +1,6 @@
 """Puts `attention` on live objects: see `tightfit.techniques.attention.attention_kernels` for what it is and where it comes from."""
 
+import re
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
@@ -74,6 +75,8 @@ class _Start(TorchFunctionMode):
 # What torch says of saved tensors that were written to (torch/csrc/autograd/saved_variable.cpp), and what its nodes for attention are called.
 _WRITTEN = "has been modified by an inplace operation"
 _OF_KERNELS = "of ScaledDotProduct"
+# And of a kernel whose backward pass is differentiated (tools/autograd/derivatives.yaml has `not_implemented` there).
+_NOT_TWICE = re.compile(r"derivative for aten::_scaled_dot_product\w*_backward is not implemented")
 
 
 class _Graph:
@@ -138,6 +141,12 @@ class _BeforeBackward:
         try:
             result = backward.run()
         except RuntimeError as error:
+            if _NOT_TWICE.search(str(error)):
+                raise self._verdict.refuse(
+                    "the program differentiates a backward pass (create_graph=True), and that of attention's kernels has no derivative; "
+                    "leave attention out of the plan",
+                    technique=_NAME,
+                ) from error
             # A product does not read its result in its backward pass, and the kernels do.
             if _OF_KERNELS not in str(error) or _WRITTEN not in str(error):
                 raise

@@ -150,7 +150,7 @@ class _Defer(torch.autograd.Function):
         return DeferredScores.of(attention)
 
     @staticmethod
-    @first_order("attention")
+    @first_order("attention", "; leave attention out of the plan")
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:  # pyrefly: ignore[bad-override]
         tensors = ctx.attention.tensors()
         leaves = {id(t): t.detach().requires_grad_(t.requires_grad) for t in tensors}

@@ -139,7 +139,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             return total.to(loss.result_type)
 
     @staticmethod
-    @first_order("chunked_loss")
+    @first_order("chunked_loss", "; leave chunked_loss out of the plan")
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:  # pyrefly: ignore[bad-override]
         """The gradients from the forward pass, or recomputed ones; a retained graph recomputes them in every pass."""
         hidden, weight, bias, target, log_sums = ctx.saved_tensors

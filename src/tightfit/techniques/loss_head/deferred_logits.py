@@ -190,7 +190,7 @@ class _Defer(torch.autograd.Function):
         return DeferredLogits.of(origin, form)
 
     @staticmethod
-    @first_order("chunked_loss")
+    @first_order("chunked_loss", "; leave chunked_loss out of the plan")
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:  # pyrefly: ignore[bad-override]
         origin: Origin = ctx.origin
         inputs = [origin.hidden, origin.weight] + ([] if origin.bias is None else [origin.bias])

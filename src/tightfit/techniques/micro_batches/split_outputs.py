@@ -282,7 +282,7 @@ class _Beside(torch.autograd.Function):
         return torch.cat(list(values))
 
     @staticmethod
-    @first_order("micro_batches")
+    @first_order("micro_batches", "; leave micro_batches out of the plan")
     def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> Any:  # pyrefly: ignore[bad-override]
         if grad_outputs[0] is not None:
             raise ctx.refuse(
@@ -302,7 +302,7 @@ class _Joined(torch.autograd.Function):
         return sums.loss()
 
     @staticmethod
-    @first_order("micro_batches")
+    @first_order("micro_batches", "; leave micro_batches out of the plan")
     def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> Any:  # pyrefly: ignore[bad-override]
         (gradient,) = grad_outputs
         if ctx.sums is not None and ctx.sums.before_backward is not None:

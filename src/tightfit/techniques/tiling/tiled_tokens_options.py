@@ -39,7 +39,7 @@ def tiled_tokens_options(technique: str, profile: Profile) -> Iterator[Option]:
     )
     least = SMALLEST_SHARE * saved_bytes(module_calls)
     for path in module_calls.paths:
-        calls = module_calls.calls(path) if "." in path else ()
+        calls = module_calls.calls(path) if "." in path and module_calls.is_called(path) else ()
         if not calls or not all(is_token_wise[tape.operators.name[v.begin : v.end]].all() for v in calls):
             continue
         # Most modules are too small, which all that they allocate shows faster than what of it is there at once.

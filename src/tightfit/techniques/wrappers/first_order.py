@@ -18,8 +18,9 @@ Refuse = Callable[[str], ApplyError]
 """Makes the error to raise from what is wrong: `Session.refuse` with what it is about, or `ApplyError` itself."""
 
 
-def first_order(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorates the `backward(ctx, *gradients)` of an autograd function of the technique `what`, whose `ctx.refuse` is a `Refuse`.
+def first_order(what: str, advice: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorates the `backward(ctx, *gradients)` of an autograd function of the technique `what`, whose `ctx.refuse` is a `Refuse`. `advice` is what
+    to do, where that does not say it.
 
     Raises:
         ApplyError: (the result) it is run with `create_graph`, for many gradients at once, or inside of a dispatch mode of the program's.
@@ -31,19 +32,19 @@ def first_order(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
             # The engine runs backward functions with gradients on exactly if create_graph is set.
             if torch.is_grad_enabled():
                 raise ctx.refuse(
-                    f"the program differentiates a backward pass (create_graph=True), and that of {what} has no derivative"
+                    f"the program differentiates a backward pass (create_graph=True), and that of {what} has no derivative{advice}"
                 )
             if any(map(_are_many, gradients)):
                 raise ctx.refuse(
-                    f"the program runs one backward pass for many gradients at once (is_grads_batched, vmap), which {what} cannot"
+                    f"the program runs one backward pass for many gradients at once (is_grads_batched, vmap), which {what} cannot{advice}"
                 )
             if modes := names_of_modes():
                 raise ctx.refuse(
-                    f"the backward pass is run inside of {modes[0]}, which sees each operator, and {what} has others there"
+                    f"the backward pass is run inside of {modes[0]}, which sees each operator, and {what} has others there{advice}"
                 )
             if packs_by_itself():
                 raise ctx.refuse(
-                    f"the backward pass is run inside of hooks for saved tensors, and {what} saves others there"
+                    f"the backward pass is run inside of hooks for saved tensors, and {what} saves others there{advice}"
                 )
             return backward(ctx, *gradients)
 
