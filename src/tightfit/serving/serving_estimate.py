@@ -157,10 +157,7 @@ def estimate_serving(
     longest = size.request_bytes(*held_tokens(facts, settings.max_model_len, 0))
     asked = mean_request_bytes(size, [held_tokens(facts, *pair) for pair in lengths]) if lengths else float(longest)
     room = max(0, kv_bytes)
-    less: tuple[str, ...] = ()
-    if kv_bytes < longest:
-        less = () if weight_format is not None else ("quantise (--quantization)",)
-        less += _more_cards(facts, weight_format, rules, size, settings, device, kv_bytes + weights)
+    less = _less(facts, weight_format, rules, size, settings, device, kv_bytes + weights) if kv_bytes < longest else ()
     why = _refusal(kv_bytes, longest, share, settings, device, _longest_within(facts, size, room, settings), less)
     if rules.has_static_share and not why:
         why = _no_room_beside(free, share, profiled.reserved_bytes + 2 * graphs, settings)
@@ -239,7 +236,7 @@ def _longest_within(facts: ModelFacts, size: CacheSize, room: int, settings: Res
     return low
 
 
-def _more_cards(
+def _less(
     facts: ModelFacts,
     weight_format: WeightFormat | None,
     rules: EngineRules,
@@ -248,9 +245,10 @@ def _more_cards(
     device: Device,
     room: int,
 ) -> tuple[str, ...]:
-    """How many cards would share weights and the longest request, of which each has `room` for them; nothing where that is no help."""
+    """What makes a model need less of a card that has `room` for its weights and the longest request: a format of weights, or so many cards as share them."""
+    quantised = () if weight_format is not None else ("quantise (--quantization)",)
     if device.shares_host_memory:
-        return ()
+        return quantised
     asked = held_tokens(facts, settings.max_model_len, 0)
     degrees = [size.degree << more for more in range(1, _MAX_DOUBLINGS)]
     needed = (
@@ -259,7 +257,7 @@ def _more_cards(
         for degree in degrees
     )
     fits = (degree for degree, num_bytes in zip(degrees, needed, strict=True) if num_bytes <= room)
-    return tuple(f"use more cards (--gpus {degree})" for degree in itertools.islice(fits, 1))
+    return *quantised, *(f"use more cards (--gpus {degree})" for degree in itertools.islice(fits, 1))
 
 
 def _refusal(
