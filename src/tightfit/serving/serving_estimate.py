@@ -131,8 +131,9 @@ def estimate_serving(
 ) -> ServingEstimate:
     """What `facts` need on `device`, of which the engine's largest batch was traced as `profiled`. `lengths` are tokens of prompt and answer of each request."""
     degree = settings.num_gpus
-    weights = held_weights_bytes(facts, weight_format, degree, rules.fused)
-    weights += rotary_bytes(facts, rules.rotary_item_bytes)
+    weights = held_weights_bytes(facts, weight_format, degree, rules.fused) + rotary_bytes(
+        facts, rules.rotary_item_bytes
+    )
     adapters = 0 if settings.adapters is None else settings.adapters.num_bytes(facts, degree)
     activation = profiled.reserved_bytes if rules.activation_peak == "reserved" else profiled.allocated_bytes
     node = node_of(device)
