@@ -131,18 +131,15 @@ def estimate_serving(
 ) -> ServingEstimate:
     """What `facts` need on `device`, of which the engine's largest batch was traced as `profiled`. `lengths` are tokens of prompt and answer of each request."""
     degree = settings.num_gpus
-    weights = held_weights_bytes(facts, weight_format, degree, rules.fused) + rotary_bytes(
-        facts, rules.rotary_item_bytes
-    )
+    weights = held_weights_bytes(facts, weight_format, degree, rules.fused)
+    weights += rotary_bytes(facts, rules.rotary_item_bytes)
     adapters = 0 if settings.adapters is None else settings.adapters.num_bytes(facts, degree)
     activation = profiled.reserved_bytes if rules.activation_peak == "reserved" else profiled.allocated_bytes
-    node = node_of(device)
-    # Small all-reduces are the engine's own kernels, the large ones of a prefill NCCL's rings.
-    communicators = communicator_bytes(node, Group.of(degree, stride=1, num_linked=node.num_linked), ("all_gather",))
+    communicators = _communicator_bytes(device, degree)
     context = device.context_bytes
     graphs = graph_bytes(facts, rules, settings, device)
-    charged = weights + adapters + activation + communicators + (context if rules.charges_context else 0)
-    charged += graphs if rules.charges_graphs else 0
+    charged = weights + adapters + activation + communicators
+    charged += (context if rules.charges_context else 0) + (graphs if rules.charges_graphs else 0)
     share = int(device.capacity_bytes * settings.gpu_memory_utilization)
     free = device.capacity_bytes - context - device.system_bytes - communicators
     if rules.has_static_share:
@@ -158,7 +155,7 @@ def estimate_serving(
     longest = size.request_bytes(*held_tokens(facts, settings.max_model_len, 0))
     asked = mean_request_bytes(size, [held_tokens(facts, *pair) for pair in lengths]) if lengths else float(longest)
     room = max(0, kv_bytes)
-    less = _less(facts, weight_format, rules, size, settings, device, kv_bytes + weights) if kv_bytes < longest else ()
+    less = () if kv_bytes >= longest else _less(facts, weight_format, rules, size, settings, device, kv_bytes + weights)
     why = _refusal(kv_bytes, longest, share, settings, device, _longest_within(facts, size, room, settings), less)
     if rules.has_static_share and not why:
         why = _no_room_beside(free, share, profiled.reserved_bytes + 2 * graphs, settings)
@@ -200,6 +197,12 @@ def estimate_serving(
             device, weights_bytes=weights + adapters, graph_bytes=graphs, outside_bytes=communicators + context
         ),
     )
+
+
+def _communicator_bytes(device: Device, degree: int) -> int:
+    node = node_of(device)
+    # Small all-reduces are the engine's own kernels, the large ones of a prefill NCCL's rings.
+    return communicator_bytes(node, Group.of(degree, stride=1, num_linked=node.num_linked), ("all_gather",))
 
 
 def _no_room_beside(free: int, share: int, needed: int, settings: ResolvedSettings) -> str:
