@@ -80,6 +80,8 @@ def to_bytes(size: str | int, name: str, *, whole_bytes: int | None = None) -> B
         if size < 0:
             raise UsageError(f"{name} is {size}: a size is not negative")
         return Bytes(size)
+    if not isinstance(size, str):
+        raise UsageError(f"{name} is {size!r}: give a text such as '22GiB', or whole bytes")
     try:
         count = parse(size, whole_bytes=whole_bytes)
     except UsageError as error:

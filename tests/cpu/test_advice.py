@@ -1,5 +1,6 @@
 """What a plan says a person could do: a model with fewer blocks and a shorter sequence hold what the advice says of them."""
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -95,6 +96,14 @@ def test_what_saves_for_nothing_comes_first_and_another_gpu_last(file: Path) -> 
     starts = ["half the batch size", "a smaller model", "without any technique it fits"]
     at = [next(i for i, one in enumerate(said) if one.startswith(start)) for start in starts]
     assert at == sorted(at) and said[-1].startswith("on two of these GPUs")
+
+
+def test_a_batch_of_one_example_has_no_half(file: Path) -> None:
+    whole = planned(trial(file))
+    roots = [{"inputs": {"tokens": [1, 256]}, "varying": []}]
+    said = advice.suggestions_for(dataclasses.replace(whole, roots=roots), find("A100 40GB"), is_whole_card=True)
+    assert not [one for one in said if "half the batch" in one]
+    assert [one for one in said if one.startswith("half the sequence length (128 of 256")]
 
 
 def test_suggestions_of_unknown_cost_are_ordered_by_what_they_change() -> None:

@@ -2,7 +2,9 @@
 
 import argparse
 import runpy
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,9 +12,12 @@ import torch
 
 import tightfit
 from tightfit.capture.observe import attribution
-from tightfit.capture.observe.attribution import is_of_another_library
+from tightfit.capture.observe.attribution import Attribution, is_of_another_library
+from tightfit.capture.observe.recorder import Recorder
 from tightfit.capture.targets.target_kinds import GeneratorFunction
 from tightfit.capture.trace import trace
+from tightfit.runtime.leaks.live_storages import LiveStorages
+from tightfit.runtime.record_host import _CallStacks
 from tightfit.tape import Phase, Tape
 
 WORKLOAD = """
@@ -73,3 +78,29 @@ def test_torch_is_known_where_its_environment_is_reached_by_a_link(
     anew = runpy.run_path(attribution.__file__)
     assert not anew["is_users_or_other"](str(tmp_path / "torch" / "nn" / "utils" / "clip_grad.py"))
     assert anew["is_users_or_other"](str(tmp_path / "train.py"))
+
+
+def test_functions_that_are_written_alike_are_told_apart_by_their_files(tmp_path: Path) -> None:
+    """Their code is equal, whatever file it is of: two packages with copies of one module."""
+
+    def made(folder: str) -> Callable[..., Any]:
+        space: dict[str, Any] = {}
+        exec(compile("def inner(call): return call()", str(tmp_path / folder / "blocks.py"), "exec"), space)
+        return space["inner"]
+
+    both = [made("nets"), made("utils")]
+    assert both[0].__code__ == both[1].__code__
+    recorder = Recorder()
+    lines = [inner(Attribution(recorder).line) for inner in both]
+    assert [recorder.strings.texts[line].rpartition("/")[2] for line in lines] == ["blocks.py:1"] * 2
+    assert len(set(lines)) == 2
+    attribution_of_both = Attribution(recorder)
+    assert [inner(attribution_of_both.line) for inner in both] == lines
+    live, host = LiveStorages(), _CallStacks(are_wanted=True)
+    sites = [inner(lambda: live._stacks.number(0)) for inner in both]
+    assert [live.frames_of(site)[0][0].split("/")[-2:] for site in sites] == [
+        ["nets", "blocks.py:1"],
+        ["utils", "blocks.py:1"],
+    ]
+    numbers = [inner(host.number) for inner in both]
+    assert [Path(host.as_frames()[number][0]["filename"]).parent.name for number in numbers] == ["nets", "utils"]

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tightfit.effects.bytecode.asked_of_saved import called
 from tightfit.planner.plan import Choice
 from tightfit.runtime.apply import apply_choices
 from tightfit.techniques.session import Session
@@ -185,3 +186,19 @@ def test_the_function_of_a_checkpoint_is_found() -> None:
     assert given["args"][1] is log
     assert given["kwargs"] == {"scale": 2.0}
     assert given_to_checkpoint(lambda packed: packed) is None
+
+
+def test_functions_that_are_written_alike_call_the_functions_of_their_own_files() -> None:
+    """Their code is equal, whatever file it is of; the second helper was not looked into."""
+
+    def made(answer: str) -> Any:
+        space: dict[str, Any] = {}
+        source = f"def check(x): return {answer}\ndef helper(x): return check(x)"
+        exec(compile(source, f"/program/{len(answer)}/helpers.py", "exec"), space)
+        return space["helper"]
+
+    names = {"one": made("x"), "other": made("x is None")}
+    exec(compile("def outer(x): return one(x), other(x)", "/program/main.py", "exec"), names)
+    found = [function.__code__ for function, _ in called(names["outer"])]
+    checks = [code.co_filename for code in found if code.co_name == "check"]
+    assert sorted(checks) == ["/program/1/helpers.py", "/program/9/helpers.py"]

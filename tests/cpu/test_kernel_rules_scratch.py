@@ -56,6 +56,10 @@ class TestReductions:
         mask = meta(1000, 1000, dtype=torch.bool)
         assert scratch_bytes(aten.sum.default, (mask,), {}, meta(dtype=torch.int64), H100)[0] == 8_000_000
 
+    def test_a_number_without_dimensions_is_reduced_along_its_only_one(self):
+        assert scratch_bytes(aten.max.dim, (meta(), 0), {}, (meta(), meta(dtype=torch.int64)), H100) == ()
+        assert scratch_bytes(aten.linalg_vector_norm.default, (meta(), 2, [-1]), {}, meta(), H100) == ()
+
     def test_a_half_sum_into_float_converts_nothing(self):
         half = meta(64, 64, dtype=torch.float16)
         assert scratch_bytes(aten.sum.default, (half,), {"dtype": torch.float32}, meta(), H100) == ()
@@ -102,6 +106,8 @@ class TestIndexing:
     def test_a_plain_put_writes_in_place(self):
         arguments = (meta(1000, 64), [meta(1024, dtype=torch.int64)], meta(1024, 64), False)
         assert scratch_bytes(aten.index_put_.default, arguments, {}, meta(1000, 64), H100) == ()
+        nowhere = (meta(1000, 64), (meta(0, dtype=torch.int64),), meta(0, 64), True)
+        assert scratch_events(aten.index_put.default, nowhere, {}, meta(1000, 64), H100) == ()
 
     def test_a_mask_becomes_coordinates(self):
         arguments = (meta(32, 100, 8), [meta(32, 100, dtype=torch.bool)])

@@ -1,6 +1,7 @@
 """Optimizers that a program makes when others have trained: a plan goes on without what they cannot have, and a first one is refused as ever."""
 
 import functools
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -26,11 +27,17 @@ def _loss(model: Net, optimizer: torch.optim.Optimizer, step: int) -> torch.Tens
     return loss
 
 
-def trained(make: Callable[..., torch.optim.Optimizer], *, later: bool = True) -> list[torch.Tensor]:
-    """Weights after steps of Adam, of the other optimizer, and of Adam once more."""
+def trained(
+    make: Callable[..., torch.optim.Optimizer], *, later: bool = True, is_search: bool = False
+) -> list[torch.Tensor]:
+    """Weights after steps of Adam, of the other optimizer, and of Adam once more; a search has another model for each, and drops those before."""
     torch.manual_seed(0)
-    model = Net()
+    model = optimizer = Net()
     for made in (torch.optim.Adam, make, torch.optim.Adam) if later else (make,):
+        if is_search:
+            del model, optimizer
+            gc.collect()
+            model = Net()
         optimizer = made(model.parameters(), lr=0.01)
         for step in range(2):
             optimizer.step(functools.partial(_loss, model, optimizer, step))
@@ -41,13 +48,18 @@ def planned(*choices: Choice, said: list[str]) -> Attachment:
     return Attachment(choices, planned=[root(Net())], tell=said.append)
 
 
-@pytest.mark.parametrize(("kind", "of_optimizer"), [("ASGD", FUSED), ("LBFGS", IN_BACKWARD)])
-def test_training_goes_on_without_what_a_later_optimizer_cannot_have(kind: str, of_optimizer: Choice) -> None:
-    expected, said = trained(MAKES[kind]), list[str]()
+@pytest.mark.parametrize(
+    ("kind", "of_optimizer", "is_search"),
+    [("ASGD", FUSED, False), ("LBFGS", IN_BACKWARD, False), ("ASGD", FUSED, True)],
+)
+def test_training_goes_on_without_what_a_later_optimizer_cannot_have(
+    kind: str, of_optimizer: Choice, is_search: bool
+) -> None:
+    expected, said = trained(MAKES[kind], is_search=is_search), list[str]()
     forget_apply_errors()
     end = planned(BLOCK, of_optimizer, said=said).install()
     try:
-        found = trained(MAKES[kind])
+        found = trained(MAKES[kind], is_search=is_search)
     finally:
         end()
     for one, other in zip(expected, found, strict=True):

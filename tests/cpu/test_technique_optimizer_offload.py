@@ -128,7 +128,7 @@ def test_a_state_that_is_written_to_is_what_the_next_step_finds() -> None:
 def test_checkpoints_copies_and_pickles_are_those_of_a_plain_run() -> None:
     plain, model = model_of(), model_of()
     optimizers = [OPTIMIZERS["AdamW"](each.parameters()) for each in (plain, model)]
-    offloaded(model, optimizers[1])
+    session = offloaded(model, optimizers[1])
     for seed in range(2):
         for each, optimizer in zip((plain, model), optimizers, strict=True):
             step(each, optimizer, seed)
@@ -152,6 +152,11 @@ def test_checkpoints_copies_and_pickles_are_those_of_a_plain_run() -> None:
     for each, optimizer in ((plain, optimizers[0]), (model, optimizers[1]), (copied_model, copied), (other, resumed)):
         step(each, optimizer, 9)
     assert same(plain, model) and same(plain, copied_model) and same(plain, other)
+    # Of a dict that the program has a name for there is no other.
+    held = optimizers[1].state[model[0].weight]
+    session.undo()
+    states = dict(optimizers[1].state)
+    assert states.pop(model[0].weight) is held and all(type(state) is dict for state in states.values())
 
 
 def test_host_memory_is_that_of_the_plan_and_does_not_grow() -> None:

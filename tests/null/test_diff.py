@@ -11,7 +11,7 @@ from tests.null.history_runs import CARD, FORWARD, LEAK, LOADER, NORM, Recorder,
 
 from tightfit.diagnosis.alignment import align
 from tightfit.diagnosis.diagnosed_run import subject_of_recording, subject_of_tape
-from tightfit.diagnosis.difference import difference
+from tightfit.diagnosis.difference import difference, without_other_folders
 from tightfit.recordings.read import read_recording
 from tightfit.reports.text.run_difference import DifferenceText
 from tightfit.tape import Category, SpanKind
@@ -132,6 +132,26 @@ def test_the_first_place_where_prediction_and_reality_part(tmp_path):
     (change,) = found.changes
     assert (change.kind, change.b_where) == ("new", "train.py:24")
     assert "allocation 2: 700.0 KiB for clone, train.py:24" in text_of(found)
+
+
+def test_files_of_one_name_in_one_run_are_told_apart_by_their_folders():
+    ours = ["/home/me/nets/blocks.py:2", "/home/me/utils/blocks.py:2", "/home/me/train.py:7", "backward of Mm"]
+    theirs = ["C:\\run\\nets\\blocks.py:2", "C:\\run\\train.py:9"]
+    shortened = without_other_folders(ours, theirs)
+    assert [shortened(place) for place in ours] == [
+        "nets/blocks.py:2",
+        "utils/blocks.py:2",
+        "train.py:7",
+        "backward of Mm",
+    ]
+    assert [shortened(place) for place in theirs] == ["nets/blocks.py:2", "train.py:9"]
+    categories = [Category.ACTIVATIONS] * 2
+    a, b = (
+        subject_of_tape(tape_of([4 * MIB, size], [0, 1, -2, -1], lines=ours[:2], categories=categories), CARD)
+        for size in (4 * MIB, 16 * MIB)
+    )
+    (change,) = difference(a, b).changes
+    assert (change.b_where, change.more_bytes) == (ours[1], 12 * MIB)
 
 
 def test_steps_of_one_name_are_compared_and_others_counted_from_the_last():

@@ -71,6 +71,8 @@ def test_in_python_an_int_is_bytes_and_a_str_without_a_unit_warns():
     assert to_bytes("22GiB", "budget") == 22 << 30
     with pytest.warns(UserWarning, match="budget '22' has no unit; read as 22 GiB"):
         assert to_bytes("22", "budget") == 22 << 30
+    with pytest.raises(UsageError, match=r"budget is 12\.5: give a text such as '22GiB', or whole bytes"):
+        to_bytes(12.5, "budget")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="budget is -1"):
         to_bytes(-1, "budget")
     with pytest.raises(UsageError, match="budget: '-3GiB' is negative"):

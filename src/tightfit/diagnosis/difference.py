@@ -6,7 +6,7 @@ which lines correspond, as far as both allocate the same sizes in the same order
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -27,6 +27,9 @@ NUM_DIVERGENCES = 8
 _MIN_SHARED = 0.2
 # 64 KiB: below it differences are the rounding of small blocks.
 _MIN_CHANGE_BYTES = MIB // 16
+
+Shortened = Callable[[str], str]
+"""Gives a place without the folders that two runs do not share."""
 
 Kind = Literal["grown", "shrunk", "new", "gone"]
 
@@ -129,9 +132,11 @@ class RunDifference:
 
 def difference(a: DiagnosedRun, b: DiagnosedRun) -> RunDifference:
     """Compares two runs."""
-    matched_by: Literal["lines", "order"] = "lines" if _share_lines(a, b) else "order"
-    pairs = [_Pair(a, b, one, other, matched_by) for one, other in _paired(a, b)]
-    a_spots, b_spots = _Spots(a, [pair.a_step for pair in pairs]), _Spots(b, [pair.b_step for pair in pairs])
+    shortened = without_other_folders(*([place.name for place in subject.places] for subject in (a, b)))
+    matched_by: Literal["lines", "order"] = "lines" if _share_lines(a, b, shortened) else "order"
+    pairs = [_Pair(a, b, one, other, shortened if matched_by == "lines" else None) for one, other in _paired(a, b)]
+    a_spots = _Spots(a, [pair.a_step for pair in pairs], shortened)
+    b_spots = _Spots(b, [pair.b_step for pair in pairs], shortened)
     if matched_by == "order":
         a_spots.name_as(b_spots, [partners for pair in pairs for partners in pair.partners()])
     return RunDifference(
@@ -170,7 +175,7 @@ def _paired(a: DiagnosedRun, b: DiagnosedRun) -> list[tuple[StepSpan, StepSpan]]
 
 
 class _Pair:
-    """Two steps with their allocations aligned: by line and operator where the runs share those, else by size."""
+    """Two steps with their allocations aligned: by line (as `shortened` has it) and operator where the runs share those, else by size."""
 
     def __init__(
         self,
@@ -178,17 +183,17 @@ class _Pair:
         b: DiagnosedRun,
         a_step: StepSpan,
         b_step: StepSpan,
-        matched_by: Literal["lines", "order"],
+        shortened: Shortened | None,
     ) -> None:
         self.a, self.b, self.a_step, self.b_step = a, b, a_step, b_step
         self.a_blocks, self.b_blocks = _born_in(a, a_step), _born_in(b, b_step)
         sizes = _sizes(a, self.a_blocks), _sizes(b, self.b_blocks)
-        if matched_by == "order":
+        if shortened is None:
             self.aligned_ranges = align(*sizes)
         else:
             # By site first and size second: two runs with different batch sizes have no size in common, but all their lines.
-            places = [_line_and_operator(a, block) for block in self.a_blocks.tolist()]
-            others = [_line_and_operator(b, block) for block in self.b_blocks.tolist()]
+            places = [_line_and_operator(a, block, shortened) for block in self.a_blocks.tolist()]
+            others = [_line_and_operator(b, block, shortened) for block in self.b_blocks.tolist()]
             self.aligned_ranges = [piece for aligned in align(places, others) for piece in _by_size(aligned, *sizes)]
 
     def summary(self) -> StepPair:
@@ -282,18 +287,18 @@ def _by_size(aligned: AlignedRange, a: Sequence[int], b: Sequence[int]) -> Itera
         begin = end
 
 
-def _line_and_operator(subject: DiagnosedRun, block: int) -> tuple[str, str]:
+def _line_and_operator(subject: DiagnosedRun, block: int, shortened: Shortened) -> tuple[str, str]:
     place = _place(subject, block)
-    return _file_and_line(place.name), place.operator
+    return shortened(place.name), place.operator
 
 
-def _share_lines(a: DiagnosedRun, b: DiagnosedRun) -> bool:
+def _share_lines(a: DiagnosedRun, b: DiagnosedRun, shortened: Shortened) -> bool:
     """Whether the two runs are of one program: lines that both have allocate a good part of the first run's bytes."""
-    known = {_file_and_line(place.line) for place in b.places if place.line}
+    known = {shortened(place.line) for place in b.places if place.line}
     blocks = a.history.blocks
     num_bytes = np.bincount(blocks.stack, weights=blocks.num_bytes, minlength=len(a.places))
     # Weighted by bytes: the lines that matter are few, and libraries have many small ones in common.
-    lines = [_file_and_line(place.line) for place in a.places]
+    lines = [shortened(place.line) for place in a.places]
     named_bytes = sum(count for line, count in zip(lines, num_bytes, strict=True) if line)
     shared_bytes = sum(count for line, count in zip(lines, num_bytes, strict=True) if line in known)
     return bool(shared_bytes > _MIN_SHARED * named_bytes)
@@ -317,9 +322,26 @@ def _place(subject: DiagnosedRun, block: int) -> AllocationSite:
     return subject.places[int(subject.history.blocks.stack[block])]
 
 
-def _file_and_line(place: str) -> str:
-    """The place without folders, which differ from machine to machine."""
-    return place.replace("\\", "/").rpartition("/")[2]
+def without_other_folders(*runs: Sequence[str]) -> Shortened:
+    """Shortens places of `runs` to files and lines, as folders differ from machine to machine; with as many folders as tell the files of one run apart."""
+    lengths: Counter[str] = Counter()
+    for places in runs:
+        files: dict[str, set[tuple[str, ...]]] = {}
+        for place in places:
+            # From the name of the file outwards.
+            parts = tuple(reversed(place.rpartition(":")[0].replace("\\", "/").split("/")))
+            files.setdefault(parts[0], set()).add(parts)
+        for name, paths in files.items():
+            length = 1
+            while len({parts[:length] for parts in paths}) < len(paths):
+                length += 1
+            lengths[name] = max(lengths[name], length)
+
+    def shortened(place: str) -> str:
+        parts = place.replace("\\", "/").split("/")
+        return "/".join(parts[-max(1, lengths[parts[-1].rpartition(":")[0]]) :])
+
+    return shortened
 
 
 class _Spots:
@@ -328,7 +350,7 @@ class _Spots:
     Of several equal peaks, one in a compared step is taken, as only its allocations have partners on the other side.
     """
 
-    def __init__(self, subject: DiagnosedRun, compared: Sequence[StepSpan]) -> None:
+    def __init__(self, subject: DiagnosedRun, compared: Sequence[StepSpan], shortened: Shortened) -> None:
         history = subject.history
         peaks = np.flatnonzero(history.allocated == history.allocated.max(initial=0))
         inside = [at for at in peaks.tolist() if any(step.begin <= at < step.end for step in compared)]
@@ -338,7 +360,7 @@ class _Spots:
         self.alive = history.alive_at(peak)
         self.num_bytes = history.blocks.block_bytes
         self.full = [names[stack] for stack in history.blocks.stack.tolist()]
-        self.where = [_file_and_line(name) for name in self.full]
+        self.where = [shortened(name) for name in self.full]
         self.category = history.blocks.category.tolist()
 
     def name_as(self, other: "_Spots", partners: Sequence[tuple[int, int]]) -> None:

@@ -20,7 +20,7 @@ the order of sums, in precision), the model or what of it is trained, the GPU.""
 class Suggestion:
     """`what` to do at `where`: how much the peak of `saves` falls, and the seconds that it adds to each step (None where not known).
 
-    `is_one_line`: one line in the user's loop, which costs neither time nor exactness. `effect` says in words what is saved, where that is more than one
+    `is_one_line`: one line in the user's loop, which costs neither time nor exactness. `splits_batch`: of a batch of one example there is no part. `effect` says in words what is saved, where that is more than one
     figure; `note` what to know of it.
     """
 
@@ -33,6 +33,7 @@ class Suggestion:
     effect: str = ""
     note: str = ""
     is_one_line: bool = False
+    splits_batch: bool = False
 
     @property
     def is_exact(self) -> bool:
@@ -59,6 +60,7 @@ class Suggestion:
         """The object of it in `tightfit doctor --json`."""
         found = dataclasses.asdict(self) | {"is_exact": self.is_exact}
         found.pop("effect")
+        found.pop("splits_batch")
         return found
 
 

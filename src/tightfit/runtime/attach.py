@@ -71,6 +71,8 @@ class _Owners:
 
     def __init__(self) -> None:
         self._owners: WeakTable[torch.optim.Optimizer, weakref.ref[torch.nn.Module] | None] = WeakTable()
+        self.has_given = False
+        """Whether a session has had an optimizer, which may be gone since: a search drops those of a trial before it begins the next."""
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
         """A new optimizer, which has no model yet."""
@@ -79,6 +81,7 @@ class _Owners:
     def give(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
         """The session of `model` has the optimizer."""
         self._owners[optimizer] = weakref.ref(model)
+        self.has_given = True
 
     def is_new(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether no session has had the optimizer yet."""
@@ -87,10 +90,6 @@ class _Owners:
     def has_new(self) -> bool:
         """Whether there is an optimizer that no session has had yet."""
         return None in self._owners.values()
-
-    def has_owned(self) -> bool:
-        """Whether a session has had an optimizer."""
-        return any(owner is not None for owner in self._owners.values())
 
     def free_for(self, module: torch.nn.Module) -> list[torch.optim.Optimizer]:
         """The optimizers that hold parameters of `module` and are in no other model's session."""
@@ -188,7 +187,7 @@ class Attachment:
     def after_optimizer_was_made(self, optimizer: torch.optim.Optimizer) -> None:
         """A new optimizer becomes part of its model's session before the model's next call."""
         with self._lock:
-            if self._optimizers.has_owned():
+            if self._optimizers.has_given:
                 self._later.add(optimizer)
             self._optimizers.add(optimizer)
             self._loops.look()

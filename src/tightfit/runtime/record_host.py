@@ -37,7 +37,9 @@ class _CallStacks:
 
     def __init__(self, *, are_wanted: bool) -> None:
         self._are_wanted = are_wanted
-        self._numbers: dict[tuple[tuple[CodeType, int], ...], int] = {}
+        # By identity: functions that are written alike have equal code, whatever their files.
+        self._codes: dict[int, CodeType] = {}
+        self._numbers: dict[tuple[tuple[int, int], ...], int] = {}
 
     def number(self) -> int:
         """The number of the current stack, without this package's own frames."""
@@ -46,14 +48,18 @@ class _CallStacks:
         while frame is not None:
             file = frame.f_code.co_filename
             if not is_own_frame(file) and (stack or file not in _BETWEEN):
-                stack.append((frame.f_code, frame.f_lineno))
+                self._codes[id(frame.f_code)] = frame.f_code
+                stack.append((id(frame.f_code), frame.f_lineno))
             frame = frame.f_back
         return self._numbers.setdefault(tuple(stack), len(self._numbers))
 
     def as_frames(self) -> list[list[dict[str, Any]]]:
         """The stacks by their numbers, each from the innermost frame outwards."""
         return [
-            [{"filename": code.co_filename, "line": line, "name": code.co_name} for code, line in stack]
+            [
+                {"filename": code.co_filename, "line": line, "name": code.co_name}
+                for code, line in ((self._codes[number], line) for number, line in stack)
+            ]
             for stack in self._numbers
         ]
 

@@ -131,6 +131,11 @@ def channels_last_is_kept():
     assert torch.randn(2, 3, 4, 4).cuda(memory_format=torch.channels_last).stride() == (48, 1, 12, 3)
 
 
+def elements_may_be_one_place_of_memory():
+    assert torch.empty_strided((3, 4), (0, 1), device="cuda").stride() == (0, 1)
+    assert torch.empty_strided((3, 4), (1, 1), device="cuda").untyped_storage().nbytes() == 24
+
+
 def complex_tensors_work():
     tensor = torch.randn(8, 16, device="cuda", dtype=torch.complex64, requires_grad=True)
     spectrum = torch.fft.fft2(tensor)

@@ -101,7 +101,8 @@ def reduction_buffers(
     """
     if tensor.numel() == 0:
         return 0, 0
-    reduced = {dim % tensor.dim() for dim in dims} if dims else set(range(tensor.dim()))
+    # A number without dimensions has dimension 0 all the same, by torch's rules.
+    reduced = {dim % tensor.dim() for dim in dims} if dims and tensor.dim() else set(range(tensor.dim()))
     order = _iteration_order(tensor.shape, tensor.stride(), reduced)
     num_reduced = sum(1 for _, output_stride, _ in order if output_stride == 0)
     num_inputs = math.prod(tensor.shape[dim] for dim in reduced)

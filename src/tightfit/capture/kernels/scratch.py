@@ -4,7 +4,7 @@
 contiguous tensors, pooling, views) or are listed as unknown in docs/how-it-works/cuda-rules.md.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,10 +48,22 @@ def scratch_events(
         return ()
     listed = outputs if isinstance(outputs, tuple | list) else (outputs,)
     tensors: Outputs = [value if isinstance(value, torch.Tensor) else None for value in listed]
-    # An uncertain size of 0 stays: its range may reach further up.
-    return tuple(
-        event for event in rule(bind(operator, args, kwargs), tensors, card) if event or isinstance(event, Uncertain)
-    )
+    return tuple(_without_empty_blocks(rule(bind(operator, args, kwargs), tensors, card)))
+
+
+def _without_empty_blocks(events: Iterable[int]) -> Iterator[int]:
+    """The requests without those of no bytes, which the allocator is not asked for, and what is freed by the numbers that the others then have."""
+    numbers: list[int] = []
+    for event in events:
+        if event < 0:
+            if numbers[-event - 1]:
+                yield -numbers[-event - 1]
+            continue
+        # An uncertain size of 0 stays: its range may reach further up.
+        is_asked_for = bool(event) or isinstance(event, Uncertain)
+        numbers.append(max(numbers, default=0) + 1 if is_asked_for else 0)
+        if is_asked_for:
+            yield event
 
 
 def scratch_bytes(

@@ -49,8 +49,9 @@ class Attribution:
         # are kept apart by how many backward passes are around the one that runs them.
         self._places: list[dict[int, tuple[int, int]]] = [{}]
         self._depth = 0
-        self._is_user_code: dict[CodeType, bool] = {}
-        self._lines: dict[tuple[CodeType, int], int] = {}
+        # By identity: two functions that are written alike have equal code, whatever their files. The code is kept, so that its number stays its own.
+        self._is_user_code: dict[int, tuple[CodeType, bool]] = {}
+        self._lines: dict[tuple[int, int], int] = {}
         self.call_code: CodeType | None = None
         """The code that calls a module: its frame divides what runs in the module from what has called it."""
         self.lines_below: dict[FrameType, int] = {}
@@ -118,15 +119,15 @@ class Attribution:
         return index
 
     def _is_users(self, code: CodeType) -> bool:
-        known = self._is_user_code.get(code)
+        known = self._is_user_code.get(id(code))
         if known is None:
-            known = self._is_user_code[code] = is_user_file(code.co_filename)
-        return known
+            known = self._is_user_code[id(code)] = code, is_user_file(code.co_filename)
+        return known[1]
 
     def _line_of(self, code: CodeType, number: int) -> int:
-        index = self._lines.get((code, number))
+        index = self._lines.get((id(code), number))
         if index is None:
-            index = self._lines[code, number] = self.recorder.strings.intern(f"{short(code.co_filename)}:{number}")
+            index = self._lines[id(code), number] = self.recorder.strings.intern(f"{short(code.co_filename)}:{number}")
         return index
 
     def where(self, *, otherwise: str = "a library") -> str:

@@ -63,7 +63,15 @@ def suggestions_for(planned: PlannedWorkload, card: Device, *, is_whole_card: bo
         rows += [*_batch(planned.estimate), *_sequence(planned), *_blocks(planned)]
     if not planned.fits and is_whole_card:
         rows += _cards(planned, card)
+    if _has_one_example(planned.roots):
+        rows = [row for row in rows if not row.splits_batch]
     return tuple(row.sentence for row in in_order(rows))
+
+
+def _has_one_example(roots: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether all inputs of the models are of one example, as far as their first dimensions tell."""
+    sizes = {shape[0] for root in roots for shape in root["inputs"].values() if shape}
+    return sizes == {1}
 
 
 def _lossy(forbidden: Sequence[Option]) -> Iterable[Suggestion]:
@@ -91,7 +99,9 @@ def _batch(base: Estimate) -> Iterable[Suggestion]:
     grows = held["activations"] + held["temporaries"] + held["inputs"]
     if grows > base.peak.device_bytes // 20:
         effect = f"would need about {format_bytes(base.peak.device_bytes - grows // 2)} {_PLAIN}"
-        yield Suggestion(what="half the batch size", changes="batch", saves_bytes=grows // 2, effect=effect)
+        yield Suggestion(
+            what="half the batch size", changes="batch", saves_bytes=grows // 2, effect=effect, splits_batch=True
+        )
 
 
 def _sequence(base: PlannedWorkload) -> Iterable[Suggestion]:

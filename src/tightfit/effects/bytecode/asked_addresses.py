@@ -29,16 +29,16 @@ _ADDRESSES = frozenset(
 
 def line_with_address(hook: Any) -> str:
     """The line where a hook, or a function of the program's or method of its class that it calls, asks where a tensor lies; or nothing."""
-    seen = set[types.CodeType]()
+    seen = set[int]()
     waiting = list(_functions_of(hook))
     while waiting:
         function, owner = waiting.pop()
         for one, _ in called(function):
-            if one.__code__ in seen:
+            if id(one.__code__) in seen:
                 continue
-            seen.add(one.__code__)
+            seen.add(id(one.__code__))
             if line := _line_in(one.__code__):
-                return line
+                return f"{Path(one.__code__.co_filename).name}:{line}"
             methods = (getattr(owner, name, None) for name in _names_in(one.__code__)) if owner is not None else ()
             waiting += [(method, owner) for method in methods if _is_not_torchs(method)]
     return ""
@@ -72,9 +72,9 @@ def _names_in(code: types.CodeType) -> frozenset[str]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _line_in(code: types.CodeType) -> str:
+def _line_in(code: types.CodeType) -> int | None:
     for each in instructions_of(code):
         if each.argval in _ADDRESSES and each.opname in ("LOAD_ATTR", "LOAD_CONST"):
-            return f"{Path(code.co_filename).name}:{each.line}"
+            return each.line
     inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return next(filter(None, map(_line_in, inner)), "")
+    return next(filter(None, map(_line_in, inner)), None)

@@ -47,13 +47,14 @@ def told(question: str) -> str:
 
 def called(function: types.FunctionType) -> Iterator[tuple[types.FunctionType, int]]:
     """The function and those of the program's own that it names; libraries' helpers ask for classes for other reasons."""
-    seen: set[Any] = set()
+    # By identity: functions that are written alike have equal code, and other globals in another file.
+    seen: set[int] = set()
     waiting = [(function, 0)]
     while waiting:
         one, depth = waiting.pop()
-        if one.__code__ in seen:
+        if id(one.__code__) in seen:
             continue
-        seen.add(one.__code__)
+        seen.add(id(one.__code__))
         yield one, depth
         if depth < _MAX_DEPTH:
             waiting += [(other, depth + 1) for other in _functions_named(one)]

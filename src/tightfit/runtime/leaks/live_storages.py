@@ -23,7 +23,8 @@ _MAX_FRAMES = 12
 BEFORE = -1
 """The site of what was there before the block."""
 
-Stack = tuple[tuple[CodeType, int], ...]
+Stack = tuple[tuple[int, int], ...]
+"""Frames as the identities of their code, and lines."""
 
 
 class StorageRow(SeenStorage):
@@ -38,10 +39,13 @@ class StorageRow(SeenStorage):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Stacks:
-    """The stacks of the user's frames, numbered in the order in which they were first seen."""
+    """The stacks of the user's frames, numbered in the order in which they were first seen.
+
+    `codes` are those met, by identity, and whether they are the user's: functions that are written alike have equal code, whatever their files.
+    """
 
     numbers: dict[Stack, int] = dataclasses.field(default_factory=dict)
-    is_users: dict[CodeType, bool] = dataclasses.field(default_factory=dict)
+    codes: dict[int, tuple[CodeType, bool]] = dataclasses.field(default_factory=dict)
 
     def number(self, thread: int) -> int:
         """The number of the current stack; of the stack of `thread` where this one has no frame of the user's, as in autograd's threads."""
@@ -50,15 +54,15 @@ class _Stacks:
             stack = self._users(sys._current_frames().get(thread))
         return self.numbers.setdefault(tuple(stack), len(self.numbers))
 
-    def _users(self, frame: FrameType | None) -> list[tuple[CodeType, int]]:
-        found: list[tuple[CodeType, int]] = []
+    def _users(self, frame: FrameType | None) -> list[tuple[int, int]]:
+        found: list[tuple[int, int]] = []
         while frame is not None and len(found) < _MAX_FRAMES:
             code = frame.f_code
-            is_users = self.is_users.get(code)
-            if is_users is None:
-                is_users = self.is_users[code] = is_users_or_test(code.co_filename)
-            if is_users:
-                found.append((code, frame.f_lineno))
+            known = self.codes.get(id(code))
+            if known is None:
+                known = self.codes[id(code)] = code, is_users_or_test(code.co_filename)
+            if known[1]:
+                found.append((id(code), frame.f_lineno))
             frame = frame.f_back
         return found
 
@@ -100,7 +104,8 @@ class LiveStorages(StorageWatch[StorageRow]):
     def frames_of(self, site: int) -> list[tuple[str, str]]:
         """Lines (`train.py:41`) and functions of a site, the innermost first; empty where no frame was the user's."""
         stack = next(stack for stack, number in self._stacks.numbers.items() if number == site)
-        return [(f"{short(code.co_filename)}:{line}", code.co_qualname) for code, line in stack]
+        codes = [(self._stacks.codes[number][0], line) for number, line in stack]
+        return [(f"{short(code.co_filename)}:{line}", code.co_qualname) for code, line in codes]
 
     def storage_id(self, tensor: torch.Tensor) -> int | None:
         """The key of the storage of a tensor among `rows`; None where it has none of its own."""

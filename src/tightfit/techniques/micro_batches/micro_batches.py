@@ -82,13 +82,13 @@ class MicroBatches(AbstractTechnique):
         saved = max((-c.num_bytes for c in _changes(run, 2)), default=0)
         if len(_operators(profile.tape, BATCH_NORMS)):
             what = f"half the batch, accumulated over two backward passes, would hold about half the activations, but is not the same training: {reason}"
-            return [Suggestion(what=what, saves_bytes=saved, changes="batch")]
+            return [Suggestion(what=what, saves_bytes=saved, changes="batch", splits_batch=True)]
         what = (
             f"the batch cannot be split from outside, because {reason}; in the loop: half the batch, two backward passes per optimizer step, each "
             "loss divided by two (Trainer and Accelerate: gradient_accumulation_steps=2, Lightning: accumulate_grad_batches=2, each with half "
             "the batch size)"
         )
-        return [Suggestion(what=what, saves_bytes=saved)]
+        return [Suggestion(what=what, saves_bytes=saved, splits_batch=True)]
 
     def apply(self, session: "Session", chosen: Sequence[ChosenOption]) -> None:
         """Wraps the model's forward, or the loop's step."""

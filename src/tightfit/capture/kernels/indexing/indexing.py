@@ -69,6 +69,8 @@ def _index_put(arguments: Arguments, _outputs: Outputs, _card: Card) -> Iterator
         num_indices = values.shape[0] if values.dim() else tensor.numel()
     else:
         num_indices = torch.broadcast_shapes(*(index.shape for index in indices)).numel()
+    if not num_indices:
+        return
     blocks = 0
     for copy in contiguous_copy(tensor):
         yield copy

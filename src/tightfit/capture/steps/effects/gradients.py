@@ -7,7 +7,7 @@ seen as well. Reads in torch's own files and in an optimizer's step are known to
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ class GradientWatch:
         self._is_in_step = is_in_step
         self._turns: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Turn] = weakref.WeakKeyDictionary()
         self._found: dict[Effect, None] = {}
-        self._is_library: dict[CodeType, bool] = {}
+        self._is_library: dict[str, bool] = {}
 
     def install(self) -> None:
         """Patches `Tensor.grad` and `Optimizer.zero_grad`."""
@@ -130,10 +130,10 @@ class GradientWatch:
         )
 
     def _touched(self, tensor: torch.Tensor, frame: FrameType, how: str) -> None:
-        code = frame.f_code
-        is_library = self._is_library.get(code)
+        file = frame.f_code.co_filename
+        is_library = self._is_library.get(file)
         if is_library is None:
-            is_library = self._is_library[code] = not is_users_or_other(code.co_filename)
+            is_library = self._is_library[file] = not is_users_or_other(file)
         if is_library or self._is_in_step():
             return
         if not any(p is tensor for o in self._optimizers for group in o.param_groups for p in group["params"]):

@@ -381,15 +381,22 @@ def encode_states(
         Updates(session, updates, updates_all=True, expecting=expecting).install()
 
 
+def _end(optimizer: torch.optim.Optimizer, encoded: EncodedStates) -> None:
+    """Has ordinary states in ordinary dicts, which `torch.load` reads with `weights_only`; a dict that the program has a name for stays the one that it is."""
+    for parameter in list(optimizer.state):
+        if not isinstance(dict.__getitem__(optimizer.state, parameter), dict):
+            continue
+        encoded.decode(parameter)
+        is_held = num_holders(optimizer.state, parameter) > 0
+        state = optimizer.state[parameter]
+        if isinstance(state, DecodingStates) and not is_held:
+            optimizer.state[parameter] = state.copy()
+
+
 def encode_now(session: Session, optimizer: torch.optim.Optimizer, encoded: EncodedStates) -> None:
     """Quantises the states that there are, and has checkpoints of the optimizer as without it, until the session is undone."""
 
-    def undo() -> None:
-        for parameter, state in list(dict.items(optimizer.state)):
-            if isinstance(state, dict):
-                encoded.decode(parameter)
-
-    session.when_undone(undo)
+    session.when_undone(functools.partial(_end, optimizer, encoded))
     encoded.loaded(optimizer)
     # The lazy tensors of the states would be dequantised one by one on the device by whatever serialises
     # the checkpoint.
