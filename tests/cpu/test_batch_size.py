@@ -27,6 +27,22 @@ def test_an_option_of_a_script(arguments: tuple[str, ...], size: int, changed: t
     assert with_size(script, "batch-size", 64) == Script(path="train.py", arguments=changed)
 
 
+@pytest.mark.parametrize(
+    ("text", "given", "changed"),
+    [
+        ("import typer\ndef main(batch_size: int = 8): ...", ("--fast",), ("--fast", "--batch-size", "64")),
+        ("import hydra\nfrom omegaconf import DictConfig", ("lr=1",), ("lr=1", "batch_size=64")),
+        ("from hydra import main", ("batch_size=4", "lr=1"), ("batch_size=64", "lr=1")),
+    ],
+)
+def test_an_option_that_is_made_of_a_name(
+    tmp_path: Path, text: str, given: tuple[str, ...], changed: tuple[str, ...]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    assert with_size(Script(path=str(script), arguments=given), "batch_size", 64).arguments == changed
+
+
 @pytest.mark.parametrize("written", ["--batch-size", "--batch_size"])
 @pytest.mark.parametrize("named", ["batch_size", "batch-size", "--batch-size"])
 def test_an_option_is_written_as_the_script_has_it(tmp_path: Path, written: str, named: str) -> None:

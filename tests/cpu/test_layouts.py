@@ -336,6 +336,7 @@ def test_weights_are_streamed_where_nothing_faster_fits(tape: Tape) -> None:
     assert not fastest.best.layout.streams_weights
     # Each with full recomputation.
     sizes = [(each.layout.streams_weights, each.worst.total_bytes) for each in nothing.refused]
+    assert sizes == sorted(sizes, key=lambda pair: pair[1])
     least = {streams: min(size for own, size in sizes if own is streams) for streams in (True, False)}
     assert least[True] < least[False]
     smaller = plan(f"{(least[True] + least[False]) // 2}B")

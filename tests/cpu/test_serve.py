@@ -321,6 +321,12 @@ def test_what_does_not_start_says_up_to_which_length_it_would(traced: dict[str, 
     # Room for about half of the longest request.
     share = (whole.charged_bytes + whole.request_bytes // 2) / whole.capacity_bytes
     found = server(traced["llama"], gpu_memory_utilization=share, max_model_len=longest).start_up()
+    # With less than the weights take: what is quantised already is not to be quantised, and the cards are counted.
+    for given, said in (("fp8", ""), (None, ", quantise (--quantization)")):
+        held = server(traced["llama"], quantization=given, max_model_len=128).start_up()
+        less = (held.charged_bytes - held.weights_bytes // 8) / held.capacity_bytes
+        short = server(traced["llama"], gpu_memory_utilization=less, quantization=given, max_model_len=128).start_up()
+        assert short.why.endswith(f"are missing; raise --gpu-memory-utilization{said}, or use more cards (--gpus 2)")
     fitting = int(found.why.rpartition(" ")[2].replace(",", ""))
     assert server(traced["llama"], gpu_memory_utilization=share, max_model_len=fitting).start_up().fits
     assert not server(traced["llama"], gpu_memory_utilization=share, max_model_len=fitting + 16).start_up().fits

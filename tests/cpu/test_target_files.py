@@ -105,6 +105,15 @@ def test_files_of_other_kinds_are_refused_with_what_to_give(folder: Path, name: 
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("command", ["doctor", "record"])
+def test_the_text_of_an_error_is_no_name_of_a_file(
+    folder: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for text, said in (("CUDA out of memory. " * 30, "is the text of an error"), ("x" * 300, "too long for one")):
+        assert run([command, text, *(["-o", "x.pickle"] if command == "record" else [])]) == 2
+        assert said in capsys.readouterr().err
+
+
 def test_a_checkpoint_is_known_by_its_content(folder: Path) -> None:
     with zipfile.ZipFile("last", "w") as file:
         file.writestr("data.pkl", b"")

@@ -12,6 +12,7 @@ import pytest
 from tightfit import estimate
 from tightfit.cli.main import run
 from tightfit.errors import CaptureError, ProgramError, UsageError
+from tightfit.fit.card_settings import CardSettings
 from tightfit.fit.planning import allowed
 
 STEPS = """
@@ -92,12 +93,18 @@ def test_lines_are_relative_to_the_folder_that_the_program_began_in(
     ("given", "said"),
     [
         ({"arguments": "--epochs 1"}, r"arguments is a list of texts, such as \['--epochs', '1'\], and no str"),
+        ({"arguments": ["--epochs", 1]}, r"arguments is a list of texts, such as .*: write '1' for 1"),
         ({"parameters": {"batch_size": 4}}, r"parameters is a list of texts, such as \['batch_size=16'\], and no dict"),
     ],
 )
 def test_what_python_takes_for_a_list_of_texts_and_is_none_is_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         estimate("train.py", "RTX 4090", **given)
+
+
+def test_a_few_bytes_are_no_budget() -> None:
+    with pytest.raises(UsageError, match="budget=12 is bytes: write budget='12GiB'"):
+        CardSettings.of("RTX 4090").budget_bytes(12)
 
 
 def test_one_word_is_a_list_of_one() -> None:

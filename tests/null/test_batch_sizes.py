@@ -55,7 +55,7 @@ def test_few_tries_are_enough_for_a_line() -> None:
         tried.append(size)
         return 100 * size - 52_345
 
-    assert close_in(8, excess, max_tries=8, close_enough=0.02)[0] == 523
+    assert close_in(8, excess, max_tries=8, close_enough=0.02) == (520, 528)
     assert len(tried) <= 5
 
 
@@ -69,6 +69,14 @@ def test_a_size_next_to_one_that_fits_is_tried_only_where_an_end_is_needed() -> 
     ends = close_in(800, excess, known=400, max_tries=3, close_enough=0.1, needs_end=False)
     assert (ends, tried) == ((1600, None), [800, 1600])
     assert close_in(800, excess, known=400, max_tries=3, close_enough=0.1) == (1600, 1760)
+
+
+def test_sizes_are_multiples_of_what_divides_the_first_one() -> None:
+    """A mixup that wants pairs runs with every size that is tried, and the search does not end at an odd one."""
+    line = lambda size: None if size % 2 else 100 * size - 29_500  # noqa: E731
+    assert close_in(8, line, max_tries=8, close_enough=0.02) == (292, 296)
+    # The size that an odd one begins with is as the program has it.
+    assert close_in(7, lambda size: 100 * size - 29_500, max_tries=8, close_enough=0.02)[0] == 295
 
 
 def test_a_size_that_does_not_run_is_an_end() -> None:
@@ -132,6 +140,8 @@ def test_a_gap_that_is_wider_than_promised_is_said() -> None:
     )
     assert "(400 does not; sizes between the two, 25% of it, were not tried)" in answer(found)[0]
     assert "(306 does not)" in answer(dataclasses.replace(found, plain_too_large=306))[0]
+    failed = dataclasses.replace(found, plain_too_large=306, failed={306: "batches are pairs"})
+    assert "(306 does not run)" in answer(failed)[0]
 
 
 def test_nothing_fits() -> None:

@@ -1,5 +1,6 @@
 """An exception of the user's program in one line: what helps where something was not found."""
 
+import runpy
 import sys
 from pathlib import Path
 
@@ -22,6 +23,19 @@ def test_a_file_beside_the_program_is_said_to_be_there(tmp_path: Path, monkeypat
     # One that is nowhere, and one with its whole path, are the program's own matter.
     for name in ("other.txt", str(tmp_path / "size.txt")):
         assert "cd " not in one_line(label, FileNotFoundError(2, "No such file or directory", name))
+
+
+def test_arguments_that_were_not_given_are_asked_for(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import sys\nsize = int(sys.argv[99])\n")
+    with pytest.raises(IndexError) as caught:
+        runpy.run_path(str(script))
+    assert one_line("train.py", caught.value).endswith(
+        "list index out of range; the program's own arguments go after --"
+    )
+    with pytest.raises(IndexError) as caught:
+        list[int]()[0]
+    assert "arguments" not in one_line("train.py", caught.value)
 
 
 def test_a_module_that_is_missing_is_missing_in_the_python_that_runs() -> None:
@@ -72,6 +86,8 @@ def test_packages_are_found_wherever_the_path_has_them(tmp_path: Path, monkeypat
             "ValueError: no data",
         ),
         ("Traceback (most recent call last):\n  cut", "cut"),
+        ("Try --help\n╭─ Error ──╮\n│ No such option:  │\n│ --epoch │\n╰───────╯\n", "No such option: --epoch"),
+        ("+- Error --+\n| No such option |\n+-------+\n", "No such option"),
         ("", ""),
     ],
 )

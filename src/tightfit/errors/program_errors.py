@@ -99,7 +99,10 @@ def _cut(message: str) -> str:
 
 
 def _helps_to_find(label: str, error: BaseException) -> str:
-    """What helps where a file or a module was not found that may be somewhere else."""
+    """What helps where a file or a module was not found that may be somewhere else, or an argument that was not given."""
+    *_, last = traceback.extract_tb(error.__traceback__) or [None]
+    if isinstance(error, IndexError) and last is not None and "argv" in (last.line or ""):
+        return "; the program's own arguments go after --"
     if isinstance(error, FileNotFoundError) and isinstance(error.filename, str) and not os.path.isabs(error.filename):
         folder = os.path.dirname(label)
         if folder and os.path.exists(os.path.join(folder, error.filename)):

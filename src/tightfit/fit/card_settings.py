@@ -11,7 +11,7 @@ from tightfit.devices.device import Device
 from tightfit.errors import UsageError
 from tightfit.fit.available import Used, used_bytes_of, without_used
 from tightfit.simulate.estimate import MARGINS
-from tightfit.units import to_bytes
+from tightfit.units import MIB, to_bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +67,9 @@ class CardSettings:
         num_bytes = whole_bytes if budget is None else to_bytes(budget, "budget", whole_bytes=whole_bytes)
         if not num_bytes > 0:
             raise UsageError("the budget is 0; give the GPU memory that the process may use, such as 22GiB")
+        # No context of CUDA is as small: it was meant as GiB, which the command line takes such a number for.
+        if isinstance(budget, int) and num_bytes < MIB:
+            raise UsageError(f"budget={budget} is bytes: write budget='{budget}GiB', or all the bytes")
         return num_bytes
 
 

@@ -64,7 +64,9 @@ class LayoutSearch:
                 ]
                 heapq.heapify(best)
         ordered = sorted(fitting.values(), key=_preference)
-        least = sorted((p for name, p in refused.items() if name not in fitting), key=lambda p: p.seconds.total)
+        others = [p for name, p in refused.items() if name not in fitting]
+        # Beside one that fits the question is what would be faster; where none does, how much is missing.
+        least = sorted(others, key=lambda p: p.seconds.total if ordered else p.worst.total_bytes)
         return LayoutPlan(
             device=self.device.name,
             node=self.node.name,

@@ -1,6 +1,7 @@
 """The search for the largest batch size: its result as plain data, and a root finding in few traces."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -97,7 +98,8 @@ def close_in(
     `excess(size)` is the bytes by which a run exceeds its budget, at most 0 where it fits, and None where it does not run at all. It is
     interpolated linearly between the two ends; without two of them, sizes are doubled or halved. Sizes above `largest()`, which is asked before
     each try, are not tried; None: there is no such limit that is known. Without `needs_end` a size that is `close_enough` to one that fits is not
-    tried either, only to find that it does not fit. `max_tries` are counted anew from the first size that does not fit, where an end is needed: how far
+    tried either, only to find that it does not fit. Sizes are multiples of the largest power of two that divides `first` and is that close: a program that
+    needs even batches runs with them, and kernels are as fast as with the size that it has. `max_tries` are counted anew from the first size that does not fit, where an end is needed: how far
     away it is says nothing about how close the answer comes.
     """
     low, high = known, None
@@ -128,10 +130,18 @@ def close_in(
         if high is not None and high - low <= max(1, close_enough * high):
             break
         step = max(1, int(close_enough * low))
-        size = _next(values, low, high, step << num_alike)
+        size = _rounded(_next(values, low, high, step << num_alike), low, high, first=first, close_enough=close_enough)
         if high is None and not needs_end and size <= low + step:
             break
     return low, high
+
+
+def _rounded(size: int, low: int, high: int | None, *, first: int, close_enough: float) -> int:
+    """`size` as a multiple of the largest power of two that divides `first` and is at most `close_enough` of it, where one lies between the ends."""
+    multiple = math.gcd(first, 1 << max(0, int(close_enough * size).bit_length() - 1))
+    below = size // multiple * multiple
+    between = (near for near in (below, below + multiple) if low < near and (high is None or near < high))
+    return next(between, size)
 
 
 def _next(values: Mapping[int, int], low: int, high: int | None, step: int) -> int:

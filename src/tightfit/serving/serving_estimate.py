@@ -1,6 +1,7 @@
 """The answer to what a model needs on a card: the parts of its memory, the cache that is left, and whether the engine starts."""
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ from tightfit.units import KIB, format_bytes
 
 # Of each position of each request in SGLang's table of pages.
 _POSITION_BYTES = 4
+# More than 16 times as many cards share no model.
+_MAX_DOUBLINGS = 5
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,13 +135,11 @@ def estimate_serving(
     weights += rotary_bytes(facts, rules.rotary_item_bytes)
     adapters = 0 if settings.adapters is None else settings.adapters.num_bytes(facts, degree)
     activation = profiled.reserved_bytes if rules.activation_peak == "reserved" else profiled.allocated_bytes
-    node = node_of(device)
-    # Small all-reduces are the engine's own kernels, the large ones of a prefill NCCL's rings.
-    communicators = communicator_bytes(node, Group.of(degree, stride=1, num_linked=node.num_linked), ("all_gather",))
+    communicators = _communicator_bytes(device, degree)
     context = device.context_bytes
     graphs = graph_bytes(facts, rules, settings, device)
-    charged = weights + adapters + activation + communicators + (context if rules.charges_context else 0)
-    charged += graphs if rules.charges_graphs else 0
+    charged = weights + adapters + activation + communicators
+    charged += (context if rules.charges_context else 0) + (graphs if rules.charges_graphs else 0)
     share = int(device.capacity_bytes * settings.gpu_memory_utilization)
     free = device.capacity_bytes - context - device.system_bytes - communicators
     if rules.has_static_share:
@@ -154,7 +155,8 @@ def estimate_serving(
     longest = size.request_bytes(*held_tokens(facts, settings.max_model_len, 0))
     asked = mean_request_bytes(size, [held_tokens(facts, *pair) for pair in lengths]) if lengths else float(longest)
     room = max(0, kv_bytes)
-    why = _refusal(kv_bytes, longest, share, settings, device, _longest_within(facts, size, room, settings))
+    less = () if kv_bytes >= longest else _less(facts, weight_format, rules, size, settings, device, kv_bytes + weights)
+    why = _refusal(kv_bytes, longest, share, settings, device, _longest_within(facts, size, room, settings), less)
     if rules.has_static_share and not why:
         why = _no_room_beside(free, share, profiled.reserved_bytes + 2 * graphs, settings)
     return ServingEstimate(
@@ -197,6 +199,12 @@ def estimate_serving(
     )
 
 
+def _communicator_bytes(device: Device, degree: int) -> int:
+    node = node_of(device)
+    # Small all-reduces are the engine's own kernels, the large ones of a prefill NCCL's rings.
+    return communicator_bytes(node, Group.of(degree, stride=1, num_linked=node.num_linked), ("all_gather",))
+
+
 def _no_room_beside(free: int, share: int, needed: int, settings: ResolvedSettings) -> str:
     """Why the largest batch, the graphs (known within a factor of two) and the table of requests do not fit beside weights and cache; empty if they do."""
     needed += settings.max_num_seqs * settings.max_model_len * _POSITION_BYTES
@@ -232,7 +240,39 @@ def _longest_within(facts: ModelFacts, size: CacheSize, room: int, settings: Res
     return low
 
 
-def _refusal(kv_bytes: int, longest: int, share: int, settings: ResolvedSettings, device: Device, fitting: int) -> str:
+def _less(
+    facts: ModelFacts,
+    weight_format: WeightFormat | None,
+    rules: EngineRules,
+    size: CacheSize,
+    settings: ResolvedSettings,
+    device: Device,
+    room: int,
+) -> tuple[str, ...]:
+    """What makes a model need less of a card that has `room` for its weights and the longest request: a format of weights, or so many cards as share them."""
+    quantised = () if weight_format is not None else ("quantise (--quantization)",)
+    if device.shares_host_memory:
+        return quantised
+    asked = held_tokens(facts, settings.max_model_len, 0)
+    degrees = [size.degree << more for more in range(1, _MAX_DOUBLINGS)]
+    needed = (
+        held_weights_bytes(facts, weight_format, degree, rules.fused)
+        + dataclasses.replace(size, degree=degree).request_bytes(*asked)
+        for degree in degrees
+    )
+    fits = (degree for degree, num_bytes in zip(degrees, needed, strict=True) if num_bytes <= room)
+    return *quantised, *(f"use more cards (--gpus {degree})" for degree in itertools.islice(fits, 1))
+
+
+def _refusal(
+    kv_bytes: int,
+    longest: int,
+    share: int,
+    settings: ResolvedSettings,
+    device: Device,
+    fitting: int,
+    less: Sequence[str],
+) -> str:
     free = device.capacity_bytes - device.context_bytes - device.system_bytes
     if share > free:
         others = " and the machine's own programs" if device.shares_host_memory else ""
@@ -242,11 +282,13 @@ def _refusal(kv_bytes: int, longest: int, share: int, settings: ResolvedSettings
             f" are free beside the CUDA context{others}: lower --gpu-memory-utilization to {most:g}"
         )
     # The engine refuses a share of more than is free beside its context.
-    raised = "raise --gpu-memory-utilization, " if free - share > max(0, -kv_bytes) else ""
+    raised = ["raise --gpu-memory-utilization"] if free - share > max(0, -kv_bytes) else []
+    *others, last = [*raised, *less] or ["take a larger GPU"]
+    helps = f"{', '.join(others)}, or {last}" if others else last
     if kv_bytes <= 0:
-        return f"no memory is left for the cache: {format_bytes(-kv_bytes)} are missing; {raised}quantise, or use more cards"
+        return f"no memory is left for the cache: {format_bytes(-kv_bytes)} are missing; {helps}"
     if kv_bytes < longest and not fitting:
-        return f"{format_bytes(kv_bytes)} are left for the cache, which not even a request of one token has room in; {raised}quantise, or use more cards"
+        return f"{format_bytes(kv_bytes)} are left for the cache, which not even a request of one token has room in; {helps}"
     if kv_bytes < longest:
         return (
             f"one request of {settings.max_model_len:,} tokens needs {format_bytes(longest)} of cache, and {format_bytes(kv_bytes)} are left:"

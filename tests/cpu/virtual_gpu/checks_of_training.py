@@ -310,6 +310,23 @@ def layers_of_attention_and_recurrence_train():
     functional.scaled_dot_product_attention(q, q, q, attn_mask=torch.zeros(10, 10, device="cuda")).sum().backward()
 
 
+def recurrent_layers_are_in_float16_under_autocast_of_any_kind():
+    net = nn.LSTM(WIDTH, 32, 2, bidirectional=True).cuda()
+    x = torch.randn(10, 2, WIDTH, device="cuda", requires_grad=True)
+    free = torch.cuda.memory_allocated()
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        out = net(x)[0]
+    assert out.dtype == torch.float16
+    # The weights in float16, as one buffer, stay until the backward pass.
+    assert torch.cuda.memory_allocated() - free > 2 * sum(p.numel() for p in net.parameters())
+    out.sum().backward()
+    assert {p.grad.dtype for p in (x, *net.parameters())} == {torch.float32}
+    with torch.inference_mode(), torch.autocast("cuda", dtype=torch.bfloat16):
+        assert net(x)[0].dtype == torch.float16
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        assert nn.GRU(WIDTH, 32).cuda().double()(x.double())[0].dtype == torch.float64
+
+
 def flexible_attention_runs_eagerly():
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 

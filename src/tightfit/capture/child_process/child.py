@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 _end_process = os._exit
 _MOST_BYTES_SAID = 4096
+# As rich draws them, also where only ASCII can be printed.
+_TOPS_OF_BOXES, _ENDS_OF_BOXES, _SIDES_OF_BOXES = "╭┌+", "╰└+", "│┃| "
 BATCHES_DIFFER = "micro-batches that looked alike turned out to differ"
 TURNS_DIFFER = "turns of a loop that looked alike turned out to differ"
 """The messages of errors that only whoever asked for the trace sees."""
@@ -413,7 +415,7 @@ def _last_line(file: int) -> str:
 
 
 def line_that_says_most(lines: Sequence[str]) -> str:
-    """The error of the last traceback that a program has printed, which may add a hint of its own behind it (hydra); else its last line."""
+    """The error of the last traceback that a program has printed, which may add a hint of its own behind it (hydra); else its last line, or what its last box has in it (typer)."""
     begins = [number for number, line in enumerate(lines) if line.strip() == "Traceback (most recent call last):"]
     if begins:
         # The lines of a traceback are indented; the error is not.
@@ -421,7 +423,11 @@ def line_that_says_most(lines: Sequence[str]) -> str:
         error = next(behind, "")
         if error:
             return error.strip()
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+    said = [line.strip() for line in lines if line.strip()]
+    if said and said[-1][0] in _ENDS_OF_BOXES:
+        tops = [number for number, line in enumerate(said[:-1]) if line[0] in _TOPS_OF_BOXES]
+        return " ".join(line.strip(_SIDES_OF_BOXES) for line in said[tops[-1] + 1 if tops else 0 : -1])
+    return said[-1] if said else ""
 
 
 def _ended_itself(label: str, code: object, said: str) -> str:

@@ -135,11 +135,41 @@ def _run(operator: OpOverload, mode: int, args: Sequence[Any], kwargs: dict[str,
             if other.device != tensor.device:
                 words = f"Input and {name} tensors are not at the same device, found input tensor at {tensor.device} and {name} tensor at {other.device}"
                 raise for_torch(RuntimeError(words))
+    given = [tensor, hidden, cell]
+    if _is_in_autocast():
+        given, params = [_in_half(each) for each in given], _flat_in_half(params)
+    tensor, hidden, cell = given
     # A card looks whether the weights lie in one flat buffer, as torch.nn.RNNBase lays them out
     # (`try_get_weight_buf`, RNN.cpp); then nothing is copied. `weight_buf=None` stands for that here.
     return aten._cudnn_rnn.default(
         tensor, params, per_layer, None, hidden, cell, *sizes, call["train"], call["bidirectional"], packed, None
     )
+
+
+def _is_in_autocast() -> bool:
+    if not torch.is_inference_mode_enabled():
+        return torch.is_autocast_enabled("cuda")
+    # There a dispatch mode calls, below autocast, which says no by then: that a context is open has to do.
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting() > 0
+
+
+def _is_cast(tensor: torch.Tensor) -> bool:
+    """Whether autocast casts a tensor for cuDNN: to float16, whatever its own dtype is (aten/src/ATen/cudnn/AutocastRNN.cpp)."""
+    return tensor.is_floating_point() and tensor.dtype not in (torch.float16, torch.float64)
+
+
+def _in_half(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return tensor if tensor is None or not _is_cast(tensor) else tensor.to(torch.float16)
+
+
+def _flat_in_half(params: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The weights in float16, as parts of one new buffer, each with a history of its own: it is no view of the buffer (`get_parameters`, RNN.cpp)."""
+    if not _is_cast(params[0]):
+        return params
+    flat = params[0].new_zeros(sum(each.numel() for each in params), dtype=torch.float16)
+    parts = flat.split([each.numel() for each in params])
+    return [part.view(each.shape).detach().copy_(each) for part, each in zip(parts, params, strict=True)]
 
 
 def recurrent_on_cudnn(operator: OpOverload, mode: int) -> Callable[..., tuple[torch.Tensor, ...]]:

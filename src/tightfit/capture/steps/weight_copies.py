@@ -74,7 +74,8 @@ def _is_copied(gpu: VirtualGpu, tensor: torch.Tensor, first_backward: int) -> bo
     """Whether the memory of `tensor` is a copy from before the first backward pass, for which no other use is known."""
     recorder = gpu.recorder
     index = gpu.storages.index_of(tensor)
-    if index is None or recorder.storages["category"][index] != Category.TEMPORARIES:
+    # One that was made on the host, and copied to the GPU, is taken for a batch at first.
+    if index is None or recorder.storages["category"][index] not in (Category.TEMPORARIES, Category.INPUTS):
         return False
     operator = int(recorder.storages["operator"][index])
     name = recorder.strings.texts[int(recorder.operators["name"][operator])] if 0 <= operator < first_backward else ""

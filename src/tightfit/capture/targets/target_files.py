@@ -16,6 +16,13 @@ from types import FunctionType
 from tightfit.errors import ProgramError, UsageError
 from tightfit.errors.program_errors import one_line, program_trace
 
+# Of one folder's or file's name, on the file systems that there are.
+_MOST_BYTES_OF_A_NAME = 255
+_MOST_CHARACTERS_SHOWN = 60
+_TEXT_OF_AN_ERROR = (
+    "the text of an error, not a recording: tightfit estimate SCRIPT says what the run needs and for what, "
+    "and tightfit record SCRIPT writes a recording"
+)
 _NUM_BYTES_READ = 4096
 _ALIKE = 0.8  # of two names, as difflib counts
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
@@ -135,6 +142,18 @@ def check_syntax(path: str) -> None:
             return
 
 
+def refuse_no_name(text: str) -> None:
+    """Refuses what can name no file: the text of an error that somebody has pasted, mostly.
+
+    Raises:
+        UsageError: the line says what it is, and what to give instead.
+    """
+    if "out of memory" in text and not Path(text[:_MOST_BYTES_OF_A_NAME]).exists():
+        raise UsageError(f"this is {_TEXT_OF_AN_ERROR}")
+    if any(len(os.fsencode(part)) > _MOST_BYTES_OF_A_NAME for part in Path(text).parts):
+        raise UsageError(f"there is no file {text[:_MOST_CHARACTERS_SHOWN]}…: its name is too long for one")
+
+
 def refuse_other_files(text: str) -> None:
     """Refuses what people give in place of a target: a checkpoint, a notebook, a recording, a config of their program, `python`.
 
@@ -146,6 +165,7 @@ def refuse_other_files(text: str) -> None:
     except FileNotFoundError as error:
         # Programs and what they are closed in need one.
         raise UsageError("the folder that you are in was removed: go to one that is there (cd)") from error
+    refuse_no_name(text)
     path = Path(text)
     if not text.strip():
         raise UsageError("the name of the target is empty: give a script (FILE.py) or a model, such as gpt2")
@@ -213,8 +233,7 @@ def _kind(path: Path) -> str:
         ),
         (
             b"out of memory" in start,
-            "the text of an error, not a recording: tightfit estimate SCRIPT says what the run needs and for what, "
-            "and tightfit record SCRIPT writes a recording",
+            _TEXT_OF_AN_ERROR,
         ),
     ):
         if is_it:

@@ -16,7 +16,7 @@ import os
 import re
 import runpy
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -75,13 +75,8 @@ def parse_target(
         UsageError: there is no such file, function or model, or it takes no such arguments.
         ProgramError: the script has a syntax error.
     """
-    for name, value, example in (
-        ("arguments", arguments, "['--epochs', '1']"),
-        ("parameters", parameters, "['batch_size=16']"),
-    ):
-        # A text is a sequence too, of its letters.
-        if isinstance(value, str | Mapping):
-            raise UsageError(f"{name} is a list of texts, such as {example}, and no {type(value).__name__}")
+    _refuse_no_texts("arguments", arguments, "['--epochs', '1']")
+    _refuse_no_texts("parameters", parameters, "['batch_size=16']")
     refuse_other_files(text)
     if arguments and re.fullmatch("[KMGT]i?B?|%", arguments[0]):
         raise UsageError(f"{arguments[0]} stands alone: write a size as one word, such as 2{arguments[0]}")
@@ -118,6 +113,15 @@ def parse_target(
     # Wrong values are said before transformers is loaded, which takes seconds.
     HuggingFaceTarget(source=text, **(options or {}))
     return HuggingFaceConfig(source=text, options=dict(options or {}))
+
+
+def _refuse_no_texts(name: str, value: object, example: str) -> None:
+    # A text is a sequence too, of its letters.
+    if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
+        raise UsageError(f"{name} is a list of texts, such as {example}, and no {type(value).__name__}")
+    others = [each for each in value if not isinstance(each, str)]
+    if others:
+        raise UsageError(f"{name} is a list of texts, such as {example}: write '{others[0]}' for {others[0]!r}")
 
 
 def parse_script(text: str, arguments: Sequence[str]) -> Script | None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tightfit.capture.targets.target_files import refuse_other_files
+from tightfit.capture.targets.target_files import refuse_no_name, refuse_other_files
 from tightfit.cli.arguments.options import AS_USUAL, TraceOptions
 from tightfit.cli.shared.local_cards import own_card
 from tightfit.cli.shared.progress import ProgressLine
@@ -62,6 +62,7 @@ def _is_recording(target: str) -> bool:
 
 
 def _is_pickle(target: str) -> bool:
+    refuse_no_name(target)
     path = Path(target)
     if not path.is_file():
         return False

@@ -4,8 +4,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tightfit.planner.largest_batch_size import CLOSE_ENOUGH, BatchSize, BatchSizes
-from tightfit.reports.text.estimates import console
-from tightfit.reports.text.table_columns import GAP
+from tightfit.reports.text.estimates import console, fitted
+from tightfit.reports.text.table_columns import Column
 from tightfit.units import format_bytes, format_seconds
 
 
@@ -15,8 +15,11 @@ def write_batch_sizes(found: BatchSizes, *, elapsed_seconds: float) -> None:
     for line in answer(found):
         out.print(Text(line))
     out.print()
-    out.print(_table(found))
+    out.print(_table(found, out.width))
     out.print()
+    if any(row.techniques for row in found.tried):
+        out.print(_techniques(found, out.width))
+        out.print()
     out.print(Text(f"searched in {elapsed_seconds:.1f} s, {len(found.tried)} sizes", style="dim"))
 
 
@@ -24,19 +27,19 @@ def answer(found: BatchSizes) -> list[str]:
     """The largest sizes and the fastest, a line each."""
     name, budget = found.parameter, f"{format_bytes(found.budget_bytes)} on {found.device}"
     lines = [
-        f"{name} {found.plain.size} is the largest that was found to fit {budget} without changes{_end(found.plain_too_large, found.plain.size)}"
+        f"{name} {found.plain.size} is the largest that was found to fit {budget} without changes{_end(found, found.plain_too_large, found.plain.size)}"
         if found.plain
-        else f"no {name} that was tried fits {budget} without changes{_end(found.plain_too_large)}"
+        else f"no {name} that was tried fits {budget} without changes{_end(found, found.plain_too_large)}"
     ]
     if found.num_examples is not None and found.num_examples in (row.size for row in found.tried):
         lines.append(f"the data set has {found.num_examples:,} examples: no larger {name} was tried")
     if found.planned is not None:
         more = "" if found.planned.size == found.num_examples else "; larger ones may fit"
         lines.append(
-            f"{name} {found.planned.size} is the largest that was found to fit with {' + '.join(found.planned.techniques) or 'no technique'}{_end(found.planned_too_large) or more}"
+            f"{name} {found.planned.size} is the largest that was found to fit with {' + '.join(found.planned.techniques) or 'no technique'}{_end(found, found.planned_too_large) or more}"
         )
     else:
-        lines.append(f"no larger one was found to fit with techniques{_end(found.planned_too_large)}")
+        lines.append(f"no larger one was found to fit with techniques{_end(found, found.planned_too_large)}")
     if found.is_interrupted:
         lines.append("the search was interrupted: this is the best so far")
     # The smallest size that fails is the one that explains why the search did not go further.
@@ -53,26 +56,32 @@ def answer(found: BatchSizes) -> list[str]:
     return lines
 
 
-def _end(too_large: int | None, fits: int | None = None) -> str:
+def _end(found: BatchSizes, too_large: int | None, fits: int | None = None) -> str:
     if too_large is None:
         return ""
+    # Of a size that does not run nobody knows whether it would fit.
+    does_not = "does not run" if too_large in found.failed else "does not"
     # With techniques a size costs a whole plan, and the ends are further apart always.
     gap = 0 if fits is None else too_large - fits
     if gap > max(1, CLOSE_ENOUGH * too_large):
-        return f" ({too_large} does not; sizes between the two, {gap / too_large:.0%} of it, were not tried)"
-    return f" ({too_large} does not)"
+        return f" ({too_large} {does_not}; sizes between the two, {gap / too_large:.0%} of it, were not tried)"
+    return f" ({too_large} {does_not})"
 
 
-def _table(found: BatchSizes) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="dim")
-    for heading in (found.parameter, "peak GPU memory", "upper bound", "fits", "time per step", "per sample", "with"):
-        table.add_column(heading, justify="left" if heading in ("with", "fits") else "right", no_wrap=heading != "with")
-    for row in found.tried:
-        table.add_row(*_cells(row))
-    return table
+def _table(found: BatchSizes, width: int) -> Table:
+    headings = (found.parameter, "peak GPU memory", "upper bound", "fits", "time per step", "per sample")
+    columns = [Column(heading=heading, is_number=heading != "fits") for heading in headings]
+    return fitted(columns, [_cells(row) for row in found.tried], width)
+
+
+def _techniques(found: BatchSizes, width: int) -> Table:
+    """Below the other table, beside which they would be cut in a terminal."""
+    columns = [Column(heading=found.parameter, is_number=True), Column(heading="techniques", wraps=True)]
+    rows = [(str(row.size), " + ".join(row.techniques)) for row in found.tried if row.techniques]
+    return fitted(columns, rows, width)
 
 
 def _cells(row: BatchSize) -> tuple[str, ...]:
     sizes = (format_bytes(row.device_bytes), format_bytes(row.device_high_bytes))
     seconds = (format_seconds(row.seconds_per_step), format_seconds(row.seconds_per_sample))
-    return str(row.size), *sizes, "yes" if row.fits else "no", *seconds, " + ".join(row.techniques)
+    return str(row.size), *sizes, "yes" if row.fits else "no", *seconds

@@ -306,7 +306,8 @@ def _paragraphs(columns: Sequence[Column], rows: Sequence[Sequence[str]], title:
     table.add_column(overflow="fold")
     for first, *others in rows:
         cells = [(c.heading, cell) for c, cell in zip(columns[1:], others, strict=True) if cell]
-        table.add_row(Text(first))
+        # A number alone does not say of what.
+        table.add_row(Text(f"{columns[0].heading} {first}" if columns[0].is_number else first))
         table.add_row(Padding(Text("; ".join(f"{heading} {cell}".strip() for heading, cell in cells)), (0, 0, 0, GAP)))
     return table
 
@@ -339,7 +340,7 @@ def _allocation_sites(estimate: Estimate, width: int) -> Table:
 
 def _spans(estimate: Estimate, width: int) -> Table:
     headings = ("peak allocated", "peak reserved", "still allocated after the step")
-    columns = [Column(heading="", shorten=shorten_middle, least_width=8)]
+    columns = [Column(heading="", wraps=True, least_width=12)]
     columns += [Column(heading=heading, is_number=True) for heading in headings]
     rows = [
         (

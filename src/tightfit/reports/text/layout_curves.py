@@ -5,9 +5,9 @@ from rich.text import Text
 
 from tightfit.layouts.answers.layout_curve import LayoutCurve
 from tightfit.layouts.answers.layout_plan import LayoutPlan, PricedLayout
-from tightfit.reports.text.estimates import console
+from tightfit.reports.text.estimates import console, fitted
 from tightfit.reports.text.layouts import format_count, format_long
-from tightfit.reports.text.table_columns import GAP
+from tightfit.reports.text.table_columns import Column
 from tightfit.units import format_bytes, format_seconds
 
 
@@ -18,7 +18,7 @@ def write_curve(curve: LayoutCurve, *, elapsed_seconds: float) -> None:
     out.print(Text(_verdict(curve), style="bold"))
     out.print(Text(f"{first.device} ({first.node}), global batch {first.examples}"))
     out.print()
-    out.print(_table(curve, unit))
+    out.print(_table(curve, unit, out.width))
     if curve.cheapest is not None:
         out.print()
         out.print(Text(f"cheapest per {unit[:-1]}: {curve.cheapest.num_gpus} GPUs"))
@@ -42,26 +42,23 @@ def _verdict(curve: LayoutCurve) -> str:
     return f"{fits}; done before the deadline from {in_time.num_gpus} on"
 
 
-def _table(curve: LayoutCurve, unit: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="dim")
+def _table(curve: LayoutCurve, unit: str, width: int) -> Table:
     costs = [point.cost for point in curve.fitting if point.cost is not None]
     has_price = any(cost.price_per_hour is not None for cost in costs)
     has_total = any(cost.total is not None for cost in costs)
-    table.add_column("GPUs", justify="right")
-    table.add_column("layout")
-    for heading in ("peak", "step", f"{unit}/s", "of linear"):
-        table.add_column(heading, justify="right")
-    for heading, is_asked in (("per hour", has_price), (f"{unit} for 1.00", has_price), ("whole training", has_total)):
-        if is_asked:
-            table.add_column(heading, justify="right")
-    if has_price and has_total:
-        table.add_column("its cost", justify="right")
+    headings = ["peak", "step", f"{unit}/s", "of linear"]
+    headings += ["per hour", f"{unit} for 1.00"] if has_price else []
+    headings += ["whole training"] if has_total else []
+    headings += ["its cost"] if has_price and has_total else []
+    columns = [Column(heading="GPUs", is_number=True), Column(heading="layout", wraps=True, least_width=14)]
+    columns += [Column(heading=heading, is_number=True) for heading in headings]
+    rows = []
     for point in curve.points:
         row = _figures(curve, point, point.best) if point.best is not None else [_why_not(point), "", "", ""]
         row += _costs(point, has_price=has_price, has_total=has_total)
         layout = "does not fit" if point.best is None else _layout(point, point.best)
-        table.add_row(Text(str(point.num_gpus)), Text(layout), *(Text(cell) for cell in row))
-    return table
+        rows.append((str(point.num_gpus), layout, *row))
+    return fitted(columns, rows, width)
 
 
 def _layout(point: LayoutPlan, best: PricedLayout) -> str:

@@ -8,8 +8,8 @@ from rich.text import Text
 from tightfit.layouts.answers.layout_costs import LayoutCost
 from tightfit.layouts.answers.layout_plan import LayoutPlan, PricedLayout
 from tightfit.layouts.layout import Layout
-from tightfit.reports.text.estimates import console
-from tightfit.reports.text.table_columns import GAP
+from tightfit.reports.text.estimates import console, fitted
+from tightfit.reports.text.table_columns import GAP, Column
 from tightfit.units import format_bytes, format_seconds
 
 
@@ -44,11 +44,12 @@ def write_layout(plan: LayoutPlan, *, elapsed_seconds: float) -> None:
         out.print()
         out.print(Text("memory per rank, by class"))
         out.print(_memory(best))
-    for heading, rows in (("next", plan.alternatives), ("do not fit, even with full recomputation", plan.refused)):
+    unfit = "do not fit, even with full recomputation" + ("" if plan.best else "; those with the least memory")
+    for heading, rows in (("next", plan.alternatives), (unfit, plan.refused)):
         if rows:
             out.print()
             out.print(Text(heading))
-            out.print(_table(plan, rows, unit))
+            out.print(_table(plan, rows, unit, out.width))
     for export in plan.exports:
         out.print()
         out.print(Text(f"for {export.tool} ({export.version})"))
@@ -125,19 +126,21 @@ def _memory(found: PricedLayout) -> Table:
     return table
 
 
-def _table(plan: LayoutPlan, rows: tuple[PricedLayout, ...], unit: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="dim")
-    for heading in ("layout", "micro-batch", "peak", f"{unit}/s", "mostly"):
-        table.add_column(heading, justify="left" if heading in {"layout", "mostly"} else "right")
-    for found in rows:
-        table.add_row(
-            Text(str(found.layout)),
-            Text(f"{found.layout.micro_batch} x {found.layout.accumulation}"),
-            Text(format_bytes(found.worst.total_bytes)),
-            Text(f"{plan.rate(found):,.0f}"),
-            Text(_mostly(plan, found)),
+def _table(plan: LayoutPlan, rows: tuple[PricedLayout, ...], unit: str, width: int) -> Table:
+    columns = [Column(heading="layout", wraps=True, least_width=12), Column(heading="micro-batch", is_number=True)]
+    columns += [Column(heading=heading, is_number=True) for heading in ("peak", f"{unit}/s")]
+    columns.append(Column(heading="mostly", wraps=True, least_width=16, yields=1))
+    cells = [
+        (
+            str(found.layout),
+            f"{found.layout.micro_batch} x {found.layout.accumulation}",
+            format_bytes(found.worst.total_bytes),
+            f"{plan.rate(found):,.0f}",
+            _mostly(plan, found),
         )
-    return table
+        for found in rows
+    ]
+    return fitted(columns, cells, width)
 
 
 def _mostly(plan: LayoutPlan, found: PricedLayout) -> str:

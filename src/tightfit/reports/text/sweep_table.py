@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from tightfit.reports.text.estimates import console
-from tightfit.reports.text.table_columns import GAP
+from tightfit.reports.text.estimates import console, fitted
+from tightfit.reports.text.table_columns import Column
 from tightfit.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -24,30 +24,35 @@ def write_sweep(label: str, entries: Sequence[Entry], *, notes: Sequence[str] = 
     out = console()
     out.print(Text(label, style="bold"))
     out.print()
-    out.print(_table(entries))
+    out.print(_table(entries, out.width))
     out.print()
+    for reason, rows in _reasons(entries).items():
+        out.print(Text(f"{'; '.join(rows)}: {reason}"))
     for note in notes:
         out.print(Text(note))
     out.print(Text(f"estimated in {elapsed_seconds:.1f} s", style="dim"))
 
 
-def _table(entries: Sequence[Entry]) -> Table:
-    names = list(entries[0][0])
+def _table(entries: Sequence[Entry], width: int) -> Table:
     has_cards = len({device for _, device, _, _ in entries}) > 1
-    has_failed = any(estimate is None for _, _, estimate, _ in entries)
-    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="dim")
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
-    if has_cards:
-        table.add_column("GPU", no_wrap=True)
-    for heading in ("peak GPU memory", "upper bound", "left", "fits", "time per step"):
-        table.add_column(heading, justify="left" if heading == "fits" else "right", no_wrap=True)
-    if has_failed:
-        table.add_column("reason")
-    for values, device, estimate, reason in entries:
-        cells = [*values.values(), *([device.removeprefix("NVIDIA ")] if has_cards else []), *_figures(estimate)]
-        table.add_row(*map(Text, [*cells, *([reason] if has_failed else [])]))
-    return table
+    headings = ("peak GPU memory", "upper bound", "left", "fits", "time per step")
+    columns = [Column(heading=name, is_number=True) for name in entries[0][0]]
+    columns += [Column(heading="GPU")] if has_cards else []
+    columns += [Column(heading=heading, is_number=heading != "fits") for heading in headings]
+    rows = [
+        (*values.values(), *([device.removeprefix("NVIDIA ")] if has_cards else []), *_figures(estimate))
+        for values, device, estimate, _ in entries
+    ]
+    return fitted(columns, rows, width)
+
+
+def _reasons(entries: Sequence[Entry]) -> dict[str, list[str]]:
+    """Why rows could not be traced, each reason once, with the rows that it is of."""
+    found: dict[str, list[str]] = {}
+    for values, _, estimate, reason in entries:
+        if estimate is None:
+            found.setdefault(reason, []).append(", ".join(f"{name}={value}" for name, value in values.items()))
+    return found
 
 
 def _figures(estimate: "Estimate | None") -> tuple[str, ...]:
