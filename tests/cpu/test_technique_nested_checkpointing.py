@@ -1,8 +1,10 @@
 """Blocks whose inputs are computed again too: the same training bit for bit, less memory than checkpointing, and what is refused."""
 
+import dataclasses
 import gc
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from tightfit.errors import ApplyError
 from tightfit.runtime.apply import apply_choices
 from tightfit.tape import Tape
 from tightfit.techniques.recomputation.checkpointing import Checkpointing
-from tightfit.techniques.recomputation.nested_checkpointing import NestedCheckpointing
+from tightfit.techniques.recomputation.nested_checkpointing import NestedCheckpointing, _stacks
 
 NAME = "nested_checkpointing"
 torch.set_num_threads(1)
@@ -182,3 +184,11 @@ def test_it_holds_what_it_promised_and_less_than_checkpointing(plain):
     assert after < 0.8 * alone
     assert before - promised_peak(plain, nested) == pytest.approx(before - after, rel=NestedCheckpointing.tolerance)
     assert sum(o.seconds for o in nested) > sum(o.seconds for o in blocks)
+
+
+def test_a_list_that_is_gone_through_from_its_end_has_no_segments(plain):
+    profile = Profile(plain, find(DEVICE))
+    blocks = {block.path: block for block in profile.blocks}
+    assert [len(stack) for stack in _stacks(profile)] == [16]
+    turned = [dataclasses.replace(blocks[f"Deep.layers.{at}"], path=f"Deep.layers.{15 - at}") for at in range(16)]
+    assert all(len(stack) == 1 for stack in _stacks(SimpleNamespace(blocks=turned, modules=profile.modules)))

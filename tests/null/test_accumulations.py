@@ -148,3 +148,16 @@ def test_the_advice_is_for_what_is_kept(tmp_path: Path) -> None:
     path.write_text(LOOP + "    outputs.append(output.detach())\n")
     (detached,) = map(advice_on_accumulation, accumulations_from([(f"{path}:2", "")]))
     assert ".item()" not in detached and "`.cpu()` of the tensor" in detached
+
+
+def test_a_function_that_has_not_run_keeps_nothing(tmp_path: Path) -> None:
+    """Each of a file's functions may be a program; one that has run is known by its lines."""
+    source = "def grows(model, x):\n    return model(x)\n\n\n"
+    for name in ("other", "train"):
+        source += f"def {name}(loader):\n    for x in loader:\n        loss = step(x)\n        loss.backward()\n        {name}s.append(loss)\n\n\n"
+    path = tmp_path / "train.py"
+    path.write_text(source)
+    line = next(at for at, text in enumerate(source.splitlines(), 1) if "def train" in text) + 2
+    lines = [(f"{path}:2", "grows")]
+    assert accumulations_from(lines) == ()
+    assert [one.text for one in accumulations_from(lines, [f"{path}:{line}"])] == ["trains.append(loss)"]

@@ -208,6 +208,30 @@ def test_an_output_that_is_larger_in_each_step_is_held_by_nothing():
     assert not [one for one in found.suggestions if "holds a loss or an output" in one.what]
 
 
+SPANS = ("setup", "step 1", "step 2", "step 3", "step 4")
+
+
+@pytest.mark.parametrize(("late", "grows"), [((3,), False), ((2, 4), True)])
+def test_what_is_made_late_once_does_not_grow(late, grows):
+    """As the states of a layer that is unfrozen in one of the steps."""
+    sizes, events, spans = [], [], []
+    for step, name in enumerate(SPANS):
+        begin = len(events)
+        for is_kept in (False, *([True] if step in late else [])):
+            sizes.append(MIB)
+            events += [len(sizes) - 1, *([] if is_kept else [-len(sizes)])]
+        spans.append((name, SpanKind.STEP, begin, len(events)))
+    assert bool(diagnose(subject_of_tape(tape_of(sizes, events, spans=spans), CARD)).growth) is grows
+
+
+def test_what_the_next_step_replaces_does_not_grow_whatever_the_last_one_is_called():
+    """An average that each step makes anew is freed by the next: an activation, but for the last, which is freed by none."""
+    events = [0, 1, -1, 2, -2, 3, -3]
+    spans = [(f"step {n + 1}", SpanKind.STEP, max(0, 2 * n - 1), 2 * n + 1) for n in range(4)]
+    tape = tape_of([MIB] * 4, events, categories=[*[Category.ACTIVATIONS] * 3, Category.TEMPORARIES], spans=spans)
+    assert diagnose(subject_of_tape(tape, CARD)).growth == ()
+
+
 def test_suggestions_are_about_the_program_that_ran():
     def of(category, *rest):
         return suggested(tape_of([40 * MIB], [0, -1], categories=[category]), *rest)
@@ -219,6 +243,9 @@ def test_suggestions_are_about_the_program_that_ran():
     pair = [20 * MIB, 20 * MIB], [0, 1, -2, -1]
     assert suggested(tape_of(*pair), "aten._foreach_sqrt", Phase.OPTIMIZER) == {fused: 20 * MIB}
     assert suggested(tape_of(*pair), "aten._foreach_norm", Phase.OTHER) == {}
+    history = tape_of([40 * MIB], [0, -1], categories=[Category.OPTIMIZER_STATE])
+    object.__setattr__(history, "optimizers", ("LBFGS",))
+    assert suggested(history, "aten.zeros", Phase.OPTIMIZER, "float32") == {}
     state = Category.OPTIMIZER_STATE
     assert of(state, "aten.zeros", Phase.OPTIMIZER, "float32") == {eighth: 30 * MIB}
     assert of(state, "aten.zeros", Phase.OPTIMIZER, "bfloat16") == {eighth: 20 * MIB}

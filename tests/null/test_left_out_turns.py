@@ -9,6 +9,7 @@ import pytest
 
 from tightfit.tape import Copies, EventKind, Events, Geometry, Operators, Source, Spans, Storages, Tape, Waits, Weights
 from tightfit.tape.left_out import LeftOut, with_left_out
+from tightfit.tape.loader_use import LoaderUse
 from tightfit.tape.verify import verify_tape
 
 
@@ -41,9 +42,10 @@ def _tape(turns: Iterable[int], left_out: tuple[int, int] | None = None) -> Tape
     rows, noted = _Rows(), ()
     rows.operator(0, 100)
     weight, cache = rows.allocate(100), -1
-    begins = []
+    begins, batches = [], []
     for turn in turns:
         begins.append(rows.lengths())
+        batches.append(len(rows.operators))
         rows.operator(1, 64 * turn)
         longer = rows.allocate(64 * turn)
         if cache >= 0:
@@ -81,6 +83,18 @@ def _tape(turns: Iterable[int], left_out: tuple[int, int] | None = None) -> Tape
         assumptions=(),
         host_peak_bytes=0,
         left_out=noted,
+        loaders=(
+            LoaderUse(
+                line="loop.py:3",
+                num_workers=0,
+                pins_memory=False,
+                prefetch_factor=None,
+                is_persistent=False,
+                batch_size=1,
+                num_examples=None,
+                batches=(*batches, len(rows.operators)),
+            ),
+        ),
     )
 
 

@@ -54,8 +54,8 @@ class TestWhatItSays:
 
     def test_a_plan_that_does_not_fit_says_by_how_much(self) -> None:
         page = Reader(plan_page(a_plan(fits=False, budget_bytes=8 * GIB)))
-        assert "Does not fit : 1.62 GiB more than 8.00 GiB on a card, even with every allowed technique" in page.text
-        assert "Lowest peak found: 9.50 GiB (upper bound 9.62 GiB, 1.62 GiB over the budget)." in page.text
+        assert "Does not fit : 1.63 GiB more than 8.00 GiB on a card, even with every allowed technique" in page.text
+        assert "Lowest peak found: 9.50 GiB (upper bound 9.63 GiB, 1.63 GiB over the budget)." in page.text
         assert page.of("span", "bad")
 
     def test_a_run_that_fits_without_changes_has_no_choices_and_no_planned_run(self) -> None:

@@ -120,6 +120,32 @@ def test_what_is_no_tape_is_refused_in_one_line(tmp_path):
         Tape.load(path)
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"new_of_next_year": 1}, "no tape of this version .*new_of_next_year"),
+        ({"effects": [{"module": "", "kind": "of next year", "what": "is"}]}, "no tape of this version .*of next year"),
+        ({"schema": 2}, "another schema"),
+    ],
+)
+def test_a_tape_of_another_version_is_refused_in_one_line(tmp_path, change, said):
+    path = tmp_path / "toy.npz"
+    small_tape().save(path)
+    with np.load(path) as arrays:
+        parts = dict(arrays)
+    head = json.loads(parts["head"].tobytes()) | change
+    np.savez(path, **parts | {"head": np.frombuffer(json.dumps(head).encode(), dtype=np.uint8)})
+    with pytest.raises(RecordingError, match=said):
+        Tape.load(path)
+
+
+def test_columns_of_different_lengths_are_named_alone():
+    tape = small_tape()
+    spans = dataclasses.replace(tape.spans, end=tape.spans.end[:0])
+    (fault,) = verify_tape(dataclasses.replace(tape, spans=spans))
+    assert "different shapes" in fault
+
+
 def test_a_whole_tape_breaks_no_rule():
     assert verify_tape(small_tape()) == []
 

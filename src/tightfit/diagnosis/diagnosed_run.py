@@ -36,8 +36,8 @@ _SETTINGS = (
     "max_split_size_mb:64",
     "roundup_power2_divisions:4",
 )
-# Types that only quantised states of optimizers have.
-_OF_STATES = dict.fromkeys(("uint8", "int8", "float8_e4m3fn", "float8_e5m2"), 1)
+# Types of states that are quantised already, or that no quantised state stands for.
+_OF_STATES = dict.fromkeys(("uint8", "int8", "float8_e4m3fn", "float8_e5m2", "complex64", "complex128"), 1)
 # Expandable segments, the first of the list, cost no driver call in a steady loop and have no parameter to choose.
 _NEARLY = 0.8
 
@@ -135,6 +135,7 @@ def subject_of_tape(
         costs=Costs(
             block_seconds=seconds[operator],
             element_bytes=each_bytes,
+            optimizers=tape.optimizers,
             forward_seconds=_forward_seconds(tape, seconds),
         ),
         holders={

@@ -478,21 +478,15 @@ class Tape:
                 }
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise RecordingError(f"{os.fspath(path)} is not a tape that can be read: {error}") from error
-        if head.pop("schema") != SCHEMA:
+        if not isinstance(head, dict) or head.pop("schema", None) != SCHEMA:
             raise RecordingError(f"{os.fspath(path)} has another schema than this version reads ({SCHEMA})")
-        head["strings"] = tuple(head["strings"])
-        head["assumptions"] = tuple(Assumption(**a) for a in head["assumptions"])
-        # Tapes from before effects and coverage were recorded lack the keys.
-        head["effects"] = tuple(Effect(**{**e, "kind": EffectKind(e["kind"])}) for e in head.get("effects", ()))
-        head["coverage"] = Coverage.from_json(head.get("coverage", {}))
-        head["called_modules"] = frozenset(head.get("called_modules", ()))
-        head["random_operators"] = tuple(head.get("random_operators", ()))
-        head["optimizers"] = tuple(head.get("optimizers", ()))
-        head["operators_of_steps"] = tuple((begin, end) for begin, end in head.get("operators_of_steps", ()))
-        head["communicators"] = tuple(tuple(ranks) for ranks in head.get("communicators", ()))
-        head["loaders"] = tuple(LoaderUse.from_json(loader) for loader in head.get("loaders", ()))
-        head["left_out"] = tuple(LeftOut.from_json(each) for each in head.get("left_out", ()))
-        return cls(**head, **tables)
+        try:
+            return cls(**_of_head(head), **tables)
+        # Of a newer version, or edited.
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise RecordingError(
+                f"{os.fspath(path)} is no tape of this version ({error}): read it with the version that wrote it, or trace the program again"
+            ) from error
 
 
 _TABLES: dict[str, type[Table]] = {
@@ -507,6 +501,24 @@ _TABLES: dict[str, type[Table]] = {
     "geometry": Geometry,
     "casts": Casts,
 }
+
+
+def _of_head(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a tape that are no tables, as `save` wrote them."""
+    head = dict(given)
+    head["strings"] = tuple(head["strings"])
+    head["assumptions"] = tuple(Assumption(**a) for a in head["assumptions"])
+    # Tapes from before effects and coverage were recorded lack the keys.
+    head["effects"] = tuple(Effect(**{**e, "kind": EffectKind(e["kind"])}) for e in head.get("effects", ()))
+    head["coverage"] = Coverage.from_json(head.get("coverage", {}))
+    head["called_modules"] = frozenset(head.get("called_modules", ()))
+    head["random_operators"] = tuple(head.get("random_operators", ()))
+    head["optimizers"] = tuple(head.get("optimizers", ()))
+    head["operators_of_steps"] = tuple((begin, end) for begin, end in head.get("operators_of_steps", ()))
+    head["communicators"] = tuple(tuple(ranks) for ranks in head.get("communicators", ()))
+    head["loaders"] = tuple(LoaderUse.from_json(loader) for loader in head.get("loaders", ()))
+    head["left_out"] = tuple(LeftOut.from_json(each) for each in head.get("left_out", ()))
+    return head
 
 
 def _array(arrays: Mapping[str, Column], table: str, column: str) -> Column:

@@ -5,7 +5,7 @@ turns before the last ones traced to these, all else is as in these.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -102,7 +102,16 @@ def _with(tape: "Tape", left: LeftOut) -> "Tape":
             (_later(begin, end_of_operators, more_operators), _later(end, end_of_operators, more_operators))
             for begin, end in tape.operators_of_steps
         ),
+        loaders=tuple(dataclasses.replace(loader, batches=_batches(loader.batches, left)) for loader in tape.loaders),
     )
+
+
+def _batches(batches: Sequence[int], left: LeftOut) -> tuple[int, ...]:
+    """The operators before which batches were taken, with those of the turns: each takes as many as the last one traced."""
+    begin, end = left.operators
+    more = range(1, left.number + 1)
+    again = [batch + turn * (end - begin) for batch in batches if begin <= batch < end for turn in more]
+    return tuple(sorted([*again, *(_later(batch, end, left.number * (end - begin)) for batch in batches)]))
 
 
 def _later(number: int, end: int, more: int) -> int:

@@ -23,11 +23,13 @@ from tightfit.tape.columns import (
 
 def verify_tape(tape: Tape) -> list[str]:
     """Every broken rule of `tape`, as a sentence each."""
+    # Columns of different lengths cannot be compared.
+    if faults := list(_shapes(tape)):
+        return faults
     # The columns below are indexed by storage, which needs valid indices and one allocation for each.
     return [
         fault
         for rule in (
-            _shapes,
             _names,
             _values,
             _lives,
@@ -90,7 +92,8 @@ def _values(tape: Tape) -> Iterator[str]:
         # Written so that NaN fails too.
         if not (getattr(tape.operators, column) >= 0).all():
             yield f"a negative or undefined {column}"
-    if len(tape.storages) and tape.storages.operator.max() >= len(tape.operators):
+    operators = tape.storages.operator
+    if len(operators) and not (operators.min() >= -1 and operators.max() < len(tape.operators)):
         yield "a storage born of an operator that does not exist"
 
 

@@ -63,10 +63,11 @@ def advice_on_accumulation(found: Accumulation) -> str:
 def accumulations_from(lines: Iterable[tuple[str, str]], others: Iterable[str] = ()) -> tuple[Accumulation, ...]:
     """The statements that keep what is allocated at `lines`, each `FILE:LINE` with the name of its function (empty where not known).
 
-    Where the functions of these lines say nothing (a model's own forward pass), those that call `backward()` in the files of `others` are asked what
-    they keep of the loss. Empty where no file can be read, or none says it. Files are those of now, which may not be those that ran.
+    Where the functions of these lines say nothing (a model's own forward pass), those that call `backward()` and have run, as some of `lines` and `others`
+    are in them, are asked what they keep of the loss. Empty where no file can be read, or none says it. Files are those of now, which may not be those that ran.
     """
     by_file: dict[str, list[tuple[int, str]]] = {}
+    lines, others = list(lines), list(others)
     for place, function in lines:
         file, _, number = place.rpartition(":")
         if number.isdigit():
@@ -81,11 +82,15 @@ def accumulations_from(lines: Iterable[tuple[str, str]], others: Iterable[str] =
     # A file that was edited since it ran has none of the functions, and its loop may be another one, too.
     files = [file for file, own in scopes.items() if own]
     files += [file for place in others if (file := place.rpartition(":")[0]) not in by_file]
+    ran: dict[str, set[int]] = {}
+    for place in (*others, *(place for place, _ in lines)):
+        file, _, number = place.rpartition(":")
+        ran.setdefault(file, set()).update([int(number)] if number.isdigit() else [])
     return _fewest_resets(
         one
         for file in dict.fromkeys(files)
         if (source := sources.get(file) or _source(file)) is not None
-        for scope in scopes_of(source)
+        for scope in _scopes_that_ran(source, ran[file])
         for one in _of_loss(file, scope)
     )
 
@@ -124,6 +129,16 @@ def _scopes_of(tree: ast.Module, numbers: Sequence[tuple[int, str]]) -> list[tup
         if not function or scope.name == function or function.startswith("<"):
             found.setdefault(id(scope.node), (scope, set()))[1].add(number)
     return list(found.values())
+
+
+def _scopes_that_ran(tree: ast.Module, numbers: Iterable[int]) -> list[Scope]:
+    """The functions that these lines are in, and those around them: another one of the file may keep what it never did here."""
+    found = {id(scope_at(tree, number).node) for number in numbers}
+    return [
+        scope
+        for scope in scopes_of(tree)
+        if (found & {id(node) for node in ast.walk(scope.node)} and not scope.is_module) or id(scope.node) in found
+    ]
 
 
 def _of_scope(file: str, scope: Scope, growing: set[int]) -> Iterator[tuple[int, Accumulation]]:

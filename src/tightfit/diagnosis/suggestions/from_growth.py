@@ -33,10 +33,14 @@ def suggestions_on_growth(history: History, places: tuple[AllocationSite, ...], 
     chosen = np.concatenate([site.blocks for site in sites])
     # Until the step is over, its own blocks are needed; those from before the first step are held by no step.
     ends = np.array([step.end for step in steps])
-    own_end = ends[np.minimum(np.searchsorted(ends, blocks.allocated_at[chosen], side="right"), len(ends) - 1)]
+    own = np.searchsorted(ends, blocks.allocated_at[chosen], side="right")
+    own_end, next_end = (ends[np.minimum(step, len(ends) - 1)] for step in (own, own + 1))
+    # What the next step replaces is held by a variable, and no sum or list.
+    is_piled_up = blocks.freed_at[chosen] >= next_end
+    chosen, own_end = chosen[is_piled_up], own_end[is_piled_up]
     lines = [(site.place.line, site.place.function) for site in sites]
     lines += [(caller, "") for site in sites for caller in site.place.callers]
-    held = accumulations_from(lines, [place.line for place in places if place.line])
+    held = accumulations_from(lines, [line for place in places for line in (place.line, *place.callers) if line])
     return [
         Suggestion(
             what=advice_on_accumulation(held[0]) if held else ADVICE_ON_GROWTH,

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from tightfit.analysis.optimizer_algorithm import UPDATES_EACH_ALONE
 from tightfit.diagnosis.growth import growing_sites
 from tightfit.diagnosis.step_spans import NO_STEP, saved_bytes, step_numbers, steps_of
 from tightfit.diagnosis.suggestions.from_growth import suggestions_on_growth
@@ -35,11 +36,12 @@ _PASSING = (Category.ACTIVATIONS, Category.TEMPORARIES, Category.INPUTS)
 class Costs:
     """What only a tape knows: for each block of its history the seconds of the operator that allocated it, the bytes of an element, and seconds by module.
 
-    `element_bytes` are 0 where they are not known. `forward_seconds` are those of one step's forward pass, by the module's path.
+    `element_bytes` are 0 where they are not known. `optimizers` are the classes of those that have stepped. `forward_seconds` are those of one step's forward pass, by the module's path.
     """
 
     block_seconds: Column
     element_bytes: Column
+    optimizers: tuple[str, ...]
     forward_seconds: dict[str, float]
 
     def forward_seconds_of(self, group: str) -> float:
@@ -80,6 +82,9 @@ class _Seen:
         numbers = np.append(step_numbers(history, self.steps), NO_STEP)
         self.step_of = numbers[self.blocks.allocated_at]
         self.operators = np.array([place.operator for place in places])[self.blocks.stack]
+        known = () if costs is None else costs.optimizers
+        # LBFGS, say, works on all parameters at once, and its history is no state of each.
+        self.updates_each_alone = not known or not UPDATES_EACH_ALONE.isdisjoint(known)
         # Gradients that something keeps from every step are a leak, which no other use of the optimizer mends.
         self.gradients_in_use = self.blocks.category == Category.GRADIENTS
         for site in growing_sites(history, places, self.steps):
@@ -160,7 +165,7 @@ class _Seen:
         """Gradients that could be freed one by one, as soon as the optimizer has used them."""
         blocks = self.blocks
         chosen = self.gradients_in_use
-        if chosen.any():
+        if chosen.any() and self.updates_each_alone:
             yield Suggestion(
                 what="step each parameter in the backward pass (register_post_accumulate_grad_hook)",
                 # The gradient that is being used is still there, at most the largest.
@@ -179,7 +184,7 @@ class _Seen:
             & (blocks.num_bytes > _MIN_STATE_ELEMENTS * each_bytes)
             & (each_bytes > 1)
         )
-        if chosen.any():
+        if chosen.any() and self.updates_each_alone:
             # Of float32 states a quarter is left, 8 bits of 32; the scales of the blocks are neglected.
             spared = np.flatnonzero(chosen)
             of_float32 = "for float32 states; " if (each_bytes[spared] == _STATE_BYTES).all() else ""
@@ -248,7 +253,7 @@ class _Seen:
                 note="runs their forward pass twice",
             )
         # A recording without modules: the saving is an upper bound, and says so.
-        if not groups and waits.any():
+        if not groups and waits.any() and self.costs is None:
             yield Suggestion(
                 what="checkpoint the layers (torch.utils.checkpoint)",
                 saves_bytes=self.saved(waits, kept_bytes=int(blocks.block_bytes[waits].max())),

@@ -69,11 +69,16 @@ def _stacks(profile: Profile) -> Iterator[list[RecomputableBlock]]:
     for found in by_list.values():
         stack: list[RecomputableBlock] = []
         for number in sorted(found):
-            if stack and number - 1 not in found:
+            if stack and not (number - 1 in found and _follows(stack[-1], found[number])):
                 yield stack
                 stack = []
             stack.append(found[number])
         yield stack
+
+
+def _follows(before: RecomputableBlock, block: RecomputableBlock) -> bool:
+    """Whether each call of `block` comes after that of the one `before`, whose output may be its input: a program may go through a list from its end."""
+    return all(one.end <= other.begin for one, other in zip(before.calls, block.calls, strict=True))
 
 
 def _outputs_bytes(module_calls: ModuleCalls, block: RecomputableBlock) -> int:
