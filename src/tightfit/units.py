@@ -123,13 +123,24 @@ def parse_seconds(text: str) -> Seconds:
     return Seconds(float(match[1]) * factor)
 
 
+# Two digits for GiB, as a tenth of a GiB is more than many plans save.
+_UNITS_SHOWN = ((30, "GiB", 2), (20, "MiB", 1), (10, "KiB", 1))
+
+
 def format_bytes(count: int) -> str:
     """`count` bytes in the largest binary unit that keeps a digit before the point: `1.50 GiB`, `−3.0 MiB`, `512 B`."""
-    # Two digits for GiB, as a tenth of a GiB is more than many plans save.
-    for power, unit, digits in ((30, "GiB", 2), (20, "MiB", 1), (10, "KiB", 1)):
+    for power, unit, digits in _UNITS_SHOWN:
         if abs(count) >= 1 << power:
             return f"{count / (1 << power):.{digits}f} {unit}".replace("-", MINUS)
     return f"{count} B".replace("-", MINUS)
+
+
+def format_bytes_up(count: int) -> str:
+    """As `format_bytes`, rounded up, for memory that is to be given: so much of it is enough."""
+    for power, unit, digits in _UNITS_SHOWN:
+        if count >= 1 << power:
+            return f"{-(-count * 10**digits // (1 << power)) / 10**digits:.{digits}f} {unit}"
+    return format_bytes(count)
 
 
 def format_seconds(seconds: float) -> str:

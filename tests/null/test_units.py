@@ -5,6 +5,7 @@ import pytest
 from tightfit.errors import UsageError
 from tightfit.units import (
     format_bytes,
+    format_bytes_up,
     format_range_of_seconds,
     format_seconds,
     parse,
@@ -88,6 +89,12 @@ def test_sizes_and_times_are_written_in_the_largest_unit():
         "1.50 GiB",
     ]
     assert [format_seconds(s) for s in (1.25, 0.031, 8.2e-6)] == ["1.25 s", "31.0 ms", "8.2 µs"]
+
+
+def test_memory_that_is_to_be_given_is_rounded_up():
+    sizes = [0, 513, 2048, (3 << 20) + 1, (3 << 29) + 1, 3 << 29]
+    assert [format_bytes_up(n) for n in sizes] == ["0 B", "513 B", "2.0 KiB", "3.1 MiB", "1.51 GiB", "1.50 GiB"]
+    assert all(to_bytes(format_bytes_up(n).replace(" ", ""), "budget") >= n for n in sizes[1:])
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ from tightfit.reports.plans import Plan
 from tightfit.reports.results import Estimate
 from tightfit.techniques.recomputation.only_above import SETTING
 from tightfit.techniques.registry import techniques
-from tightfit.units import format_bytes, to_bytes
+from tightfit.units import format_bytes_up, to_bytes
 
 
 @answering("the planner")
@@ -390,7 +390,7 @@ def _alternatives(found: Found, runs: TracedRuns, budget_bytes: int) -> Iterable
         if any(option.technique in refused or SETTING in option.settings for option in trial.options):
             continue
         names = list(dict.fromkeys(option.technique for option in trial.options))
-        excess = f"{format_bytes(trial.needed_bytes - budget_bytes)} over the budget"
+        excess = f"{format_bytes_up(trial.needed_bytes - budget_bytes)} over the budget"
         if trial.estimate.peak.device_bytes <= budget_bytes:
             excess += " with the safety margin"
         yield Alternative(

@@ -11,7 +11,7 @@ from tightfit.planner.place_words import place_words
 from tightfit.planner.plan import Choice, Plan
 from tightfit.planner.setting_words import setting_words
 from tightfit.simulate.estimate import peak_of_limit, verdict_of
-from tightfit.units import GIB, MINUS, format_bytes, format_seconds
+from tightfit.units import GIB, MINUS, format_bytes, format_bytes_up, format_seconds
 
 # Beyond that share "optimal" is said with what the prediction is off by.
 _MAX_OFF = 0.05
@@ -73,7 +73,7 @@ def verdict(plan: Plan) -> str:
         return f"{word.replace('fits', 'fits without changes', 1).replace(' without the', ', but without the')}: {of_it}{not_seen}"
     if plan.fits:
         return f"{word.replace('fits', f'fits with {number_of_techniques(plan)}', 1)}: {of_it}{not_seen}{so_far}"
-    missing = format_bytes(plan.missing_bytes)
+    missing = format_bytes_up(plan.missing_bytes)
     if word != "does not fit":
         return f"{word}: {of_it}, {missing} less than its safety margin needs (--margin likely accepts that){so_far}"
     return f"{word}: {missing} more than {budget}{so_far or ', even with every allowed technique'}"
@@ -184,7 +184,7 @@ def _more_memory(plan: Plan) -> Iterator[str]:
     if within:
         best = min(within, key=lambda point: (point.seconds_per_step, point.device_bytes))
         saved, memory = now_seconds - best.seconds_per_step, best.device_bytes - now_bytes
-        told = f"{format_bytes(memory)} more"
+        told = f"{format_bytes_up(memory)} more"
     else:
         # The slope up to the next point of the curve, which is convex only roughly.
         saved, told = (
@@ -200,6 +200,6 @@ def reached_limit(plan: Plan) -> str:
     if plan.fits:
         return ""
     return (
-        f"lowest peak found: {format_bytes(plan.run.peak.device_bytes)} (upper bound {format_bytes(plan.run.peak.device_high_bytes)}, "
-        f"{format_bytes(plan.missing_bytes)} over the budget)"
+        f"lowest peak found: {format_bytes(plan.run.peak.device_bytes)} (upper bound {format_bytes_up(plan.run.peak.device_high_bytes)}, "
+        f"{format_bytes_up(plan.missing_bytes)} over the budget)"
     )
