@@ -99,11 +99,6 @@ class LiveStorages(StorageWatch[StorageRow]):
         self.work_off()
         return list(self._references.values())
 
-    def bytes_now(self, row: StorageRow) -> int:
-        """The bytes of a live storage, which a program may have taken from it by hand (`resize_(0)`) since it was seen."""
-        storage = row()
-        return 0 if storage is None else storage.nbytes()
-
     def is_unseen_on_host(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor of the host is none of `rows`, as those that other threads make: a dispatch mode is of one thread."""
         return self.has_storage(tensor) and tensor.device.type == "cpu" and self.reference_of(tensor) is None
