@@ -44,6 +44,10 @@ class Closeness:
         return next((told for label, a, b in pairs if (told := self.difference(a, b, label))), "")
 
     def _of_tensors(self, plain: torch.Tensor, found: torch.Tensor, name: str) -> str:
+        if plain.layout != found.layout:
+            return f"{name} is {found.layout} instead of {plain.layout}"
+        if plain.layout is not torch.strided:
+            plain, found = plain.to_dense(), found.to_dense()
         if plain.is_complex() and found.is_complex():
             plain, found = torch.view_as_real(plain), torch.view_as_real(found)
         if plain.shape != found.shape:

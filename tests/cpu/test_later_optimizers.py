@@ -78,7 +78,8 @@ def test_a_first_optimizer_is_refused() -> None:
         forget_apply_errors()
 
 
-def test_training_goes_on_without_what_blocks_that_are_trained_by_now_cannot_have() -> None:
+@pytest.mark.parametrize("is_built_anew", [False, True])
+def test_training_goes_on_without_what_blocks_that_are_trained_by_now_cannot_have(is_built_anew: bool) -> None:
     settings = {"preceding": "", "following": "", "smallest_bytes": 1, "host_bytes": 1 << 14}
     streamed = [choice("weight_streaming", f"Net.layers.{number}", **settings) for number in (1, 2)]
 
@@ -90,6 +91,9 @@ def test_training_goes_on_without_what_blocks_that_are_trained_by_now_cannot_hav
             optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.01)
             for step in range(2):
                 optimizer.step(functools.partial(_loss, model, optimizer, step))
+            if is_built_anew:
+                before, model = model, Net()
+                model.load_state_dict(before.state_dict())
             model.layers[1:].requires_grad_(True)
         return [p.detach().clone() for p in model.parameters()]
 

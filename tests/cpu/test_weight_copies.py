@@ -28,6 +28,7 @@ for _ in range(3):
     [
         ("copy.deepcopy(model.state_dict())", 2),
         ("[p.clone().detach() for p in model.parameters()]", 2),
+        ("[p.cuda() for p in [p.detach().cpu() for p in model.parameters()]]", 2),
         ("[torch.zeros_like(p) for p in model.parameters()]", 1),
     ],
 )

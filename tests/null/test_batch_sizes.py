@@ -1,13 +1,15 @@
 """Closing in on the largest batch that fits, in few tries."""
 
 import dataclasses
+import io
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from tightfit.planner.largest_batch_size import BatchSize, BatchSizes, close_in, fastest
-from tightfit.reports.text.batch_sizes import answer
+from tightfit.reports.text.batch_sizes import _table, _techniques, answer
 from tightfit.units import MIB
 
 MANY = 30
@@ -142,6 +144,29 @@ def test_a_gap_that_is_wider_than_promised_is_said() -> None:
     assert "(306 does not)" in answer(dataclasses.replace(found, plain_too_large=306))[0]
     failed = dataclasses.replace(found, plain_too_large=306, failed={306: "batches are pairs"})
     assert "(306 does not run)" in answer(failed)[0]
+
+
+def test_the_techniques_of_a_size_are_whole_in_a_narrow_terminal() -> None:
+    names = ("optimizer_kernel", "tiled_tokens", "checkpointing", "nested_checkpointing", "allocator_settings")
+    large = dataclasses.replace(row(1280, 2.0), techniques=names)
+    found = BatchSizes(
+        target="t",
+        device="d",
+        parameter="batch-size",
+        budget_bytes=1,
+        plain=None,
+        plain_too_large=None,
+        planned=large,
+        planned_too_large=None,
+        fastest=large,
+        tried=(row(8, 1.0), large),
+    )
+    console = Console(file=io.StringIO(), width=80)
+    for table in (_table(found, 80), _techniques(found, 80)):
+        console.print(table)
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "…" not in said
+    assert all(name in said for name in names)
 
 
 def test_nothing_fits() -> None:

@@ -84,6 +84,15 @@ def test_tensor_cores_load_aligned_rows() -> None:
     assert product(512, 196, 197, 64) == pytest.approx(product(512, 196, 200, 64), rel=0.1)
 
 
+def test_the_gradient_of_a_weight_does_not_load_along_the_batch() -> None:
+    def of_weight(batch: int, *, gradients: int = 2, outputs: int = 768) -> float:
+        return seconds("aten.mm", "float16", (1, outputs, 768, batch, 0, 1, gradients, False, 0))
+
+    assert of_weight(4 * 197) == pytest.approx(of_weight(4 * 198), rel=0.05)
+    assert of_weight(4 * 197, gradients=0) > 1.4 * of_weight(4 * 198, gradients=0)
+    assert of_weight(4 * 198, outputs=767) > 1.4 * of_weight(4 * 198)
+
+
 def test_a_depthwise_convolution_is_not_priced_as_tiles() -> None:
     """On tiles of 32 columns it would take 32 times its multiplications."""
     dense, depthwise = convolution(256, 256), convolution(256, 256, groups=256)

@@ -17,6 +17,7 @@ from tightfit.planner.plan import Bound, ParetoPoint, Plan
 from tightfit.reports.html.plan_curve import _strokes, curve_of, curve_points, seconds_per_unit, ticks
 from tightfit.reports.html.plan_labels import Box
 from tightfit.reports.html.plan_page import plan_page
+from tightfit.tape import Assumption
 
 ATTACK = "</style></title><script>alert(1)</script><img src=x onerror=alert(1)>\"'&\ud800"
 
@@ -45,6 +46,11 @@ class TestWhatItSays:
         assert "half the batch size would need about 8 GiB" in page.text
         assert page.text.count("a value is assumed to be 1.0") == 1
         assert "(train.py:3, train.py:9)" in page.text
+
+    def test_an_assumption_of_no_line_has_no_empty_place(self) -> None:
+        dropped = Assumption(where="", what="a file was dropped")
+        text = Reader(plan_page(dataclasses.replace(a_plan(), assumptions=(dropped,)))).text
+        assert dropped.what in text and "()" not in text
 
     def test_a_plan_that_does_not_fit_says_by_how_much(self) -> None:
         page = Reader(plan_page(a_plan(fits=False, budget_bytes=8 * GIB)))

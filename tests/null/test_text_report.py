@@ -107,6 +107,7 @@ peak at           step 2, backward, mm, Net.head, project/train.py:41
 
 largest: activations 5.00 GiB, optimizer state 2.00 GiB, parameters 1.00 GiB
 to try:  a smaller batch, gradient checkpointing
+or:      tightfit plan finds what makes it fit, without a change of the program
 
 memory at the peak, by category
 parameters        1.00 GiB  10%  █████████▋
@@ -244,14 +245,20 @@ def test_what_fits_needs_no_advice() -> None:
     assert "to try" not in text_of(ROOMY, width=100)
 
 
-def advice_for(**at_peak: int) -> str:
+def advice_for(estimate: Estimate = ESTIMATE, **at_peak: int) -> str:
     held = dict.fromkeys(ESTIMATE.at_peak, 0) | {name: gib * GIB for name, gib in at_peak.items()}
-    return text_of(dataclasses.replace(ESTIMATE, at_peak=held), width=160).partition("to try:  ")[2].partition("\n")[0]
+    return text_of(dataclasses.replace(estimate, at_peak=held), width=160).partition("to try:  ")[2].partition("\n")[0]
 
 
 def test_advice_follows_what_is_held() -> None:
     assert advice_for(activations=8, parameters=2) == "a smaller batch, gradient checkpointing"
     assert advice_for(temporaries=4, parameters=6) == "a smaller batch"
+    # Logits are not in a block that is recomputed.
+    logits = SiteAtPeak(
+        category="activations", module="", operator="", line="a.py:1", num_storages=1, num_bytes=7 * GIB
+    )
+    of_a_loss = dataclasses.replace(ESTIMATE, allocation_sites=(logits,))
+    assert advice_for(of_a_loss, activations=8, parameters=2) == "a smaller batch"
     assert advice_for(activations=1, parameters=9).startswith("smaller weights, LoRA or an optimizer with less state")
     assert advice_for(cache=3, parameters=7).startswith("the allocator setting expandable_segments:True")
 

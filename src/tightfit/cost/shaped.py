@@ -57,12 +57,14 @@ def tiling_of(device: Device, dtype: DType) -> ProductTiles:
 
 
 def _products(sizes: Floats, device: Device, efficiency: Efficiency, dtype: DType) -> Floats:
-    batch, rows, columns, depth, *_, num_bytes, _ = sizes
+    batch, rows, columns, depth, _, _, gradients, *_, num_bytes, _ = sizes
     tiling = tiling_of(device, dtype)
     rate = device.flops_per_second(dtype) * efficiency.of_tiles["matmul", dtype]
     if tiling is ON_TENSOR_CORES:
-        # Loads of 128 bits need rows that begin at such addresses; kernels for other sizes load number by number.
-        is_aligned = (columns % _ALIGNED == 0) & (depth % _ALIGNED == 0)
+        # Loads of 128 bits need rows that begin at such addresses; kernels for other sizes load number by number. "Only the fastest varying dimensions in memory
+        # are required to obey this rule" (NVIDIA, Matrix Multiplication Background User's Guide, section 2.2): in the gradient of a weight not the batch.
+        along = np.where(gradients == _OF_WEIGHT, rows, depth)
+        is_aligned = (columns % _ALIGNED == 0) & (along % _ALIGNED == 0)
         rate = np.where(is_aligned | (columns == 1), rate, UNALIGNED_SHARE * rate)
     return product_seconds(
         Products(batch=batch, rows=rows, columns=columns, depth=depth, num_bytes=num_bytes),

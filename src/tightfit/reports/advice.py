@@ -33,8 +33,10 @@ def to_try(estimate: Estimate) -> str:
     # Weights, gradients and optimizer state do not shrink with the batch.
     if batch + held.get("cache", 0) >= too_much:
         tries.append("a smaller batch")
-        # Recomputation pays where activations dominate; elsewhere it costs a forward pass for little.
-        if held.get("activations", 0) >= model:
+        # Recomputation pays where activations dominate; elsewhere it costs a forward pass for little. What a whole model and the loss behind it save (logits) is
+        # there with it too.
+        outside = (s for s in estimate.allocation_sites if s.category == "activations" and "." not in s.module)
+        if held.get("activations", 0) - sum(site.num_bytes for site in outside) >= max(1, model):
             tries.append("gradient checkpointing")
     else:
         tries.append("smaller weights, LoRA or an optimizer with less state (no batch is small enough)")

@@ -1,8 +1,8 @@
 """Optimizers that a program makes when others have trained: what a plan has for optimizers is put on them too, or left out where they cannot have it.
 
 A script that goes on with SGD after Adam, or fits a small model by LBFGS on the outputs of a large one, would lose what it has trained to a refusal, and needs
-nothing of what is left out but its memory or its time. So would one that prunes its model or unfreezes blocks before it makes a new optimizer: the
-plan is put on that model anew, without what it cannot have any longer.
+nothing of what is left out but its memory or its time. So would one that prunes its model, unfreezes blocks or builds the model anew before it makes a new
+optimizer: the plan is put on that model without what it cannot have any longer.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ class LaterOptimizers:
         is_anew: bool = False,
     ) -> tuple[Session, list[Choice]]:
         """The session of `apply_choices`, with the choices that it has: all of them, unless there is a later optimizer and the plan `is_planned` already. Left out is what
-        concerns optimizers, and anything where the model had a session before (`is_anew`).
+        concerns optimizers, and anything where the model, or one of its class, had a session before (`is_anew`).
 
         Raises:
             ApplyError: some cannot be applied.

@@ -261,7 +261,8 @@ class Geometry(Table):
 
     `batch` products of `num_rows` x `depth` by `depth` x `num_columns`. Of attention: heads of all sequences, queries, keys, width of a head. Of a convolution:
     groups, images x output pixels, output channels of a group, input channels of a group x `taps` of its filter (0: no convolution); a backward
-    pass has the sizes of its forward pass. `gradients`: 0 forward, 1 of the input, 2 of the weight, 3 of both. `images`: of a convolution, 0 in tapes from before
+    pass has the sizes of its forward pass. `gradients`: 0 forward, 1 of the input, 2 of the weight (of a product: its depth is the contiguous dimension of
+    neither operand), 3 of both. `images`: of a convolution, 0 in tapes from before
     they were recorded.
     """
 

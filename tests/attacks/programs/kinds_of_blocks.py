@@ -356,3 +356,24 @@ def adaptive_solver(t: Trial) -> None:
 
     model = Net([Solver(), Solver()])
     train(t, model, num_steps=4, after=lambda _: t.note("evaluations", [b.evaluations for b in model.blocks]))
+
+
+class _Graph(Block):
+    """A block with a trained adjacency in compressed rows, and a buffer of another in coordinates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        near = torch.eye(WIDTH) + torch.eye(WIDTH).roll(1, 0)
+        self.near = nn.Parameter(near.to_sparse_csr())
+        self.register_buffer("far", torch.eye(WIDTH).roll(3, 0).to_sparse())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        columns = x.reshape(-1, WIDTH).t()
+        mixed = torch.sparse.mm(self.near, columns) + torch.sparse.mm(self.far, columns)
+        return x + self.inner(x) + 0.1 * mixed.t().reshape(x.shape)
+
+
+@attack("parts", "sparse tensors of blocks: trained in compressed rows, and a buffer in coordinates", only=EXACT)
+def sparse_parts(t: Trial) -> None:
+    model = Net([_Graph(), Block(), _Graph()])
+    train(t, model, sgd(model, momentum=0.0))

@@ -49,7 +49,14 @@ def _position(operator: OpOverload, name: str) -> int:
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> Sizes:
     rows, depth = left.shape[-2:]
-    return (math.prod(left.shape[:-2]), rows, right.shape[-1], depth, 0, 1, _FORWARD, False, 0)
+    # The gradient of a weight sums over the batch, along which the memory of neither operand runs.
+    is_of_weight = _runs_along_last(right) and not _runs_along_last(left)
+    gradients = _OF_WEIGHT if is_of_weight else _FORWARD
+    return (math.prod(left.shape[:-2]), rows, right.shape[-1], depth, 0, 1, gradients, False, 0)
+
+
+def _runs_along_last(tensor: torch.Tensor) -> bool:
+    return tensor.layout != torch.strided or tensor.stride(-1) == 1
 
 
 def _grouped_product(args: Sequence[Any], out: torch.Tensor) -> Sizes:

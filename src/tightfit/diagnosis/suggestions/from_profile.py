@@ -132,6 +132,8 @@ def _blocks(base: PlannedWorkload) -> Iterable[Suggestion]:
     trained_bytes = int(run.block_bytes[run.gradients(run.step_ranges[-1])].sum())
     if 2 * trained_bytes < base.estimate.at_peak["parameters"]:
         return  # of weights that are frozen a tape does not tell whose they are
+    if not _are_alike(parts, blocks.path, blocks.number):
+        return
     number = max(1, blocks.number // _PART_OF_BLOCKS)
     # Counted without the first ones, which wait longest: the backward pass of the last is often where the peak is.
     paths = [f"{blocks.path}.{i}" for i in range(number)]
@@ -153,6 +155,16 @@ def _blocks(base: PlannedWorkload) -> Iterable[Suggestion]:
         saves_bytes=now - left,
         effect=f"would reduce allocated memory from {format_bytes(now)} to about {format_bytes(left)} {_PLAIN}",
     )
+
+
+def _are_alike(parts: TrainedParts, path: str, number: int) -> bool:
+    """Whether the children have weights of the same sizes, as the blocks of a model do, and the layers of a small `Sequential` do not."""
+    modules, gradients = parts.modules_of(parts.gradients), parts.tape.storages.num_bytes[parts.gradients].tolist()
+    sizes = []
+    for i in range(number):
+        inside = set(parts.module_calls.modules_inside(f"{path}.{i}"))
+        sizes.append({num_bytes for name, num_bytes in zip(modules, gradients, strict=True) if name in inside})
+    return all(own and own == sizes[0] for own in sizes)
 
 
 def _one_for_each_weight(parts: TrainedParts, gone: Column) -> Column:

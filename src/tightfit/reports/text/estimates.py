@@ -80,6 +80,7 @@ class EstimateText:
         if not estimate.fits:
             yield ""
             yield Text(f"largest: {largest_allocations(estimate)}\nto try:  {to_try(estimate)}")
+            yield Text("or:      tightfit plan finds what makes it fit, without a change of the program")
         yield ""
         yield category_table(estimate.at_peak, estimate.peak.device_bytes, width, is_ascii=options.ascii_only)
         if estimate.allocation_sites:

@@ -32,6 +32,7 @@ from tightfit.torch_hooks.optimizer_step_hooks import is_stepped
 _NAME = "pure_bf16"
 # What a reference from Python to a storage counts, beside those of its tensors.
 _USES_OF_A_NAME = 1
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 class MasterWeights(Protocol):
@@ -132,6 +133,11 @@ def lower_model(
     if not lowered:
         raise ApplyError(f"{type(session.model).__name__} has no float32 parameter; {remedy}")
     check_plain(lowered, technique)
+    # `.data` of another dtype gives such a tensor that dtype and leaves its values in their own.
+    if compressed := next((n for n, b in session.model.named_buffers() if b.layout in _COMPRESSED), ""):
+        raise ApplyError(
+            f"the buffer {compressed} is a compressed sparse tensor, which cannot be cast in place; {remedy}"
+        )
     # DistributedDataParallel's buckets and hand-written flat buffers: the optimizer would read another
     # gradient than the buffer's owner.
     if any(p.grad is not None and p.grad._is_view() for p in lowered):

@@ -117,7 +117,9 @@ class SavedValues:
         """The checksum of a tensor that is read at once; of a view of a weight what view it is."""
         whole = tensor if tensor._base is None else tensor._base
         if whole.requires_grad and id(whole) in self._weights:
-            return hash((id(whole), tensor.storage_offset(), tensor.stride()))
+            # A compressed sparse one has no places in memory.
+            view = (tensor.storage_offset(), tensor.stride()) if tensor.layout is torch.strided else ()
+            return hash((id(whole), *view))
         return checksum_of(tensor)
 
     def forget(self, task: int) -> None:

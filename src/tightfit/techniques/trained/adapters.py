@@ -45,9 +45,13 @@ class Adapters(AbstractTechnique):
     def advice(self, profile: Profile) -> Iterable[Suggestion]:
         """The peak with adapters of each rank, and the code to write."""
         parts = profile.optimizer.trained_parts
-        linears = _linears(parts)
+        found = _linears_by_module(parts)
+        linears = list(found.values())[:-1]
         if not parts.run.step_ranges or not linears:
             return []
+        # peft leaves the head out by itself only where the model is one of transformers.
+        head = list(found)[-1].partition(".")[2]
+        excluded = f', exclude_modules=["{head}"]' if head else ""
         peak_bytes = parts.peak_with(())
         left_bytes = {rank: peak_with_adapters(profile, rank) for rank in RANKS}
         held = [
@@ -56,12 +60,12 @@ class Adapters(AbstractTechnique):
         ]
         return [
             Suggestion(
-                what=f"LoRA on {len(linears)} linear layers",
+                what=f"LoRA on {len(linears)} linear layer{'s'[: len(linears) - 1]} (all but the last)",
                 changes="model",
                 saves_bytes=peak_bytes - min(left_bytes.values()),
                 effect=f"would reduce allocated memory from {format_bytes(peak_bytes)} to {', '.join(held)}",
-                note='trains another model: peft.get_peft_model(model, peft.LoraConfig(r=RANK, target_modules="all-linear")) before the optimizer is '
-                "created",
+                note=f'trains another model: peft.get_peft_model(model, peft.LoraConfig(r=RANK, target_modules="all-linear"{excluded})) before the '
+                "optimizer is created",
             )
         ]
 
@@ -92,7 +96,12 @@ class _Linear:
 
 
 def _linears(parts: TrainedParts) -> list[_Linear]:
-    """The linear layers with trained weights, except the last product, which is the head: `all-linear` of peft leaves it out too.
+    """The linear layers with trained weights, except the last product, which is the head: `all-linear` of peft leaves that of a language model out too."""
+    return list(_linears_by_module(parts).values())[:-1]
+
+
+def _linears_by_module(parts: TrainedParts) -> dict[str, _Linear]:
+    """The linear layers with trained weights, by their modules, in the order of their products.
 
     For a product of M x K by K x N, the FLOPs are 2 M K N and the result has M N elements; the gradient of the weight has K N.
     """
@@ -119,7 +128,7 @@ def _linears(parts: TrainedParts) -> list[_Linear]:
             found[module] = _Linear(
                 num_inputs=num_inputs, num_outputs=num_outputs, num_rows=max(1, results // num_outputs)
             )
-    return list(found.values())[:-1]
+    return found
 
 
 def _item_bytes_of(weight_bytes: int, num_inputs: int, results: int) -> int:
