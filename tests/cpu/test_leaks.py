@@ -1,6 +1,7 @@
 """`with tightfit.leaks():` names what grows and what keeps it, says nothing of what does not grow, and changes nothing."""
 
 import collections
+import contextvars
 import functools
 import gc
 import sys
@@ -120,7 +121,8 @@ def test_a_loop_of_forward_passes_has_its_steps_between_them(capsys: pytest.Capt
 def test_what_holds_is_found_behind_arrays_and_sparse_tensors_and_sized_as_it_grows() -> None:
     """A list in a deque that is full grows, a settings dict around a list does not, and a freed graph retains nothing of an output that is kept."""
     weight = torch.ones(64, 64, requires_grad=True)
-    indices = torch.zeros(1, 64, dtype=torch.int64)
+    variable = contextvars.ContextVar[list[torch.Tensor]]("steps")
+    variable.set([])
     arrays, parts, outputs, emptied = [], [], [], []
     objects, full = [], collections.deque([[]], maxlen=1)
     settings = {"history": [], **dict.fromkeys(range(100))}
@@ -128,8 +130,8 @@ def test_what_holds_is_found_behind_arrays_and_sparse_tensors_and_sized_as_it_gr
         for _ in range(8):
             arrays.append(torch.ones(64, 64).numpy())
             objects.append(np.array([torch.ones(64, 64), None], dtype=object))
-            values = torch.ones(64, 64)
-            parts.append(torch.sparse_coo_tensor(indices, values, (1, 64), check_invariants=True))
+            parts.append(torch.ones(64, 64).to_sparse())
+            variable.get().append(torch.ones(64, 64))
             full[0].append(torch.ones(64, 64))
             settings["history"].append(torch.ones(64, 64))
             outputs.append(weight * 2)
@@ -137,9 +139,15 @@ def test_what_holds_is_found_behind_arrays_and_sparse_tensors_and_sized_as_it_gr
             emptied.append(torch.ones(64, 64))
             emptied[-1].untyped_storage().resize_(0)
             found.step()
-    said = {leak.holder.path.partition(".")[2]: (leak.cause, leak.holder.what) for leak in found.leaks}
+    said = {
+        leak.holder.path.rpartition("arrays_and_sparse_tensors_and_sized_as_it_grows.")[2]: (
+            leak.cause,
+            leak.holder.what,
+        )
+        for leak in found.leaks
+    }
     expected = ["arrays[-1].base", "full[-1][-1]", "objects[-1][...][-2]", "outputs[-1]", "settings['history'][-1]"]
-    expected.append("parts[-1]._values()")
+    expected += ["parts[-1]._indices()", "steps[-1]"]
     assert said == dict.fromkeys(expected, (CONTAINER, "a list of 8; one more with each step"))
 
 

@@ -271,9 +271,7 @@ class Attachment:
             choices = _those_inside(self._planned, module, choices_for(self._choices, module, is_first=is_first))
         # A program that builds its model anew, of a checkpoint or for another fold, has trained by then too.
         is_anew = any(root.name == name for root in self.roots)
-        session, choices = self._later.applied(
-            choices, module, own, is_planned=bool(self._planned), is_anew=is_anew
-        )
+        session, choices = self._later.applied(choices, module, own, is_planned=bool(self._planned), is_anew=is_anew)
         check = self._keep(session, choices, planned)
         root = Root(
             name=name,

@@ -113,7 +113,7 @@ def matrices(flow: Flow, call: OperatorCall) -> Result:
     return [layout if layout is not None and o.dim() > layout.dim else None for o in call.outputs]
 
 
-@rule("_linalg_solve_ex")
+@rule("_linalg_solve_ex linalg_solve_ex")
 def solve(flow: Flow, call: OperatorCall) -> Result:
     """Solves each system of a batch; one matrix for all, or one right side, is the same for each."""
     matrix, right = call["A"], call["B"]
@@ -149,9 +149,13 @@ def cross(flow: Flow, call: OperatorCall) -> Result:
     return layout
 
 
-@rule("_trilinear")
-def trilinear(flow: Flow, call: OperatorCall) -> Result:
-    """A sum of products of three tensors over some dimensions, as of a bilinear layer (aten/src/ATen/native/Linear.cpp)."""
+@rule("_trilinear bilinear")
+def bilinear(flow: Flow, call: OperatorCall) -> Result:
+    """A bilinear layer, which sums over the last dimensions; below it a sum of products of three tensors (aten/src/ATen/native/Linear.cpp)."""
+    if call.name == "bilinear":
+        only(flow, call, "input1", "input2")
+        flow.rows.broadcast([call["input1"], call["input2"]], call["input1"].dim())
+        return behind(flow, call["input1"], 1)
     expanded = []
     for number in "123":
         tensor = call[f"i{number}"]

@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from tightfit.capture.observe.attribution import short
 from tightfit.capture.processes.process_role import is_simulated
 from tightfit.runtime.leaks.named_roots import is_users_or_test
+from tightfit.runtime.leaks.object_edges import parts_of_sparse
 from tightfit.runtime.record_hooks import all_tensors
 from tightfit.runtime.storage_watch import SeenStorage, StorageWatch
 
@@ -80,6 +81,12 @@ class LiveStorages(StorageWatch[StorageRow]):
         self._sees_fakes = is_simulated()
         self._is_before = False
 
+    def see(self, tensor: torch.Tensor) -> None:
+        """Adds the storage of a tensor, or those of a sparse one, which no operator has returned."""
+        for _, part in parts_of_sparse(tensor):
+            super().see(part)
+        super().see(tensor)
+
     def see_existing(self) -> None:
         """What Python knows to be there counts as before the block."""
         self._is_before = True
@@ -91,11 +98,6 @@ class LiveStorages(StorageWatch[StorageRow]):
         """The live storages."""
         self.work_off()
         return list(self._references.values())
-
-    def bytes_now(self, row: StorageRow) -> int:
-        """The bytes of a live storage, which a program may have taken from it by hand (`resize_(0)`) since it was seen."""
-        storage = row()
-        return 0 if storage is None else storage.nbytes()
 
     def is_unseen_on_host(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor of the host is none of `rows`, as those that other threads make: a dispatch mode is of one thread."""

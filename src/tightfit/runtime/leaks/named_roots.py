@@ -1,5 +1,6 @@
-"""Where a search for the holder of an object begins: local variables of running and suspended functions, and globals of modules, with their names."""
+"""Where a search for the holder of an object begins: local variables of running and suspended functions, context variables and globals of modules."""
 
+import contextvars
 import gc
 import inspect
 import os
@@ -33,6 +34,8 @@ class NamedRoots:
         for frame in frames:
             if is_users_or_test(frame.f_code.co_filename):
                 yield from self._of_frame(frame)
+        for variable, value in contextvars.copy_context().items():
+            yield variable.name, "value of a context variable", value
         for name, module in list(sys.modules.items()):
             file = _file_of(module)
             if file != _NO_MODULE and (name == "__main__" or is_users_or_test(file)):

@@ -178,8 +178,16 @@ def _of_tensor(value: torch.Tensor) -> Iterator[Edge]:
     # Any other tensor warns when it is asked for its gradient.
     if (value.is_leaf or value.retains_grad) and value.grad is not None:
         yield ".grad", value.grad
-    if type(value) in (torch.Tensor, torch.nn.Parameter):
-        yield from ((f".{part}()", getattr(value, part)()) for part in _PARTS_OF_SPARSE.get(value.layout, ()))
+    yield from ((f".{part}()", each) for part, each in parts_of_sparse(value))
+
+
+def parts_of_sparse(value: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """The tensors that a sparse one is made of, by the methods that give them; none of another one, nor of one of the program's own class."""
+    # Asked for its layout, a tensor of another class may run code of the program.
+    if type(value) not in (torch.Tensor, torch.nn.Parameter):
+        return []
+    parts = _PARTS_OF_SPARSE.get(value.layout, ())
+    return [(part, getattr(value, part)()) for part in parts]
 
 
 def _of_class(value: type) -> Iterator[Edge]:

@@ -61,7 +61,7 @@ def _of_sites(stepped: StepEnds, storages: LiveStorages) -> list[Leak]:
         return []
     by_site = collections.defaultdict(list)
     rows = storages.rows()
-    for site, share in _shares_left(rows, storages, slopes).items():
+    for site, share in _shares_left(rows, slopes).items():
         slopes[site] *= share
     slopes = {site: slope for site, slope in slopes.items() if slope >= MIN_BYTES}
     for row in sorted(rows, key=lambda row: -row.step):
@@ -80,14 +80,15 @@ def _of_sites(stepped: StepEnds, storages: LiveStorages) -> list[Leak]:
     return [_leak(members, storages) for members in groups.values()]
 
 
-def _shares_left(rows: Sequence[StorageRow], storages: LiveStorages, sites: Container[int]) -> dict[int, float]:
-    """The share of the bytes of each site that its live storages still have."""
+def _shares_left(rows: Sequence[StorageRow], sites: Container[int]) -> dict[int, float]:
+    """The share of the bytes of each site that its live storages still have: a program may have taken them by hand (`resize_(0)`)."""
     seen: collections.Counter[int] = collections.Counter()
     left: collections.Counter[int] = collections.Counter()
     for row in rows:
         if row.site in sites:
             seen[row.site] += row.num_bytes
-            left[row.site] += min(row.num_bytes, storages.bytes_now(row))
+            storage = row()
+            left[row.site] += 0 if storage is None else min(row.num_bytes, storage.nbytes())
     return {site: left[site] / num_bytes for site, num_bytes in seen.items() if num_bytes}
 
 
