@@ -198,7 +198,8 @@ class WrappedForward:
         if isinstance(previous, types.MethodType | WrappedForward):
             previous = copy.deepcopy(previous, memo)
         if self.around is through or isinstance(getattr(self.around, "__self__", self.around), OnlyHere):
-            return types.MethodType(type(module).forward, module) if previous is None else previous
+            # A method would stay that of the class as it is now, whatever the program puts on the class later. The entry itself cannot be left out from here.
+            return WrappedForward(module, through, None, is_copied=True) if previous is None else previous
         # Code that is an object of its own may belong to the module; a function is shared, as functions are.
         around = copy.deepcopy(self.around, memo) if hasattr(self.around, "__deepcopy__") else self.around
         return WrappedForward(module, around, previous, is_copied=True, is_of_model=self._is_of_model)
