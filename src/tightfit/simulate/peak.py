@@ -41,15 +41,16 @@ def estimate_peak(
     calibration: Calibration | None = None,
     *,
     node: Node | None = None,
+    used_bytes: int = 0,
 ) -> Estimate:
-    """The estimate of `tape` on `device`, with the context, workspaces and speeds that `calibration` measured. An empty tape needs the context only. The collectives and
+    """The estimate of `tape` on `device`, of which other processes have `used_bytes` besides, with the context, workspaces and speeds that `calibration` measured. An empty tape needs the context only. The collectives and
     communicators of a distributed program are those of `node`.
 
     Raises:
         UsageError: the calibration was made on another GPU.
     """
     settings = settings or AllocatorSettings()
-    device = as_usable(device, tape, settings, calibration)
+    device = as_usable(device, tape, settings, calibration, used_bytes=used_bytes)
     # The tape may have been traced for another GPU, whose cuBLAS workspace has another size.
     tape = with_workspaces_of(device, tape, calibration)
     storages = tape.storages
@@ -116,11 +117,19 @@ def estimate_peak(
     )
 
 
-def as_usable(device: Device, tape: Tape, settings: AllocatorSettings, calibration: Calibration | None) -> Device:
-    """The GPU as it was measured, and as large as the allocator may use it: a fraction is one of what that may reserve, beside which the context is."""
+def as_usable(
+    device: Device,
+    tape: Tape,
+    settings: AllocatorSettings,
+    calibration: Calibration | None,
+    *,
+    used_bytes: int = 0,
+) -> Device:
+    """The GPU as it was measured, and as large as the allocator may use it: a fraction is one of what that may reserve, beside which the context is, and of all of
+    the GPU, with what other processes have."""
     device = device if calibration is None else calibration.applied_to(device, libraries_of(tape))
     fraction = min(tape.memory_fraction, settings.per_process_memory_fraction)
-    allowed_bytes = int(fraction * device.capacity_bytes) + device.context_bytes
+    allowed_bytes = int(fraction * (device.capacity_bytes + used_bytes)) + device.context_bytes
     return dataclasses.replace(device, capacity_bytes=min(device.capacity_bytes, allowed_bytes))
 
 
