@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from tests.cpu.run_arguments import run_arguments
 
+from tightfit.analysis import recomputable
 from tightfit.analysis.recomputable import blocks
 from tightfit.analysis.streamed_uses import StreamedUses
 from tightfit.capture.targets.target_kinds import GeneratorFunction
@@ -85,3 +86,15 @@ def test_nothing_is_offered_at_a_module_that_is_never_called(run: TracedRun) -> 
     assert streamed and set(streamed) <= called
     # A list in a list has its blocks streamed one by one.
     assert "Model.encoder.stages.1.0" in streamed
+
+
+def test_blocks_that_are_small_are_offered_where_all_of_them_are_not(
+    run: TracedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As if they were some hundred.
+    monkeypatch.setattr(recomputable, "SMALLEST_SHARE", 0.5)
+    monkeypatch.setattr(recomputable, "_SMALLEST_SHARE_OF_ALIKE", 0.3)
+    found = [block.path for block in blocks(run.profile.modules)]
+    assert found == [f"Model.encoder.stages.{stage}.{number}" for stage in range(2) for number in range(2)]
+    monkeypatch.setattr(recomputable, "_SMALLEST_SHARE_OF_ALIKE", 0.9)
+    assert not blocks(run.profile.modules)

@@ -78,6 +78,15 @@ def test_an_option_that_another_one_at_its_place_beats_is_left_out() -> None:
     assert build(timeline(9, 9), options).options == (options[0], options[2])
 
 
+def test_options_that_save_next_to_nothing_each_are_kept_where_they_are_many() -> None:
+    def options(number: int) -> list[Option]:
+        return [option(f"h.{i}", (0, 1, -1 / 64), equivalence_class="h", slots=(f"h.{i}",)) for i in range(number)]
+
+    # Each saves a 4096th of the peak.
+    assert len(build(timeline(64), options(256)).options) == 256
+    assert not build(timeline(64), options(200)).options
+
+
 def test_an_option_that_moves_more_to_the_host_leaves_the_one_that_moves_nothing() -> None:
     plain = option("a", (0, 2, -4), seconds=2.0, slots=("a",))
     moving = dataclasses.replace(option("a", (0, 2, -5), seconds=2.0, slots=("a",)), host_bytes=MIB)

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 # A candidate that saves less than this share of what is saved for backward only adds noise to a plan.
 SMALLEST_SHARE = 0.002
+# But for blocks that are so many that each is as small: what all of one equivalence class save together.
+_SMALLEST_SHARE_OF_ALIKE = 0.05
 
 BATCH_NORMS = ("aten.native_batch_norm", "aten._batch_norm", "aten.cudnn_batch_norm", "aten.miopen_batch_norm")
 KERNELS_PER_BATCH_NORM = 7
@@ -52,7 +54,10 @@ def blocks(module_calls: ModuleCalls) -> list[RecomputableBlock]:
     total = module_calls.lifetimes.bytes_of(np.flatnonzero(module_calls.saved_for_backward)) / max(
         1, module_calls.num_rounds
     )
-    found = []
+    found: list[RecomputableBlock] = []
+    # By equivalence class: small ones that are inside of none of those found, such as the blocks of a model of a thousand.
+    small: dict[str, list[RecomputableBlock]] = {}
+    inside_of_found: set[str] = set()
     for path in module_calls.paths:
         inside = module_calls.modules_inside(path)
         is_root = "." not in path
@@ -63,18 +68,33 @@ def blocks(module_calls: ModuleCalls) -> list[RecomputableBlock]:
         # Called once per round, the model recomputed as a whole saves nothing at the peak: all of it is back at once in backward.
         if is_root and len(calls) <= module_calls.num_rounds:
             continue
-        if calls and module_calls.lifetimes.bytes_of(calls[-1].saved) >= SMALLEST_SHARE * total:
-            slots = frozenset(f"activations@{module}" for module in inside)
-            found.append(
-                RecomputableBlock(
-                    path=path,
-                    equivalence_class=_likeness(module_calls, path, calls[-1]),
-                    calls=calls,
-                    slots=slots,
-                    num_saved_weights=module_calls.saved_weights[path],
-                )
-            )
+        num_bytes = module_calls.lifetimes.bytes_of(calls[-1].saved) if calls else 0
+        is_large = num_bytes >= SMALLEST_SHARE * total
+        if not num_bytes or not (is_large or inside_of_found.isdisjoint(inside)):
+            continue
+        block = _block(module_calls, path, inside, calls)
+        if is_large:
+            found.append(block)
+        else:
+            small.setdefault(block.equivalence_class, []).append(block)
+        inside_of_found.update(inside)
+    for alike in small.values():
+        if (
+            sum(module_calls.lifetimes.bytes_of(each.calls[-1].saved) for each in alike)
+            >= _SMALLEST_SHARE_OF_ALIKE * total
+        ):
+            found += alike
     return found
+
+
+def _block(module_calls: ModuleCalls, path: str, inside: list[str], calls: tuple[ModuleCall, ...]) -> RecomputableBlock:
+    return RecomputableBlock(
+        path=path,
+        equivalence_class=_likeness(module_calls, path, calls[-1]),
+        calls=calls,
+        slots=frozenset(f"activations@{module}" for module in inside),
+        num_saved_weights=module_calls.saved_weights[path],
+    )
 
 
 def recompute_option(

@@ -8,6 +8,7 @@ from cyclopts import Parameter
 
 from tightfit.cli.arguments.options import AS_USUAL, TraceOptions
 from tightfit.cli.shared.subjects import subject_of
+from tightfit.diagnosis.out_of_memory_error import OutOfMemoryText, error_in
 from tightfit.errors import UsageError
 from tightfit.reports.redacted import redacted
 
@@ -29,7 +30,7 @@ def doctor(
     Parameters
     ----------
     target
-        A recording (torch.cuda.memory._dump_snapshot); a trace that estimate --save-tape wrote; or a script (its own arguments after --), a generator function or a Hugging Face config, as estimate takes it, which is traced first; growth needs at least 3 steps.
+        A recording (torch.cuda.memory._dump_snapshot); the text of an out-of-memory error, or a log that ends with one; a trace that estimate --save-tape wrote; or a script (its own arguments after --), a generator function or a Hugging Face config, as estimate takes it, which is traced first; growth needs at least 3 steps.
     device
         The GPU for a run that is not a recording. Default: the one that it was traced for, or the GPU of this machine. Of a recording with several GPUs: the one to show, such as cuda:1; by default the one that ran out of memory.
     parameter
@@ -46,6 +47,8 @@ def doctor(
     # Not `seconds <= 0`: this refuses NaN too.
     if not seconds > 0:
         raise UsageError(f"--seconds {seconds:g} is not a time to search; give a number above 0")
+    if error := error_in(target):
+        return _explained(error, json=json)
     subject = subject_of(
         target, device=device, arguments=arguments, parameters=parameter, alloc_conf=alloc_conf, tracing=tracing
     )
@@ -60,4 +63,14 @@ def doctor(
         from tightfit.reports.text.diagnosis import write_diagnosis
 
         write_diagnosis(diagnosis)
+    return 0
+
+
+def _explained(error: OutOfMemoryText, *, json: bool) -> int:
+    if json:
+        sys.stdout.write(jsonlib.dumps(error.to_json()) + "\n")
+    else:
+        from tightfit.reports.text.out_of_memory import write_error
+
+        write_error(error)
     return 0

@@ -7,6 +7,7 @@ choice leaves somewhere else. The few hundred that remain are equivalent to all.
 
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
@@ -17,8 +18,9 @@ from tightfit.planner.sides import Sides
 
 Bytes = npt.NDArray[np.int64]
 
-# An option that saves less than 1/LEAST_WORTH of the peak only adds noise to a plan.
+# An option that saves less than 1/MIN_WORTH of the peak only adds noise to a plan, where all of its equivalence class together save less than 1/MIN_WORTH_OF_ALIKE.
 MIN_WORTH = 2000
+MIN_WORTH_OF_ALIKE = 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +180,16 @@ def _can_be_the_peak(highest: Bytes, steps: Sequence[Bytes]) -> npt.NDArray[np.b
 def _useful(options: Sequence[Option], changes: Bytes, peak_bytes: int) -> list[int]:
     """The options that can be part of an optimum: those worth something that no other option with the same slots dominates."""
     saved = -changes.min(axis=1, initial=0)
-    worth = [i for i, o in enumerate(options) if _saves_time(o) or saved[i] * MIN_WORTH >= peak_bytes]
+    alike: Counter[str] = Counter()
+    for option, num_bytes in zip(options, saved.tolist(), strict=True):
+        alike[option.equivalence_class] += num_bytes if option.equivalence_class else 0
+    worth = [
+        i
+        for i, o in enumerate(options)
+        if _saves_time(o)
+        or saved[i] * MIN_WORTH >= peak_bytes
+        or (saved[i] and alike[o.equivalence_class] * MIN_WORTH_OF_ALIKE >= peak_bytes)
+    ]
     places: dict[tuple[str, frozenset[str]], list[int]] = {}
     for index in worth:
         places.setdefault((options[index].where, options[index].slots), []).append(index)

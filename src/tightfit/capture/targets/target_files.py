@@ -20,7 +20,7 @@ from tightfit.errors.program_errors import one_line, program_trace
 _MOST_BYTES_OF_A_NAME = 255
 _MOST_CHARACTERS_SHOWN = 60
 _TEXT_OF_AN_ERROR = (
-    "the text of an error, not a recording: tightfit estimate SCRIPT says what the run needs and for what, "
+    "the text of an error, not a recording: tightfit doctor explains its figures, tightfit estimate SCRIPT says what the run needs and for what, "
     "and tightfit record SCRIPT writes a recording"
 )
 _NUM_BYTES_READ = 4096
