@@ -1,11 +1,13 @@
 """`tightfit devices`: the catalogue, one card, and what nvidia-smi says of this machine."""
 
+import io
 import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from tightfit.cli.devices import devices
+from tightfit.cli.devices import _catalogue_table, devices
 from tightfit.cli.shared.local_cards import LocalCard, local_cards, own_card, seen_cards
 from tightfit.devices.catalogue import all_devices, find
 from tightfit.errors import UnknownDevice, UsageError
@@ -22,6 +24,14 @@ def with_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) 
 @pytest.fixture
 def no_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
+
+
+def test_no_figure_is_cut_in_a_narrow_terminal() -> None:
+    console = Console(file=io.StringIO(), width=80)
+    console.print(_catalogue_table(all_devices(), 80))
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "…" not in said
+    assert "tightfit devices NAME shows all of one" in said
 
 
 @pytest.mark.usefixtures("no_cards")

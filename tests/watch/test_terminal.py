@@ -39,6 +39,17 @@ def text_of(state: MachineState, view: View, width: int = 100, height: int = 30)
     return "\n".join(line.plain for line in screen(shown(state), view, width, height))
 
 
+def test_plain_tables_cut_no_figure_in_80_columns() -> None:
+    long = process(2345678, 30 * GIB, command="python -m train " + "--option value " * 9)
+    state = machine(1, (long,))
+    console = Console(file=io.StringIO(), width=80)
+    console.print(tables(state, NOW))
+    _, _, _, headings, row = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert headings.split()[:7] == ["GPU", "PID", "user", "memory", "next", "hour", "time"]
+    assert "…" not in row[: headings.index("container")]
+    assert {str(long.facts.pid), long.facts.user} <= set(row.split())
+
+
 class TestScreen:
     @settings(max_examples=60)
     @given(

@@ -15,6 +15,7 @@ from tightfit.units import format_bytes
 
 # rich takes 80 columns where stdout is no terminal, and would cut the table's columns.
 _PIPED_WIDTH = 160
+_WIDTH_FOR_ALL = 130
 
 
 def devices(name: str | None = None, /, *, json: bool = False) -> int:
@@ -37,7 +38,7 @@ def devices(name: str | None = None, /, *, json: bool = False) -> int:
         _print_json({"schema": 1, "devices": cards, "here": [dataclasses.asdict(card) for card in here]})
         return 0
     console = _console()
-    console.print(_catalogue_table(all_devices()))
+    console.print(_catalogue_table(all_devices(), console.width))
     for card in here:
         known = f"known as {card.known_as}" if card.known_as else "not in the catalogue"
         console.print(f"this machine: {card.name}, {format_bytes(card.total_bytes)} ({known})", highlight=False)
@@ -57,15 +58,17 @@ def _print_json(content: dict[str, Any]) -> None:
     print(json_module.dumps(content, indent=2))
 
 
-def _catalogue_table(cards: tuple[Device, ...]) -> Table:
+def _catalogue_table(cards: tuple[Device, ...], width: int) -> Table:
+    # In a narrow terminal rich would cut every figure; what is left out here is in the answer for one card.
+    is_narrow = width < _WIDTH_FOR_ALL
     table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("GPU", no_wrap=True)
-    for heading in ("memory", "usable", "GB/s", "bf16 TFLOP/s", "fp16 TFLOP/s", "context"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("link", no_wrap=True)
+    table.add_column("GPU", no_wrap=not is_narrow)
+    headings = ("memory", "usable", "GB/s", "bf16 TFLOP/s", "fp16 TFLOP/s", "context", "link")
+    shown = len(headings) - 3 if is_narrow else len(headings)
+    for heading in headings[:shown]:
+        table.add_column(heading, justify="left" if heading == "link" else "right", no_wrap=True)
     for card in cards:
-        table.add_row(
-            card.name,
+        figures = (
             format_bytes(card.nominal_bytes),
             format_bytes(card.capacity_bytes),
             f"{card.dram_bytes_per_second / 1e9:,.0f}",
@@ -73,6 +76,9 @@ def _catalogue_table(cards: tuple[Device, ...]) -> Table:
             format_bytes(card.context_bytes),
             str(card.link),
         )
+        table.add_row(card.name, *figures[:shown])
+    if is_narrow:
+        table.caption, table.caption_justify = "tightfit devices NAME shows all of one", "left"
     return table
 
 

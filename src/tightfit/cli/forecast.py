@@ -73,6 +73,10 @@ def forecast(
     else:
         console = Console() if sys.stdout.isatty() else Console(width=_PIPED_WIDTH)
         console.print(_table(found, quantile))
+        for note in dict.fromkeys(each.note for each in found if each.note):
+            names = [each.name for each in found if each.note == note]
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            console.print(Text(f"{names[0]}{more}: {note}"))
         if admission is not None:
             console.print(_sentence(admission, quantile), highlight=False)
     return 0 if admission is None or admission.fits else 1
@@ -115,13 +119,10 @@ def _table(found: Sequence[SeriesForecast], quantile: float) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     for heading in ("model", "season"):
         table.add_column(heading, no_wrap=True)
-    notes = any(each.note for each in found)
-    if notes:
-        table.add_column("note")
     for each in found:
         sizes = (format_bytes(size) for size in (each.now_bytes, each.median_bytes, each.upper_bytes))
         season = f"every {each.season_samples} samples" if each.season_samples else "none"
-        words = (each.model.replace("_", " "), season, *([each.note] if notes else []))
+        words = (each.model.replace("_", " "), season)
         # A name is text from a file, and no markup.
         table.add_row(Text(each.name), *sizes, *words)
     return table

@@ -21,7 +21,7 @@ def tables(state: MachineState, now: float) -> RenderableType:
 def _cards(state: MachineState) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("GPU", justify="right")
-    table.add_column("name", overflow="ellipsis", no_wrap=True)
+    table.add_column("name")
     for heading in ("memory", "used", "busy", "power", "temp.", _horizon(state)):
         table.add_column(heading, justify="right", no_wrap=True)
     for card in state.cards:
@@ -29,7 +29,7 @@ def _cards(state: MachineState) -> Table:
         watts, celsius = reading.power_watts, reading.temperature_celsius
         table.add_row(
             str(reading.index),
-            Text(reading.name),
+            Text(reading.name, no_wrap=True, overflow="ellipsis"),
             memory(reading),
             percent(share(reading)),
             percent(reading.utilization),
@@ -47,8 +47,9 @@ def _processes(state: MachineState, now: float) -> Table:
     table.add_column("user", no_wrap=True)
     for heading in ("memory", _horizon(state), "time"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("container", no_wrap=True)
-    table.add_column("command", overflow="ellipsis", no_wrap=True)
+    # rich takes room from columns that may wrap first, and from all where none may: figures are not to be cut for a command.
+    table.add_column("container")
+    table.add_column("command")
     for card in state.cards:
         for each in state.processes_of(card.reading.uuid):
             facts = each.facts
@@ -60,8 +61,8 @@ def _processes(state: MachineState, now: float) -> Table:
                 size(each.used_bytes),
                 bound(each.outlook),
                 age(each, now),
-                Text(facts.container or "-"),
-                Text(facts.command),
+                Text(facts.container or "-", no_wrap=True, overflow="ellipsis"),
+                Text(facts.command, no_wrap=True, overflow="ellipsis"),
             )
     return table
 
