@@ -43,8 +43,8 @@ def estimate_peak(
     node: Node | None = None,
     used_bytes: int = 0,
 ) -> Estimate:
-    """The estimate of `tape` on `device`, of which other processes have `used_bytes` besides, with the context, workspaces and speeds that `calibration` measured. An empty tape needs the context only. The collectives and
-    communicators of a distributed program are those of `node`.
+    """The estimate of `tape` on `device`, of which other processes have `used_bytes` besides, with the context, workspaces and speeds that `calibration` measured. An empty tape
+    needs the context only. The collectives and communicators of a distributed program are those of `node`.
 
     Raises:
         UsageError: the calibration was made on another GPU.
@@ -53,7 +53,6 @@ def estimate_peak(
     device = as_usable(device, tape, settings, calibration, used_bytes=used_bytes)
     # The tape may have been traced for another GPU, whose cuBLAS workspace has another size.
     tape = with_workspaces_of(device, tape, calibration)
-    storages = tape.storages
     communicators = 0 if node is None else traced_communicator_bytes(tape, node)
     timeline = timeline_on(beside(device, communicators), tape, settings)
     peak_reserved, peak_allocated = int(timeline.reserved.max(initial=0)), int(timeline.allocated.max(initial=0))
@@ -73,7 +72,7 @@ def estimate_peak(
     device_bytes = peak_reserved + device.context_bytes + communicators
     at = int(timeline.allocated.argmax()) if len(timeline.allocated) else 0
     alive = _alive(tape, at)
-    at_peak = {c.name.lower(): int(timeline.block_bytes[alive & (storages.category == c)].sum()) for c in Category}
+    at_peak = {c.name.lower(): int(timeline.block_bytes[alive & (tape.storages.category == c)].sum()) for c in Category}
     if tape.num_ranks > 1:
         at_peak["nccl"] = communicators
     elif not at_peak["communication"]:
