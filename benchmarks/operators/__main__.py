@@ -11,6 +11,7 @@ Needs `pip install expecttest`; `--only NAME` takes one. Prints what is not righ
 import argparse
 import collections
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +26,9 @@ def _traced(*, backward: bool) -> collections.Counter[str]:
     program = Path(__file__).with_name("traced_program.py")
     command = [sys.executable, "-m", "tightfit", "estimate", str(program), "--device", "RTX 4090", "--show-output"]
     command += ["--timeout", "900", "--steps", "1000000", "--", *(["backward"] if backward else [])]
-    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+    # The program's own folder is what it finds modules in.
+    env = os.environ | {"PYTHONPATH": str(program.parents[2])}
+    done = subprocess.run(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
     counts = collections.Counter[str]()
     for line in done.stderr.splitlines():
         if line.startswith("CALL "):

@@ -134,6 +134,7 @@ def channels_last_is_kept():
 def elements_may_be_one_place_of_memory():
     assert torch.empty_strided((3, 4), (0, 1), device="cuda").stride() == (0, 1)
     assert torch.empty_strided((3, 4), (1, 1), device="cuda").untyped_storage().nbytes() == 24
+    assert torch.geqrf(torch.zeros(0, 0, 2, device="cuda"))[0].shape == (0, 0, 2)
 
 
 def complex_tensors_work():

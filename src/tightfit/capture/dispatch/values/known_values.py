@@ -77,7 +77,7 @@ class KnownValues:
         self._storages[storage._cdata] = torch.empty(num_bytes, dtype=torch.uint8, device="cpu").untyped_storage()
         kept = self.values(virtual)
         extent = 1 + sum((size - 1) * stride for size, stride in zip(kept.shape, kept.stride(), strict=True))
-        if extent < kept.numel() and kept.stride() == values.stride():
+        if 0 < extent < kept.numel() and kept.stride() == values.stride():
             # Several elements are one place of the memory (`empty_strided`), and such a tensor is not written to.
             kept, values = (each.as_strided((extent,), (1,)) for each in (kept, values))
         kept.copy_(values)
