@@ -171,9 +171,15 @@ def _is_any_written(kept: Any) -> bool:
     return any(is_written(leaf) for leaf in tree_leaves(kept))
 
 
+@functools.cache
+def _kind_of_kept() -> Any:
+    """Torch's class of what is kept; it is asked for with each operator of a block."""
+    return KEPT_RESULT.value()
+
+
 def is_written(kept: Any) -> bool:
     """Whether a result that is kept has another version than when it was."""
-    if not isinstance(kept, KEPT_RESULT.value()) or not isinstance(kept.val, torch.Tensor):
+    if not isinstance(kept, _kind_of_kept()) or not isinstance(kept.val, torch.Tensor):
         return False
     return kept.val._version != kept.version
 
