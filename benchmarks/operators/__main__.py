@@ -1,9 +1,9 @@
 """What becomes of every operator and module that torch tests itself by.
 
-    python -m benchmarks.operators traced [--backward]    on a virtual GPU, against the shapes, dtypes and strides of the host's results
-    python -m benchmarks.operators rows                   what is said of the independence of rows, against numbers
-    python -m benchmarks.operators applied                in blocks that techniques are applied to, against plain training, to the bit
-    python -m benchmarks.operators modules                likewise
+    python -m benchmarks.operators traced [--backward] [--dtype bfloat16]    on a virtual GPU, against the shapes, dtypes and strides of the host's results
+    python -m benchmarks.operators rows       what is said of the independence of rows, against numbers
+    python -m benchmarks.operators applied    in blocks that techniques are applied to, against plain training, to the bit
+    python -m benchmarks.operators modules    likewise
 
 Needs `pip install expecttest`; `--only NAME` takes one. Prints what is not right, then the counts. A quarter of an hour, `applied` an hour.
 """
@@ -22,17 +22,18 @@ from benchmarks.operators.listed import in_forks, operators
 _SECONDS = 240
 
 
-def _traced(*, backward: bool) -> collections.Counter[str]:
+def _traced(dtype: str, *, backward: bool) -> collections.Counter[str]:
     program = Path(__file__).with_name("traced_program.py")
     command = [sys.executable, "-m", "tightfit", "estimate", str(program), "--device", "RTX 4090", "--show-output"]
-    command += ["--timeout", "900", "--steps", "1000000", "--", *(["backward"] if backward else [])]
+    command += ["--timeout", "900", "--steps", "1000000", "--", dtype, *(["backward"] if backward else [])]
     # The program's own folder is what it finds modules in.
     env = os.environ | {"PYTHONPATH": str(program.parents[2])}
     done = subprocess.run(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
     counts = collections.Counter[str]()
     for line in done.stderr.splitlines():
         if line.startswith("CALL "):
-            name, word, *rest = json.loads(line.removeprefix("CALL "))
+            # A library of the host may write behind it on its line.
+            name, word, *rest = json.JSONDecoder().raw_decode(line.removeprefix("CALL "))[0]
             counts[word] += 1
             if word != "same":
                 print(word, name, *rest, sep="  ")
@@ -45,10 +46,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.operators", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("what", choices=["traced", "rows", "applied", "modules"])
     parser.add_argument("--backward", action="store_true", help="with the backward pass of each call")
+    parser.add_argument("--dtype", default="float32", help="of what is traced")
     parser.add_argument("--only", metavar="NAME")
     chosen = parser.parse_args()
     if chosen.what == "traced":
-        print(dict(_traced(backward=chosen.backward)))
+        print(dict(_traced(chosen.dtype, backward=chosen.backward)))
         return
     works = {"rows": rows.found, "applied": applied.found_of_operator, "modules": applied.found_of_module}
     names = list(applied.modules()) if chosen.what == "modules" else [name for name, _ in operators()]

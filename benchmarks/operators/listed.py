@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 _MOST_INPUTS = 60
 # What torch says of inputs that a call does not take.
-REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
+REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, AttributeError)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,11 +38,11 @@ def _on_card(value: Any) -> Any:
     return value.cuda() if isinstance(value, torch.Tensor) else value
 
 
-def main(backward: bool) -> None:
+def main(dtype: torch.dtype, *, backward: bool) -> None:
     """Prints a row for each call that the host can run."""
     warnings.simplefilter("ignore")
     for name, operator in operators():
-        for call in calls(name, operator, _NUM_CALLS, grad=backward):
+        for call in calls(name, operator, _NUM_CALLS, dtype, grad=backward):
             try:
                 expected = _with_gradients(call.run, call.tensors, backward=backward)
             except REFUSALS:
@@ -63,4 +63,4 @@ def main(backward: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(backward="backward" in sys.argv)
+    main(getattr(torch, sys.argv[1]), backward="backward" in sys.argv)

@@ -151,6 +151,21 @@ def test_what_holds_is_found_behind_arrays_and_sparse_tensors_and_sized_as_it_gr
     assert said == dict.fromkeys(expected, (CONTAINER, "a list of 8; one more with each step"))
 
 
+def test_batches_that_are_larger_in_each_step_are_no_leak() -> None:
+    """A buffer that each step makes anew out of its last one is."""
+    weight, buffer = torch.ones(64, 64, requires_grad=True), torch.zeros(0, 64)
+    with tightfit.leaks(quiet=True) as found:
+        for step in range(8):
+            batch = torch.from_numpy(np.ones((64 * step, 64), dtype=np.float32)) + 1
+            output = batch @ weight
+            output.sum().backward()
+            padded = torch.nn.functional.pad(buffer, (0, 0, 0, 64))
+            buffer = padded.relu()
+            found.step()
+    assert len(output) == 7 * 64
+    assert {leak.holder.path.rpartition(".")[2] for leak in found.leaks} == {"buffer", "padded"}
+
+
 def test_what_bounds_a_container_bounds_not_what_it_holds() -> None:
     full, filling, inner = collections.deque([[]], maxlen=1), collections.deque([[]], maxlen=9), [1]
     assert bound_of((inner, full), inner) == ""

@@ -105,6 +105,17 @@ def test_files_of_other_kinds_are_refused_with_what_to_give(folder: Path, name: 
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "said"), [("mine", "; nearest: mine.py"), ("workload", "is given with its file: FILE.py:workload")]
+)
+def test_a_script_without_its_ending_and_a_function_without_its_file(
+    folder: Path, name: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "mine.py").touch()
+    assert run(["estimate", name, "--device", "4090"]) == 2
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["doctor", "record"])
 def test_the_text_of_an_error_is_no_name_of_a_file(
     folder: Path, command: str, capsys: pytest.CaptureFixture[str]

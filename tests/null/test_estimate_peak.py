@@ -137,6 +137,10 @@ def test_a_fraction_of_the_memory_is_what_the_allocator_may_hold(way):
         found = estimate_peak(tape, card, AllocatorSettings(per_process_memory_fraction=share))
     assert not found.fits
     assert found.capacity_bytes == int(share * card.capacity_bytes) + card.context_bytes
+    # Of all of the memory, also of what other processes have.
+    left = dataclasses.replace(card, capacity_bytes=card.capacity_bytes - 4 * GIB)
+    tape = dataclasses.replace(tape, memory_fraction=share)
+    assert estimate_peak(tape, left, used_bytes=4 * GIB).capacity_bytes == found.capacity_bytes
 
 
 def test_the_band_has_a_cause_for_every_byte():

@@ -1,5 +1,6 @@
 """A tape written as a recording: replayed, it is the estimate to the byte, and torch's viewer can read all of it."""
 
+import dataclasses
 import pickle
 import pickletools
 from pathlib import Path
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from tightfit.allocator.settings import NUM_INTERVALS, AllocatorSettings
 from tightfit.cli.main import run
 from tightfit.devices.catalogue import find
+from tightfit.devices.nodes import node_of
 from tightfit.recordings.allocator_trace import plain_settings
 from tightfit.recordings.marks import KEY, Marks
 from tightfit.recordings.read import read_recording
@@ -20,7 +22,7 @@ from tightfit.recordings.replayed import replay
 from tightfit.recordings.write import snapshot_of_tape, write_snapshot, write_tape
 from tightfit.simulate.history import CATEGORIES
 from tightfit.simulate.peak import estimate_peak
-from tightfit.tape import Category, EventKind, Events, Operators, Source, SpanKind, Spans, Storages, Tape
+from tightfit.tape import Category, Collectives, EventKind, Events, Operators, Source, SpanKind, Spans, Storages, Tape
 from tightfit.units import GIB, MIB
 
 CARD = find("RTX 4090")
@@ -251,3 +253,22 @@ def test_the_command_writes_it_beside_its_answer(tmp_path: Path, capsys: pytest.
     assert "one GPU" in capsys.readouterr().err
     assert run([*arguments[:-1], str(tmp_path / "nowhere" / "x.pickle"), "--device", "4090"]) == 2
     assert "there is no folder" in capsys.readouterr().err
+
+
+def test_a_recording_has_what_communicators_leave_of_the_card(tmp_path: Path) -> None:
+    """The cache is given back where two halves of the card do not fit beside NCCL, as in the estimate."""
+    half = (CARD.capacity_bytes - CARD.context_bytes) // 2 // MIB * MIB
+    plain = tape_of(
+        [half - 64 * MIB, half + 32 * MIB],
+        [(EventKind.ALLOCATE, 0, 0), (EventKind.FREE, 0, 0), (EventKind.ALLOCATE, 1, 0), (EventKind.FREE, 1, 0)],
+    )
+    ranks = dataclasses.replace(
+        plain,
+        num_ranks=2,
+        communicators=((0, 1),),
+        collectives=Collectives.from_rows([(0, 0, 1024, 0, 2, -1)]),
+    )
+    path = tmp_path / "rank.pickle"
+    write_tape(path, ranks, CARD)
+    expected = estimate_peak(ranks, CARD, node=node_of(CARD)).peak.reserved_bytes
+    assert replay(read_recording(path)).peak_reserved_bytes == expected < 2 * half - 32 * MIB

@@ -18,6 +18,7 @@ from tightfit.recordings.categories import Lives, phases_of
 from tightfit.recordings.frames import AllocationSite, place_of
 from tightfit.recordings.read import Action, Recording
 from tightfit.runtime.leaks.found_leaks import LeakHolder
+from tightfit.simulate.communicators import beside, communicators_of
 from tightfit.simulate.history import History
 from tightfit.simulate.input_pipeline import InputPipeline, input_pipeline
 from tightfit.simulate.step_work import priced
@@ -109,6 +110,7 @@ def subject_of_tape(
     def try_settings(_: float) -> tuple[SettingTried, ...]:
         card = device if calibration is None else calibration.applied_to(device)
         prepared = with_workspaces_of(card, tape, calibration)
+        card = beside(card, communicators_of(tape, card))
         tried = []
         for text in _SETTINGS:
             peak_bytes = int(timeline_on(card, prepared, AllocatorSettings.parse(text)).reserved.max(initial=0))

@@ -246,7 +246,8 @@ def cost(
     """
     used_bytes = used_bytes_of(card, used)
     kind = node_of(card, node) if tape.num_ranks > 1 else None
-    found = estimate_peak(tape, without_used(card, used_bytes), settings, calibration, node=kind)
+    left = without_used(card, used_bytes)
+    found = estimate_peak(tape, left, settings, calibration, node=kind, used_bytes=used_bytes)
     assumptions = (*found.assumptions, *_other_kernels(tape, card), *_of_ranks(tape, kind))
     return with_note(Estimate.of(dataclasses.replace(found, assumptions=assumptions, margin=margin)), card, used_bytes)
 

@@ -188,7 +188,8 @@ class TracedRuns:
         Raises:
             CaptureError: the plain workload could not be traced.
         """
-        usable = as_usable(self.card, self.run_with(()).tape, self.on.settings, self.on.calibration)
+        on, tape = self.on, self.run_with(()).tape
+        usable = as_usable(self.card, tape, on.settings, on.calibration, used_bytes=on.used_bytes)
         return min(budget_bytes, usable.capacity_bytes)
 
     def all(self) -> list[TracedRun]:

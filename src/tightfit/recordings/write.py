@@ -21,7 +21,7 @@ from tightfit.devices.device import Device
 from tightfit.output_files import writing
 from tightfit.recordings.allocator_trace import NO_FRAMES, Frames, TraceBuilder, plain_settings
 from tightfit.recordings.marks import KEY, SPAN_KINDS, Marks
-from tightfit.simulate.communicators import communicators_of
+from tightfit.simulate.communicators import beside, communicators_of
 from tightfit.simulate.history import CATEGORIES, HistorySpan
 from tightfit.simulate.timeline_bytes import timeline_on
 from tightfit.simulate.workspaces import with_workspaces_of
@@ -75,7 +75,7 @@ def snapshot_of_tape(
     tape = with_workspaces_of(device, tape, calibration)
     seconds = np.append(0.0, np.cumsum(operator_seconds(tape, device, calibration)))
     writer = _TapeWriter(tape, (seconds[tape.events.operator] * _MICROSECONDS).astype(np.int64).tolist())
-    timeline_on(device, tape, settings, watch=writer.watch)
+    timeline_on(beside(device, communicators_of(tape, device)), tape, settings, watch=writer.watch)
     marks = writer.marks(device)
     return snapshot_of(writer.trace, settings, marks)
 

@@ -104,7 +104,7 @@ class StorageWatch(TorchDispatchMode, Generic[Reference]):
 
     def _see_all(self, values: Iterable[Any]) -> None:
         try:
-            for tensor in _tensors(values):
+            for tensor in tensors_in(values):
                 self.see(tensor)
         except Exception as error:
             # The program may swallow it, and nothing of the program's runs here.
@@ -117,9 +117,10 @@ class StorageWatch(TorchDispatchMode, Generic[Reference]):
         self.freed(reference, time_ns)
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among values, and in lists and tuples of them."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
         elif isinstance(value, list | tuple):
-            yield from _tensors(value)
+            yield from tensors_in(value)

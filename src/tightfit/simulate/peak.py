@@ -41,18 +41,18 @@ def estimate_peak(
     calibration: Calibration | None = None,
     *,
     node: Node | None = None,
+    used_bytes: int = 0,
 ) -> Estimate:
-    """The estimate of `tape` on `device`, with the context, workspaces and speeds that `calibration` measured. An empty tape needs the context only. The collectives and
-    communicators of a distributed program are those of `node`.
+    """The estimate of `tape` on `device`, of which other processes have `used_bytes` besides, with the context, workspaces and speeds that `calibration` measured. An empty tape
+    needs the context only. The collectives and communicators of a distributed program are those of `node`.
 
     Raises:
         UsageError: the calibration was made on another GPU.
     """
     settings = settings or AllocatorSettings()
-    device = as_usable(device, tape, settings, calibration)
+    device = as_usable(device, tape, settings, calibration, used_bytes=used_bytes)
     # The tape may have been traced for another GPU, whose cuBLAS workspace has another size.
     tape = with_workspaces_of(device, tape, calibration)
-    storages = tape.storages
     communicators = 0 if node is None else traced_communicator_bytes(tape, node)
     timeline = timeline_on(beside(device, communicators), tape, settings)
     peak_reserved, peak_allocated = int(timeline.reserved.max(initial=0)), int(timeline.allocated.max(initial=0))
@@ -72,7 +72,7 @@ def estimate_peak(
     device_bytes = peak_reserved + device.context_bytes + communicators
     at = int(timeline.allocated.argmax()) if len(timeline.allocated) else 0
     alive = _alive(tape, at)
-    at_peak = {c.name.lower(): int(timeline.block_bytes[alive & (storages.category == c)].sum()) for c in Category}
+    at_peak = {c.name.lower(): int(timeline.block_bytes[alive & (tape.storages.category == c)].sum()) for c in Category}
     if tape.num_ranks > 1:
         at_peak["nccl"] = communicators
     elif not at_peak["communication"]:
@@ -116,11 +116,19 @@ def estimate_peak(
     )
 
 
-def as_usable(device: Device, tape: Tape, settings: AllocatorSettings, calibration: Calibration | None) -> Device:
-    """The GPU as it was measured, and as large as the allocator may use it: a fraction is one of what that may reserve, beside which the context is."""
+def as_usable(
+    device: Device,
+    tape: Tape,
+    settings: AllocatorSettings,
+    calibration: Calibration | None,
+    *,
+    used_bytes: int = 0,
+) -> Device:
+    """The GPU as it was measured, and as large as the allocator may use it: a fraction is one of what that may reserve, beside which the context is, and of all of
+    the GPU, with what other processes have."""
     device = device if calibration is None else calibration.applied_to(device, libraries_of(tape))
     fraction = min(tape.memory_fraction, settings.per_process_memory_fraction)
-    allowed_bytes = int(fraction * device.capacity_bytes) + device.context_bytes
+    allowed_bytes = int(fraction * (device.capacity_bytes + used_bytes)) + device.context_bytes
     return dataclasses.replace(device, capacity_bytes=min(device.capacity_bytes, allowed_bytes))
 
 

@@ -107,7 +107,8 @@ def _shown(error: BaseException, path: str, lowered_by: str) -> int:
     traceback.print_exception(type(error), error, own or error.__traceback__)
     if any(words in str(error) for words in _NO_GPU):
         sys.stderr.write(
-            "tightfit: torch found no GPU on this machine: tightfit estimate and plan need none, and tightfit run --virtual tries a plan on a virtual one\n"
+            "tightfit: torch found no GPU on this machine: tightfit estimate and plan need none, tightfit run --virtual tries a plan on a virtual one, "
+            "and run --gpus N --on cpu runs scripts that take the CPU where there is none\n"
         )
     if lowered_by and "bfloat16" in str(error).lower():
         sys.stderr.write(

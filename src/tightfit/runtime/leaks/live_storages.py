@@ -8,7 +8,9 @@ import dataclasses
 import sys
 import threading
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from types import CodeType, FrameType
+from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -18,7 +20,7 @@ from tightfit.capture.processes.process_role import is_simulated
 from tightfit.runtime.leaks.named_roots import is_users_or_test
 from tightfit.runtime.leaks.object_edges import parts_of_sparse
 from tightfit.runtime.record_hooks import all_tensors
-from tightfit.runtime.storage_watch import SeenStorage, StorageWatch
+from tightfit.runtime.storage_watch import SeenStorage, StorageWatch, tensors_in
 
 _MAX_FRAMES = 12
 BEFORE = -1
@@ -29,13 +31,15 @@ Stack = tuple[tuple[int, int], ...]
 
 
 class StorageRow(SeenStorage):
-    """A weak reference to a storage, with what is known of it: `site` is the number of its stack, `step` when it was allocated."""
+    """A weak reference to a storage, with what is known of it: `site` is the number of its stack, `step` when it was allocated, and `is_carried` whether it
+    was made of what an earlier step had left (`buffer = torch.cat([buffer, x])`), but for the first one."""
 
-    __slots__ = ("device", "site", "step")
+    __slots__ = ("device", "is_carried", "site", "step")
 
     device: str
     site: int
     step: int
+    is_carried: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,12 +84,25 @@ class LiveStorages(StorageWatch[StorageRow]):
         self._thread = threading.get_ident()
         self._sees_fakes = is_simulated()
         self._is_before = False
+        self._inputs: Sequence[Any] = ()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Runs the operator unchanged; its inputs are known while its outputs are looked at, and not kept."""
+        self._inputs = args
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            self._inputs = ()
 
     def see(self, tensor: torch.Tensor) -> None:
         """Adds the storage of a tensor, or those of a sparse one, which no operator has returned."""
-        for _, part in parts_of_sparse(tensor):
-            super().see(part)
-        super().see(tensor)
+        if type(tensor) is torch.Tensor and tensor.layout is not torch.strided:
+            for _, part in parts_of_sparse(tensor):
+                super().see(part)
+        else:
+            super().see(tensor)
 
     def see_existing(self) -> None:
         """What Python knows to be there counts as before the block."""
@@ -129,7 +146,9 @@ class LiveStorages(StorageWatch[StorageRow]):
 
     def added(self, reference: StorageRow, tensor: torch.Tensor) -> None:
         """Counts a new storage at the line that runs."""
-        reference.step, reference.device = self.step, tensor.device.type
+        reference.step, reference.device, reference.is_carried = self.step, tensor.device.type, False
+        inputs = (self.reference_of(each) for each in tensors_in(self._inputs))
+        reference.is_carried = any(row is not None and (row.is_carried or 0 < row.step < self.step) for row in inputs)
         reference.site = BEFORE if self._is_before else self._stacks.number(self._thread)
         self.bytes_by_site[reference.site] += reference.num_bytes
         self.bytes_by_device[reference.device] += reference.num_bytes

@@ -61,9 +61,14 @@ def _of_sites(stepped: StepEnds, storages: LiveStorages) -> list[Leak]:
         return []
     by_site = collections.defaultdict(list)
     rows = storages.rows()
+    newest_of: dict[int, int] = {}
+    for row in rows:
+        newest_of[row.site] = max(row.step, newest_of.get(row.site, row.step))
     for site, share in _shares_left(rows, slopes).items():
         slopes[site] *= share
-    slopes = {site: slope for site, slope in slopes.items() if slope >= MIN_BYTES}
+    # What each step makes anew, and of nothing that an earlier one has left, is larger because the program's sizes are.
+    held = {row.site for row in rows if row.is_carried or row.step < newest_of[row.site]}
+    slopes = {site: slope for site, slope in slopes.items() if slope >= MIN_BYTES and site in held}
     for row in sorted(rows, key=lambda row: -row.step):
         if row.site in slopes and row.step >= NUM_WARM_UP and len(by_site[row.site]) < _MAX_STORAGES_OF_A_SITE:
             by_site[row.site].append(row.cdata)

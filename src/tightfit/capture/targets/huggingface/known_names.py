@@ -80,7 +80,7 @@ def refuse_unknown(source: str) -> None:
         return
     if words and in_one_spelling(name) not in map(in_one_spelling, words):
         raise UsageError(
-            f"{source!r} is neither a file nor a preset nor a model type of transformers{words_of_nearest(name, words)}"
+            f"{source!r} is neither a file nor a preset nor a model type of transformers{words_of_nearest(name, words, source)}"
         )
 
 
@@ -120,10 +120,15 @@ def nearest_to(name: str, model_types: Iterable[str]) -> str:
     return ", ".join(difflib.get_close_matches(name, known, n=NUM_NEAREST)) or "none"
 
 
-def words_of_nearest(name: str, model_types: Iterable[str]) -> str:
-    """`; nearest: gpt2, gptj`, and nothing where none is near."""
+def words_of_nearest(name: str, model_types: Iterable[str], source: str = "") -> str:
+    """`; nearest: gpt2, gptj`, the script or the function that `source` may stand for, and nothing where none is near."""
+    if source and Path(f"{source}.py").is_file():
+        return f"; nearest: {source}.py"
     nearest = nearest_to(name, model_types)
-    return "" if nearest == "none" else f"; nearest: {nearest}"
+    if nearest == "none":
+        # As `%tightfit estimate workload` in a notebook, beside a function of that name.
+        return f"; a function is given with its file: FILE.py:{source}" if source.isidentifier() else ""
+    return f"; nearest: {nearest}"
 
 
 def possible_model_types() -> frozenset[str]:

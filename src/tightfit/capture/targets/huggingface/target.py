@@ -139,7 +139,7 @@ def load_config(source: str) -> Any:
         raise UsageError(no_such_type(file, fields, list(model_types)))
     if found is None:
         raise UsageError(
-            f"{source!r} is neither a file nor a preset nor a model type of transformers{words_of_nearest(model_type, list(model_types))}"
+            f"{source!r} is neither a file nor a preset nor a model type of transformers{words_of_nearest(model_type, list(model_types), source)}"
         )
     del fields["model_type"]
     strict = getattr(importlib.import_module("huggingface_hub.errors"), "StrictDataclassError", ValueError)
