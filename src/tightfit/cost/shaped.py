@@ -61,8 +61,8 @@ def _products(sizes: Floats, device: Device, efficiency: Efficiency, dtype: DTyp
     tiling = tiling_of(device, dtype)
     rate = device.flops_per_second(dtype) * efficiency.of_tiles["matmul", dtype]
     if tiling is ON_TENSOR_CORES:
-        # Loads of 128 bits need rows that begin at such addresses; kernels for other sizes load number by number. "Only the fastest varying dimensions in memory
-        # are required to obey this rule" (NVIDIA, Matrix Multiplication Background User's Guide, section 2.2): in the gradient of a weight not the batch.
+        # Loads of 128 bits need rows that begin at such addresses; kernels for other sizes load number by number. NVIDIA's guide (Matrix Multiplication Background)
+        # asks it of the dimensions alone along which memory runs: in the gradient of a weight that is not the batch.
         along = np.where(gradients == _OF_WEIGHT, rows, depth)
         is_aligned = (columns % _ALIGNED == 0) & (along % _ALIGNED == 0)
         rate = np.where(is_aligned | (columns == 1), rate, UNALIGNED_SHARE * rate)
