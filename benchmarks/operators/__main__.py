@@ -29,15 +29,17 @@ def _traced(dtype: str, *, backward: bool) -> collections.Counter[str]:
     # The program's own folder is what it finds modules in.
     env = os.environ | {"PYTHONPATH": str(program.parents[2])}
     done = subprocess.run(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+    # A program without a step is run a second time.
+    lines = done.stderr.rpartition("BEGIN\n")[2].splitlines()
     counts = collections.Counter[str]()
-    for line in done.stderr.splitlines():
+    for line in lines:
         if line.startswith("CALL "):
             # A library of the host may write behind it on its line.
             name, word, *rest = json.JSONDecoder().raw_decode(line.removeprefix("CALL "))[0]
             counts[word] += 1
             if word != "same":
                 print(word, name, *rest, sep="  ")
-    print(done.stderr.splitlines()[-1])
+    print(lines[-1])
     return counts
 
 

@@ -41,6 +41,7 @@ def _on_card(value: Any) -> Any:
 def main(dtype: torch.dtype, *, backward: bool) -> None:
     """Prints a row for each call that the host can run."""
     warnings.simplefilter("ignore")
+    print("BEGIN", flush=True)
     for name, operator in operators():
         for call in calls(name, operator, _NUM_CALLS, dtype, grad=backward):
             try:
