@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tightfit.effects.identities import identities
+from tightfit.effects.users_code import is_users_class
 
 CODE = (types.FunctionType, types.BuiltinFunctionType, type, types.ModuleType)
 _CODE_OF = operator.attrgetter("__code__")
@@ -27,12 +28,14 @@ class Code:
         self._keep(space, {name: space[name] for name in names if isinstance(space.get(name), CODE)})
 
     def method(self, kind: type, name: str) -> None:
-        """Keeps the method that a class has by this name, and that the classes before the one that has it have none."""
+        """Keeps the methods that a class and its bases have by this name, to which `super()` leads too, and that the classes before the first one have none."""
+        is_found = False
         for base in kind.__mro__[:-1]:
             space = self._classes.setdefault(base, vars(base))
-            self._keep(space, {name: space.get(name)})
-            if name in space:
-                break
+            # Behind it a library's class may well be without: nobody puts a method there that none of them had.
+            if name in space or not is_found or is_users_class(base):
+                self._keep(space, {name: space.get(name)})
+            is_found = is_found or name in space
 
     def function(self, function: types.FunctionType) -> None:
         """Keeps the code of a function, which a program may exchange too."""

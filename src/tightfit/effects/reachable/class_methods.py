@@ -47,11 +47,14 @@ class ClassMethods:
         while waiting:
             name = waiting.pop()
             for number, owner in enumerate(base for base in kind.__mro__ if name in vars(base)):
-                if not number or is_users_class(owner):
-                    for function in functions_behind(vars(owner)[name]):
-                        more = self._named_by(walk, kind, name, function) - seen
-                        waiting += more
-                        seen |= more
+                is_librarys = number and not is_users_class(owner)
+                for function in functions_behind(vars(owner)[name]):
+                    # What the program has put on a library's class is its own.
+                    if is_librarys and next(users_functions_of(function), None) is None:
+                        continue
+                    more = self._named_by(walk, kind, name, function) - seen
+                    waiting += more
+                    seen |= more
             self._code.method(kind, name)
 
     def look_at_named(self, walk: WalkOfCode, attributes: set[str]) -> None:
