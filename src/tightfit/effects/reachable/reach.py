@@ -80,6 +80,14 @@ _GRADIENT_HOOKS = frozenset(
 # The attributes that torch gives each module, and where a wrapper of ours stands.
 _OF_MODULES = frozenset((*vars(torch.nn.Module()), "forward"))
 _LISTS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
+_CALLED_OF_MODULES = ("__call__", "_wrapped_call_impl", "_call_impl", "__getattr__")
+_OF_TENSORS = frozenset(dir(torch.Tensor))
+# What code calls by a sign and not by its name.
+_OPERATORS = frozenset(
+    f"__{way}{name}__"
+    for way in ("", "r", "i")
+    for name in ("add", "sub", "mul", "truediv", "matmul", "pow", "mod", "floordiv", "and", "or", "xor")
+) | {"__neg__", "__getitem__", "__setitem__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"}
 _BOUND_IN_C = (types.BuiltinMethodType, types.MethodWrapperType)
 
 
@@ -222,13 +230,15 @@ class _CodeWalk(abc.ABC):
         module = function.__module__ or ""
         self.collected.found.code.function(function)
         self.collected.found.code.named(space, names)
+        self.collected.found.code.of_builtins(space, names)
         if plain:
             self.collected.hold(Names(module, (id(space), plain), lambda: space, only=plain), is_other=True)
         for name in names:
-            value = space.get(name)
+            # The program may have put a function of its own among Python's.
+            value = space[name] if name in space else vars(builtins).get(name)
             if isinstance(value, types.ModuleType):
                 self.python_module(value, attributes, of_all=named.reads_all_attributes)
-            else:
+            elif name in space or is_users_function(value):
                 self.value(f"{module}.{name}", value)
         for name in imported:
             if isinstance(module_named := sys.modules.get(name), types.ModuleType):
@@ -237,6 +247,8 @@ class _CodeWalk(abc.ABC):
             if variable != "__class__" and self.collected.is_new(cell):
                 self.collected.hold(Cell(f"{path}:{variable}", cell), is_other=True)
                 for value in contents(cell):
+                    if isinstance(value, types.ModuleType):
+                        self.python_module(value, attributes, of_all=named.reads_all_attributes)
                     self.value(f"{path}:{variable}", value)
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self.value(f"{path}()", value)
@@ -305,9 +317,12 @@ class _Walk(_CodeWalk):
                         if name in self.named_attributes or (name.isdecimal() and isinstance(module, _LISTS)):
                             self.value(f"{path}.{name}", value)
                 self._methods.look_at_named(self, self.named_attributes)
+                self._put_in_library(torch.Tensor, frozenset(self.named_attributes | _OPERATORS))
             # Most of what only may run never does: nothing is watched at each call because it is named there.
             flags = flags or (self.found.names_outside, self.found.ends_by_hand)
         self.found.names_outside, self.found.ends_by_hand = flags
+        # Of tensors, what the program puts there hides a method that is written in C.
+        self.found.code.of_class(torch.Tensor, _OF_TENSORS & (self.named_attributes | _OPERATORS))
         for holder in self.stored.holders(lambda: _names_held(self.found)):
             self.collected.hold(holder, is_other=True)
             for name, value in holder.content(is_kept=False).items():
@@ -334,12 +349,14 @@ class _Walk(_CodeWalk):
             # Our own wrappers stand there while a plan is on the model.
             elif name != "forward":
                 self.value(f"{path}.{name}", value)
+        self.found.code.instance(module)
         self.users_class(type(module), path)
 
     def hooks_of_all_modules(self) -> None:
         """The hooks that torch calls for every module of the process, and what the program has put in the place of functions that they call."""
         self._put_in_library(torch.nn.functional, None)
         self._put_in_library(torch.nn.Module, None)
+        self.found.code.of_class(torch.nn.Module, _CALLED_OF_MODULES)
         self.found.code.named(vars(torch.nn.functional), vars(torch.nn.functional).keys())
         for name in _HOOKS_OF_ALL_MODULES:
             hooks = vars(torch.nn.modules.module)[name]
@@ -422,6 +439,8 @@ class _Walk(_CodeWalk):
         elif (wrapped := wrapped_by(value)) is not None:
             if isinstance(value, functools._lru_cache_wrapper):
                 self.found.caches.append((path, value))
+            elif isinstance(value, functools.partial):
+                self.found.code.partial(value)
             for inner in wrapped:
                 self.value(path, inner)
         else:
@@ -493,6 +512,7 @@ class _Walk(_CodeWalk):
         if is_librarys:
             self._librarys_code(kind)
             return
+        self.found.code.instance(value)
         self.users_class(kind, path)
         call = vars(kind).get("__call__")
         if isinstance(call, types.FunctionType):
