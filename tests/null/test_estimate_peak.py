@@ -151,11 +151,11 @@ def test_a_fraction_is_taken_once_and_only_below_it_is_garbage_collected(way):
     threshold = AllocatorSettings(garbage_collection_threshold=0.1)
     # Without a share torch leaves what is cached, whatever the threshold.
     assert estimate_peak(tape, card, threshold).peak.reserved_bytes == 13 * GIB
-    for settings in (AllocatorSettings(), threshold):
+    for chosen in (AllocatorSettings(), threshold):
         if way == "program":
-            found = estimate_peak(dataclasses.replace(tape, memory_fraction=share), card, settings)
+            found = estimate_peak(dataclasses.replace(tape, memory_fraction=share), card, chosen)
         else:
-            found = estimate_peak(tape, card, dataclasses.replace(settings, per_process_memory_fraction=share))
+            found = estimate_peak(tape, card, dataclasses.replace(chosen, per_process_memory_fraction=share))
         assert found.fits
         assert found.peak.reserved_bytes == 8 * GIB
 
