@@ -253,6 +253,17 @@ def test_garbage_collection_goes_on_until_the_target_is_met():
     assert allocator.reserved_bytes == 70 * MIB
 
 
+def test_searches_of_a_private_pool_age_nothing():
+    allocator = allocator_with("garbage_collection_threshold:0.5", capacity_bytes=200 * MIB)
+    old, young = allocator.malloc(40 * MIB), allocator.malloc(60 * MIB)
+    allocator.free(old)
+    allocator.malloc(5 * MIB, -1)
+    allocator.free(young)
+    # Both are of one age, the average.
+    allocator.malloc(70 * MIB)
+    assert allocator.reserved_bytes == (20 + 70) * MIB
+
+
 def test_no_garbage_is_collected_without_a_limit():
     allocator = allocator_with("garbage_collection_threshold:0.01")
     allocator.free(allocator.malloc(40 * MIB))

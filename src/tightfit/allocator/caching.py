@@ -211,7 +211,8 @@ class CachingAllocator(Counters):
     def _search(self, pool: Pool, size: int) -> int:
         """The index of the best-fitting free block, past the end if there is none (get_free_block)."""
         # get_free_block counts calls while garbage collection is on; the age of a block is the number of calls since it was cached.
-        if self._collects and not pool.is_small:
+        # A private pool has a count of its own, and is not collected.
+        if self._collects and not pool.is_small and pool.stream >= 0:
             self._num_large_searches += 1
         keys, blocks = pool.keys, pool.blocks
         at = bisect_left(keys, size << ADDRESS_BITS)

@@ -160,7 +160,8 @@ def _throughput(estimate: Estimate) -> tuple[str, str] | None:
     if counts is None:
         return None
     of_peak = f"{counts.utilisation:.0%} of the peak FLOP/s (MFU)" if counts.utilisation is not None else ""
-    for count, name in ((counts.num_tokens, "tokens"), (counts.num_samples, "samples")):
+    known = ((counts.num_tokens, "tokens"), (counts.num_samples, "samples"), (counts.num_examples, "examples"))
+    for count, name in known:
         rate = estimate.per_second(count)
         if rate is not None:
             return f"{rate:,.0f} {name}/s" if rate >= _WHOLE_RATE else f"{rate:.2g} {name}/s", of_peak
