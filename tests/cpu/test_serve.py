@@ -286,7 +286,7 @@ def test_the_command_prints_json_and_its_exit_code_says_whether_it_starts(
         (["--slo-ttft", "1s"], "--slo-ttft and --slo-tpot: give --rate or --arrivals too"),
         (["--rate", "0", "--lengths", "5:5"], "--rate 0: give requests per second"),
         (["--rate", "1", "--arrivals", "a.csv", "--lengths", "5:5"], "--rate and --arrivals: give one of them"),
-        (["--arrivals", "none.csv"], "--arrivals none.csv: No such file"),
+        (["--arrivals", "none.csv"], "--arrivals: there is no file none.csv"),
         (["--rate", "1", "--lengths", "5:5", "--slo-tpot", "5 parsecs"], "'5 parsecs' is no time"),
     ):
         assert run(["serve", source, "--device", "L4", *given]) == 2

@@ -185,8 +185,13 @@ def _input_pipeline(estimate: Estimate) -> Iterator[tuple[str, str, str]]:
             )
     waits = pipeline.step_seconds - pipeline.async_seconds
     if waits >= least:
-        of = f"for {format_bytes(pipeline.copied_bytes)} of batches on their way to the GPU ({pipeline.copy_line})"
-        yield "input copies", format_seconds(waits), f"of each step the host waits {of}"
+        what = f"{format_bytes(pipeline.copied_bytes)} of batches ({pipeline.copy_line})"
+        # Most of it is seldom the copy: it begins when the GPU has done what it was given before.
+        yield (
+            "waits at copies",
+            format_seconds(waits),
+            f"of each step: before it goes on, the host waits until the GPU has done its work and copied {what}",
+        )
 
 
 def _host_memory(estimate: Estimate) -> str:
