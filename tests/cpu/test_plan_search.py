@@ -5,6 +5,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.conformance.models import workload
@@ -18,7 +19,8 @@ from tightfit.fit.searching.allowed import Allowed, Without
 from tightfit.fit.searching.bisection import Bisection
 from tightfit.fit.searching.search import Search
 from tightfit.fit.traced_runs import TracedRun, TracedRuns
-from tightfit.planner.option import Option
+from tightfit.planner.option import Change, Option
+from tightfit.planner.problem import build
 from tightfit.techniques.registry import techniques
 
 # Many processes and traces, of which each commit tries a half.
@@ -290,3 +292,26 @@ def test_a_plan_with_host_memory_is_no_slower_than_one_without(
     assert chosen(again) == ((2.0, [(0, True)]) if may_be_faster else (4.0, []))
     assert chosen(moved) == ((2.0 if near else 4.0), [*near, *([(5, False)] if is_off else [])])
     assert chosen(moved, again) == ((2.0 if near else 3.0), [*near, (5, False)])
+
+
+def test_a_plan_may_be_faster_without_tiers_where_all_but_the_context_is_allocated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def option(name: str, seconds: float, host_bytes: int = 0) -> Option:
+        change = Change(begin=0, end=1, num_bytes=-40 << 20)
+        return Option(technique=name, where=name, changes=(change,), seconds=seconds, exact=True, host_bytes=host_bytes)
+
+    options = [option("activation_offload", 1.0, host_bytes=1), option("checkpointing", 0.5)]
+    problem = build(np.array([100 << 20]), options, host_bytes=1)
+    monkeypatch.setattr(searches, "context_bytes", lambda _: 10 << 20)
+    search: Any = SimpleNamespace(budget_bytes=70 << 20)
+
+    def may_be_faster(seconds: float) -> bool:
+        variant = SimpleNamespace(problem=problem, run=SimpleNamespace(seconds=2.0))
+        best: Any = SimpleNamespace(variant=variant, solution=SimpleNamespace(seconds=seconds))
+        return searches._may_be_faster_without_tiers(search, best)
+
+    assert may_be_faster(1.0) and not may_be_faster(0.5)
+    search.budget_bytes -= 1 << 20
+    # Recomputation alone does not fit then.
+    assert not may_be_faster(1.0)

@@ -133,9 +133,12 @@ class CachingAllocator(Counters):
         else:
             self._reclaim(block)
 
-    def complete(self, block: Block) -> None:
-        """Completes the free of a `block` that waits for other streams; no effect on any other block."""
-        if block in self._waiting:
+    def complete(self, block: Block, uses: set[int] | None = None) -> None:
+        """Completes the free of a `block` that waits for other streams; no effect on any other block.
+
+        Where the cache can have been emptied since, which completes it and may hand it out again, `uses` are those it was freed with.
+        """
+        if block in self._waiting and (uses is None or uses is block.uses):
             del self._waiting[block]
             self.waiting_bytes -= block.size
             block.uses = None
