@@ -223,7 +223,7 @@ def test_a_card_file_is_told_apart_from_no_file_and_from_another_file(refused: R
     assert torn.startswith("the GPU file torn.toml cannot be read: ")
     assert "line 1" in torn
     none = refused("estimate", "model.py:workload", "--device", "none.toml", code=2)
-    assert none.startswith("the GPU file none.toml cannot be read: ")
+    assert none.startswith("the GPU file: there is no file none.toml")
 
 
 @pytest.mark.parametrize(

@@ -115,3 +115,14 @@ def test_a_place_is_a_module_that_runs(text: str) -> None:
         UsageError, match=r"checkpointing@Nett\.h\.1: the program runs no module of that name \(did you mean Net\.h\.1"
     ):
         allowed((), ["checkpointing@Nett.h.1"]).check_places("checkpointing", modules)
+
+
+def test_a_technique_without_a_place_in_the_program_is_a_note() -> None:
+    left_out = allowed((), ["optimizer_kernel@optimizer"])
+    assert left_out.check_places("optimizer_kernel", frozenset({"Net", "optimizer"})) is None
+    note = left_out.check_places("optimizer_kernel", frozenset({"Net"}), has_options=False)
+    assert note is not None and note.endswith("optimizer_kernel has no place in this program")
+    with pytest.raises(UsageError, match=r"the program runs no module of that name \(did you mean optimizer\?"):
+        allowed((), ["optimizer_kernel@optimiser"]).check_places(
+            "optimizer_kernel", frozenset({"Net"}), has_options=False
+        )

@@ -5,11 +5,13 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.conformance.models import workload
 from tests.cpu.run_arguments import run_arguments
 
+from tightfit.allocator.settings import AllocatorSettings
 from tightfit.capture.targets.target_kinds import GeneratorFunction
 from tightfit.errors import ApplyError
 from tightfit.fit.searching import search as searches
@@ -17,7 +19,8 @@ from tightfit.fit.searching.allowed import Allowed, Without
 from tightfit.fit.searching.bisection import Bisection
 from tightfit.fit.searching.search import Search
 from tightfit.fit.traced_runs import TracedRun, TracedRuns
-from tightfit.planner.option import Option
+from tightfit.planner.option import Change, Option
+from tightfit.planner.problem import build
 from tightfit.techniques.registry import techniques
 
 # Many processes and traces, of which each commit tries a half.
@@ -110,6 +113,10 @@ def test_a_budget_is_no_more_than_the_program_allows_itself(runs: FailingRuns, m
     allowed_bytes = card.capacity_bytes // 4 + card.context_bytes
     assert runs.within(card.capacity_bytes) == allowed_bytes
     assert runs.within(allowed_bytes - 1) == allowed_bytes - 1
+    # What a run needs does not depend on it, however small it is.
+    tape = dataclasses.replace(plain.tape, memory_fraction=1e-4)
+    for settings in (runs.on.settings, AllocatorSettings(per_process_memory_fraction=1e-4)):
+        assert runs._estimate(tape, settings).peak == plain.estimate.peak
 
 
 def test_a_place_that_is_refused_leaves_the_technique_its_other_places(runs: FailingRuns) -> None:
@@ -252,9 +259,9 @@ def test_parts_that_are_alike_are_combined_with_the_rest_once() -> None:
     assert names.count(["micro_batches", "optimizer_kernel"]) == 1
 
 
-@pytest.mark.parametrize("is_off", [False, True])
+@pytest.mark.parametrize(("is_off", "may_be_faster"), [(False, False), (True, False), (False, True)])
 def test_a_plan_with_host_memory_is_no_slower_than_one_without(
-    is_off: bool, runs: FailingRuns, monkeypatch: pytest.MonkeyPatch
+    is_off: bool, may_be_faster: bool, runs: FailingRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or than one that recomputes nothing; only where the prediction holds, and nothing is recomputed, neither is looked for."""
 
@@ -272,6 +279,7 @@ def test_a_plan_with_host_memory_is_no_slower_than_one_without(
 
     monkeypatch.setattr(Search, "_best", best)
     monkeypatch.setattr(searches, "is_doubtful", lambda _: is_off)
+    monkeypatch.setattr(searches, "_may_be_faster_without_tiers", lambda *_: may_be_faster)
     search = Search(runs, 10, Allowed(), host_bytes=5)
 
     def chosen(*options: SimpleNamespace) -> tuple[float, list[tuple[int, bool]]]:
@@ -279,6 +287,31 @@ def test_a_plan_with_host_memory_is_no_slower_than_one_without(
         found = searches._no_slower_with_tiers(search, candidate(4.0, *options), runs.run_with(()))
         return found.run.seconds, list(asked)
 
-    assert chosen(again) == (4.0, [])
-    assert chosen(moved) == ((2.0, [(0, True), (5, False)]) if is_off else (4.0, []))
-    assert chosen(moved, again) == ((2.0, [(0, True), (5, False)]) if is_off else (3.0, [(5, False)]))
+    near = [(0, True)] if is_off or may_be_faster else []
+    # One that moves nothing, though it could, may have missed the limit of those without.
+    assert chosen(again) == ((2.0, [(0, True)]) if may_be_faster else (4.0, []))
+    assert chosen(moved) == ((2.0 if near else 4.0), [*near, *([(5, False)] if is_off else [])])
+    assert chosen(moved, again) == ((2.0 if near else 3.0), [*near, (5, False)])
+
+
+def test_a_plan_may_be_faster_without_tiers_where_all_but_the_context_is_allocated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def option(name: str, seconds: float, host_bytes: int = 0) -> Option:
+        change = Change(begin=0, end=1, num_bytes=-40 << 20)
+        return Option(technique=name, where=name, changes=(change,), seconds=seconds, exact=True, host_bytes=host_bytes)
+
+    options = [option("activation_offload", 1.0, host_bytes=1), option("checkpointing", 0.5)]
+    problem = build(np.array([100 << 20]), options, host_bytes=1)
+    monkeypatch.setattr(searches, "context_bytes", lambda _: 10 << 20)
+    search: Any = SimpleNamespace(budget_bytes=70 << 20)
+
+    def may_be_faster(seconds: float) -> bool:
+        variant = SimpleNamespace(problem=problem, run=SimpleNamespace(seconds=2.0))
+        best: Any = SimpleNamespace(variant=variant, solution=SimpleNamespace(seconds=seconds))
+        return searches._may_be_faster_without_tiers(search, best)
+
+    assert may_be_faster(1.0) and not may_be_faster(0.5)
+    search.budget_bytes -= 1 << 20
+    # Recomputation alone does not fit then.
+    assert not may_be_faster(1.0)

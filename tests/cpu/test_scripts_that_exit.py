@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tightfit.capture.child_process.last_statement import is_behind_all
+from tightfit.capture.child_process.last_statement import is_behind_all, is_plainly_behind_all
 from tightfit.capture.targets.target_kinds import Script
 from tightfit.capture.trace import trace
 from tightfit.errors import CaptureError
@@ -69,6 +69,7 @@ def test_an_earlier_exit_is_said(end: str, tmp_path: Path) -> None:
         ("quit()\n", True),
         ("import sys\nsys.exit(1)\n", False),
         ("import sys\nif True:\n    sys.exit()\nx = 1\n", False),
+        ("import sys\nif True:\n    sys.exit()\nelse:\n    x = 1\n", False),
         ("import sys\ndef leave():\n    sys.exit()\nleave()\n", False),
     ],
 )
@@ -78,6 +79,34 @@ def test_the_last_statement_is_told_from_others(source: str, is_last: bool, tmp_
     with pytest.raises(SystemExit) as ended:
         exec(compile(source, str(path), "exec"), {"quit": _quit})
     assert is_behind_all(ended.value, str(path)) is is_last
+
+
+@pytest.mark.parametrize(
+    ("source", "is_plain"),
+    [
+        ("import sys\nsys.exit(7)\n", True),
+        ("raise SystemExit('failed')\n", True),
+        ("import sys\nif True:\n    sys.exit(7)\nelse:\n    x = 1\n", False),
+        ("import sys\ncode = 7\nsys.exit(code)\n", False),
+        ("import sys\nsys.exit(7)\nx = 1\n", False),
+    ],
+)
+def test_an_error_at_the_end_leaves_nothing_behind(source: str, is_plain: bool, tmp_path: Path) -> None:
+    path = tmp_path / "ends.py"
+    path.write_text(source)
+    with pytest.raises(SystemExit) as ended:
+        exec(compile(source, str(path), "exec"), {})
+    assert is_plainly_behind_all(ended.value, str(path)) is is_plain
+
+
+def test_a_script_that_ends_with_an_error_was_seen_to_its_end(tmp_path: Path) -> None:
+    coverage = _tape(
+        tmp_path,
+        "import sys\n"
+        + _TRAINS.replace("model(t", "for _ in range(9):\n    model(t").replace("optimizer.s", "    optimizer.s")
+        + "sys.exit(7)\n",
+    ).coverage
+    assert (coverage.stopped, coverage.not_reached) == ("", ())
 
 
 def _quit() -> None:

@@ -1,6 +1,7 @@
 """`serve`: the cache of a request and the weights are those of the real model on the host, and what an engine makes of them."""
 
 import json
+import re
 import types
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,10 @@ from typing import Any
 import pytest
 
 from tightfit.capture.inference.inference_model import input_width
+from tightfit.capture.inference.named_positions import named_positions
 from tightfit.cli.main import run
 from tightfit.errors import UsageError
-from tightfit.fit import serving
+from tightfit.fit import serving, traced_models
 from tightfit.serving.engine_rules import rules_of
 from tightfit.serving.load.arrivals import drawn_arrivals
 from tightfit.serving.load.load_summary import ServiceLevel
@@ -149,6 +151,30 @@ def test_what_the_engine_refuses_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"asked": ServeSettings(max_model_len=131072)}, "--max-model-len 131072: the model has 8,192 positions"),
+        ({"lengths": [(8000, 300)]}, "a request of 8,300 tokens is longer than the model's positions, 8,192"),
+        (
+            {"lengths": [(8000, 300)], "engine": "transformers"},
+            "a request of 8,300 tokens is longer than the model's positions, 8,192",
+        ),
+    ],
+)
+def test_lengths_beyond_the_config_are_refused_before_a_trace(
+    options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(traced_models, "trace", None)
+    with pytest.raises(UsageError, match=re.escape(message)):
+        serving.serve("llama-3-70b", "H100 SXM 80GB", **options)
+
+
+def test_positions_that_are_scaled_are_left_to_the_trace() -> None:
+    scaled = {"max_position_embeddings": 100, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    assert (named_positions(scaled), named_positions({"text_config": {"n_positions": 7}})) == (None, 7)
+
+
+@pytest.mark.parametrize(
     ("scaling", "positions"),
     [
         ({"rope_type": "default"}, 100),
@@ -260,7 +286,7 @@ def test_the_command_prints_json_and_its_exit_code_says_whether_it_starts(
         (["--slo-ttft", "1s"], "--slo-ttft and --slo-tpot: give --rate or --arrivals too"),
         (["--rate", "0", "--lengths", "5:5"], "--rate 0: give requests per second"),
         (["--rate", "1", "--arrivals", "a.csv", "--lengths", "5:5"], "--rate and --arrivals: give one of them"),
-        (["--arrivals", "none.csv"], "--arrivals none.csv: No such file"),
+        (["--arrivals", "none.csv"], "--arrivals: there is no file none.csv"),
         (["--rate", "1", "--lengths", "5:5", "--slo-tpot", "5 parsecs"], "'5 parsecs' is no time"),
     ):
         assert run(["serve", source, "--device", "L4", *given]) == 2

@@ -91,6 +91,38 @@ def test_tokens_and_samples_are_those_of_the_batch_or_not_said(
         assert told[f"{name}_per_second"] == (None if count is None else count / found.seconds_per_step)
 
 
+LOADED = """
+from torch.utils.data import DataLoader, TensorDataset
+
+data = TensorDataset(torch.randn(64, 3, 32, 32), torch.rand(64, 10))
+
+
+def loop(loader, num_micro_batches=1):
+    optimizer = torch.optim.SGD(net.parameters())
+    for turn, (inputs, targets) in enumerate(loader):
+        functional.binary_cross_entropy_with_logits(net(inputs.cuda()), targets.cuda()).backward()
+        if (turn + 1) % num_micro_batches == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "examples"),
+    [
+        ("loop(DataLoader(data, batch_size=4))", 4),
+        ("loop(DataLoader(data, batch_size=4), num_micro_batches=4)", 16),
+        # The last batch is of two, and who makes rows of the examples may pack them.
+        ("loop(DataLoader(data, batch_size=31))", None),
+        ("loop(DataLoader(data, batch_size=4, collate_fn=lambda rows: default_collate(rows[:2])))", None),
+    ],
+)
+def test_examples_are_those_that_the_loader_gave(tmp_path: Path, program: str, examples: int | None) -> None:
+    found = estimated(tmp_path, NET + LOADED + f"from torch.utils.data import default_collate\n{program}")
+    assert found.counts is not None
+    assert (found.counts.num_samples, found.counts.num_examples) == (None, examples)
+
+
 def test_what_is_computed_again_is_no_part_of_the_models_flops(tmp_path: Path) -> None:
     plain, again = (
         estimated(tmp_path, f"train(Decoder(recomputes={recomputes}).cuda(), tokens)").counts

@@ -160,6 +160,21 @@ def test_record_stream_delays_reuse_until_the_streams_have_caught_up():
     assert allocator.malloc(12 * MIB) is block
 
 
+def test_a_free_that_an_emptied_cache_completed_is_not_completed_for_the_next_owner():
+    allocator = allocator_with()
+    first = allocator.malloc(20 * MIB)
+    first.record_stream(1)
+    uses = first.uses
+    allocator.free(first)
+    allocator.synchronize()
+    second = allocator.malloc(20 * MIB)
+    second.record_stream(1)
+    allocator.free(second)
+    assert second is first
+    allocator.complete(first, uses)
+    assert allocator.waiting_bytes == 20 * MIB
+
+
 def test_use_on_the_own_stream_delays_nothing():
     allocator = allocator_with()
     block = allocator.malloc(12 * MIB, stream=3)
@@ -251,6 +266,28 @@ def test_garbage_collection_goes_on_until_the_target_is_met():
     allocator.free(young)
     allocator.malloc(70 * MIB)
     assert allocator.reserved_bytes == 70 * MIB
+
+
+def test_garbage_is_collected_in_order_of_streams():
+    allocator = allocator_with("garbage_collection_threshold:0.1", capacity_bytes=200 * MIB)
+    allocator.driver_log = []
+    blocks = [allocator.malloc(40 * MIB, stream) for stream in (2, 1)]
+    for block in blocks:
+        allocator.free(block)
+    allocator.malloc(60 * MIB)
+    freed = [address for action, address, _ in allocator.driver_log if action == "segment_free"]
+    assert freed == [block.address for block in reversed(blocks)]
+
+
+def test_searches_of_a_private_pool_age_nothing():
+    allocator = allocator_with("garbage_collection_threshold:0.5", capacity_bytes=200 * MIB)
+    old, young = allocator.malloc(40 * MIB), allocator.malloc(60 * MIB)
+    allocator.free(old)
+    allocator.malloc(5 * MIB, -1)
+    allocator.free(young)
+    # Both are of one age, the average.
+    allocator.malloc(70 * MIB)
+    assert allocator.reserved_bytes == (20 + 70) * MIB
 
 
 def test_no_garbage_is_collected_without_a_limit():

@@ -48,6 +48,10 @@ def test_an_empty_string_is_the_defaults():
         ("roundup_power2_divisions:[]", {}),
         ("roundup_power2_divisions:[64:8,256:4,>:1]", {"roundup_power2_divisions": (8,) * 7 + (0, 4) + (1,) * 7}),
         ("roundup_power2_divisions:[>:4,64:2]", {"roundup_power2_divisions": (2,) * 7 + (4,) * 9}),
+        (
+            "roundup_power2_divisions:[>:4],roundup_power2_divisions:[2:8]",
+            {"roundup_power2_divisions": (8,) * 2 + (4,) * 14},
+        ),
         ("roundup_power2_divisions:[1048576:2]", {"roundup_power2_divisions": (2,) * 16}),
         (
             "backend:native,pinned_use_background_threads:True,pinned_num_register_threads:8,throw_on_cudamalloc_oom:True",
@@ -71,6 +75,9 @@ def test_parse_reads_what_torch_reads(text, changed):
         ("max_split_size_mb:abc", "max_split_size_mb needs a whole number"),
         ("max_split_size_mb:99999999999999999999999", "max_split_size_mb needs a whole number"),
         ("max_split_size_mb", "max_split_size_mb needs a value"),
+        ("max_split_size_mb:\u00a064", "max_split_size_mb needs a whole number"),
+        ("max_split_size_mb:\uff16\uff14", "max_split_size_mb needs a whole number"),
+        ("garbage_collection_threshold:\u0660.5", "garbage_collection_threshold needs a number"),
         ("max_split_size_mb:,", "max_split_size_mb needs a value"),
         ("max_split_size_mb:[20:1]", "max_split_size_mb takes one value"),
         ("max_split_size_mb:32 expandable_segments:False", "max_split_size_mb"),

@@ -130,12 +130,19 @@ def test_no_value_of_a_wrong_kind_gets_through(values: dict[str, Any]) -> None:
             read_card(table, where="card.toml")
 
 
-@pytest.mark.parametrize(("text", "reason"), [("name = ", "cannot be read"), (None, "cannot be read")])
+@pytest.mark.parametrize(("text", "reason"), [("name = ", "cannot be read"), (None, "there is no file")])
 def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path, text: str | None, reason: str) -> None:
     path = tmp_path / "missing.toml" if text is None else written(tmp_path, text)
     with pytest.raises(UsageError, match=reason) as caught:
         find(path)
     assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there_has_those_named_that_are_spelled_alike(tmp_path: Path) -> None:
+    near = tmp_path / "my-calibration.toml"
+    near.write_text("")
+    with pytest.raises(UsageError, match=rf"there is no file .*; nearest: {re.escape(str(near))}$"):
+        Calibration.load(tmp_path / "my-calbration.toml")
 
 
 def test_a_calibration_replaces_the_context_of_its_card(tmp_path: Path) -> None:

@@ -143,6 +143,23 @@ def test_a_fraction_of_the_memory_is_what_the_allocator_may_hold(way):
     assert estimate_peak(tape, left, used_bytes=4 * GIB).capacity_bytes == found.capacity_bytes
 
 
+@pytest.mark.parametrize("way", ["program", "settings"])
+def test_a_fraction_is_taken_once_and_only_below_it_is_garbage_collected(way):
+    card, share = find("RTX 4090"), 0.5
+    # Together beyond the half of the card, each below it and the second beyond the half of the half.
+    tape = tape_of([5 * GIB, 8 * GIB], [0, ~0, 1])
+    threshold = AllocatorSettings(garbage_collection_threshold=0.1)
+    # Without a share torch leaves what is cached, whatever the threshold.
+    assert estimate_peak(tape, card, threshold).peak.reserved_bytes == 13 * GIB
+    for chosen in (AllocatorSettings(), threshold):
+        if way == "program":
+            found = estimate_peak(dataclasses.replace(tape, memory_fraction=share), card, chosen)
+        else:
+            found = estimate_peak(tape, card, dataclasses.replace(chosen, per_process_memory_fraction=share))
+        assert found.fits
+        assert found.peak.reserved_bytes == 8 * GIB
+
+
 def test_the_band_has_a_cause_for_every_byte():
     tape = tape_of(
         [64 * MIB, 64 * MIB],

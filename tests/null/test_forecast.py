@@ -138,6 +138,13 @@ def test_a_leak_is_seen_before_the_quantile_is() -> None:
     assert found.upper_bytes >= values[-1] + 10 * GIB / 50 - 1
 
 
+@pytest.mark.parametrize("count", [10, 30, 100])
+@pytest.mark.parametrize("horizon", [1, 10])
+def test_the_median_of_a_series_that_only_rises_is_not_below_its_end(count: int, horizon: int) -> None:
+    found = forecast_series(series_of(20 * GIB + np.arange(count) * GIB / 50), horizon=horizon, quantile=0.975)
+    assert found.median_bytes >= found.now_bytes
+
+
 def test_the_pinball_loss_is_least_at_the_quantile() -> None:
     outcomes = np.arange(1.0, 101.0)
     losses = [pinball_loss(np.full(100, bound), outcomes, 0.9).mean() for bound in range(80, 101)]

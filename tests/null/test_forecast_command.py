@@ -68,7 +68,7 @@ def test_series_come_from_standard_input(monkeypatch: pytest.MonkeyPatch, capsys
         (["FILE", "--horizon", "-1"], "--horizon"),
         (["FILE", "--horizon", "soon"], "write a number of samples"),
         (["FILE", "--horizon", "10000000d"], "samples of the series"),
-        (["FILE.nowhere"], "cannot read"),
+        (["FILE.nowhere"], "there is no file"),
         ([], "file"),
     ],
 )

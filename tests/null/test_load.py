@@ -62,7 +62,7 @@ def test_times_can_be_seconds_and_have_zones(tmp_path):
 def test_a_trace_that_is_none_is_one_clear_line(tmp_path, text, said):
     with pytest.raises(UsageError, match=said):
         read_arrivals(table(tmp_path, text))
-    with pytest.raises(UsageError, match="No such file"):
+    with pytest.raises(UsageError, match="there is no file"):
         read_arrivals(tmp_path / "none.csv")
 
 

@@ -126,14 +126,25 @@ def test_a_recording_is_read_from_every_protocol(tmp_path, protocol):
 
 def test_settings_are_the_figures_in_force(tmp_path):
     settings = read_recording(write(tmp_path, SMALL_RECORDING)).settings
-    # The text has a key that this version does not know, so only the figures count.
+    # The text has a key that this version does not know; the other one was in force.
     assert settings == AllocatorSettings(
         max_split_size_bytes=64 * MIB,
+        max_non_split_rounding_bytes=40 * MIB,
         garbage_collection_threshold=0.5,
         roundup_power2_divisions=(4,) + (0,) * 15,
     )
     known = SMALL_RECORDING | {"allocator_settings": {"PYTORCH_CUDA_ALLOC_CONF": "large_segment_size_mb:32"}}
     assert read_recording(write(tmp_path, known)).settings.large_segment_size_bytes == 32 * MIB
+    # Neither a key of a newer torch nor a pair that is refused for plans hides the others.
+    text = "later_key:[a:1,b:2],expandable_segments:True,max_split_size_mb:64,large_segment_size_mb:32,roundup_power2_divisions:[1:2,>:4]"
+    known = SMALL_RECORDING | {"allocator_settings": {"PYTORCH_CUDA_ALLOC_CONF": text, "max_split_size": 64 * MIB}}
+    assert read_recording(write(tmp_path, known)).settings == AllocatorSettings(
+        expandable_segments=True,
+        max_split_size_bytes=64 * MIB,
+        large_segment_size_bytes=32 * MIB,
+        max_non_split_rounding_bytes=32 * MIB,
+        roundup_power2_divisions=(2,) + (4,) * 15,
+    )
     assert read_recording(write(tmp_path, SMALL_RECORDING | {"allocator_settings": {}})).settings == AllocatorSettings()
 
 

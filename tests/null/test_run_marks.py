@@ -119,6 +119,20 @@ def test_a_block_that_stays_for_whole_steps_is_a_workspace_where_it_has_its_size
     assert 1 not in found
 
 
+def test_what_each_forward_pass_leaves_is_an_activation_that_is_kept() -> None:
+    # Of each of five steps one of its size; and one that the second step alone has left.
+    trace = [alloc(1, 4000), alloc(2, 4000), alloc(3, 700), alloc(4, 4000), alloc(5, 4000), alloc(6, 4000)]
+    ends = (1, 3, 4, 5, 6)
+    notes = [each for begin, end in zip((0, *ends), ends, strict=False) for each in forward_and_backward(begin, end)]
+    events, categories, _, _ = classify(trace, [], notes, ends)
+    found = {event: CATEGORIES[category] for event, category in zip(events, categories, strict=True)}
+    assert found == dict.fromkeys((0, 1, 3, 4, 5), "activations")
+
+
+def forward_and_backward(begin: int, end: int) -> list[PlacedNote]:
+    return [note("phase", FORWARD, begin), note("phase", BACKWARD, end), note("phase", OTHER, end)]
+
+
 def snapshot(trace: list[dict[str, Any]]) -> dict[str, Any]:
     blocks = [{"size": 512, "state": "active_allocated", "requested_size": 512, "frames": []}]
     segment = {"device": 1, "address": 4096, "total_size": 512, "blocks": blocks}

@@ -96,7 +96,7 @@ def test_lengths_are_a_pair_or_a_table(tmp_path: Path) -> None:
         ("2000", None, "write tokens of prompt and answer as 2000:300"),
         ("a:b", None, "a, b are no numbers of tokens"),
         ("0:5", None, "a prompt has at least one token"),
-        ("none.csv", None, "No such file"),
+        ("none.csv", None, "there is no file"),
         ("x.csv", "a,b\n1,2\n", "no header with a column for prompts"),
         ("x.csv", "prompt,answer\n", "rows below it"),
         ("x.csv", "prompt,answer\n5,6\n7\n", "line 3: 7,  are no numbers"),

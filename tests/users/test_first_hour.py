@@ -141,8 +141,8 @@ MISTAKES = {
     "an output in no folder": (["report", *UNET, "-o", "no/x.html"], 2, "--output no/x.html: there is no folder no"),
     "a plan that there is not": (
         ["run", "unet.py", "--plan", "x.json"],
-        3,
-        "the plan x.json cannot be read: No such file",
+        2,
+        "there is no file x.json",
     ),
     "a script for a recording": (["replay", "unet.py"], 3, "unet.py is not a memory recording that can be read: "),
     "a line that there is not": (["estimate", *UNET, "--until", "900"], 2, "--until 900: "),

@@ -230,7 +230,7 @@ class TestFiles:
         assert str(file) in str(error.value)
 
     def test_a_file_that_is_not_there(self, tmp_path: Path) -> None:
-        with pytest.raises(UsageError, match="No such file"):
+        with pytest.raises(UsageError, match="there is no file"):
             read_alerts(tmp_path / "none.toml")
 
     def test_without_a_file_there_are_rules_too(self) -> None:

@@ -133,9 +133,12 @@ class CachingAllocator(Counters):
         else:
             self._reclaim(block)
 
-    def complete(self, block: Block) -> None:
-        """Completes the free of a `block` that waits for other streams; no effect on any other block."""
-        if block in self._waiting:
+    def complete(self, block: Block, uses: set[int] | None = None) -> None:
+        """Completes the free of a `block` that waits for other streams; no effect on any other block.
+
+        Where the cache can have been emptied since, which completes it and may hand it out again, `uses` are those it was freed with.
+        """
+        if block in self._waiting and (uses is None or uses is block.uses):
             del self._waiting[block]
             self.waiting_bytes -= block.size
             block.uses = None
@@ -211,7 +214,8 @@ class CachingAllocator(Counters):
     def _search(self, pool: Pool, size: int) -> int:
         """The index of the best-fitting free block, past the end if there is none (get_free_block)."""
         # get_free_block counts calls while garbage collection is on; the age of a block is the number of calls since it was cached.
-        if self._collects and not pool.is_small:
+        # A private pool has a count of its own, and is not collected.
+        if self._collects and not pool.is_small and pool.stream >= 0:
             self._num_large_searches += 1
         keys, blocks = pool.keys, pool.blocks
         at = bisect_left(keys, size << ADDRESS_BITS)

@@ -74,10 +74,11 @@ class DriverMemory:
         assert self._capacity_bytes is not None, "only a bounded allocator collects"
         limit_bytes = int(self._settings.garbage_collection_threshold * self._capacity_bytes)
         target_bytes = self._counters.reserved_bytes - limit_bytes
-        # Private pools (negative streams) have block sets of their own, which garbage_collect_cached_blocks does not visit.
+        # Private pools (negative streams) have block sets of their own, which garbage_collect_cached_blocks does not visit. In order of
+        # streams, as torch's set of free blocks is.
         whole = [
             block
-            for stream, pool in large.items()
+            for stream, pool in sorted(large.items())
             for block in pool.free_blocks()
             if stream >= 0 and block.prev is None and block.next is None
         ]

@@ -26,9 +26,9 @@ _MAX_MIB = (1 << 64) // MIB - 1
 _MIN_LARGE_ALLOC_MIB = 10
 _MAX_REGISTER_THREADS = 128
 _SPECIAL = frozenset(",:[]")
-_WHOLE = re.compile(r"[+-]?\d+")
+_WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
 # std::stod, like std::stoull below, reads a prefix and ignores what follows: "0.8x" is 0.8.
-_DECIMAL = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
+_DECIMAL = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?", re.ASCII)
 
 _SWITCHES = frozenset(
     {
@@ -82,7 +82,8 @@ class AllocatorSettings:
         Raises:
             UsageError: a key that torch does not know, a value out of its range, a malformed string, or a pair that is known to be harmful.
         """
-        values = dict(_pairs(_tokens(text)))
+        pairs = list(_pairs(_tokens(text)))
+        values = dict(pairs)
         _check_ignored(values)
         large_mib = _mebibytes(values, "large_segment_size_mb", 20, _MIN_LARGE_ALLOC_MIB + 1)
         # torch refuses either below the large segment size: the shared 20 MiB segments would be oversize themselves.
@@ -98,7 +99,7 @@ class AllocatorSettings:
             max_split_size_bytes=split_mib * MIB or None,
             max_non_split_rounding_bytes=rounding_mib * MIB,
             garbage_collection_threshold=_collection_threshold(values),
-            roundup_power2_divisions=_divisions(values.get("roundup_power2_divisions")),
+            roundup_power2_divisions=_divisions([value for key, value in pairs if key == "roundup_power2_divisions"]),
             expandable_segments=expandable,
             large_segment_size_bytes=large_mib * MIB,
             per_process_memory_fraction=_memory_fraction(values),
@@ -125,8 +126,8 @@ _Value = str | tuple[tuple[str, str], ...]
 
 
 def _tokens(text: str) -> list[str]:
-    """`text` without white space, split at `,:[]`, each of which is a token of its own."""
-    return re.findall(r"[,:\[\]]|[^,:\[\]]+", re.sub(r"\s", "", text))
+    """`text` without white space, split at `,:[]`, each of which is a token of its own. A space that is not ASCII belongs to a token, as in torch."""
+    return re.findall(r"[,:\[\]]|[^,:\[\]]+", re.sub(r"\s", "", text, flags=re.ASCII))
 
 
 def _pairs(tokens: list[str]) -> Iterator[tuple[str, _Value]]:
@@ -255,17 +256,23 @@ def _check_ignored(values: dict[str, _Value]) -> None:
         raise UsageError("pinned_reserve_segment_size_mb must be greater than 0")
 
 
-def _divisions(value: _Value | None) -> tuple[int, ...]:
-    """The divisions of each interval. The items of a list count in MiB; the first one also covers what lies below it, `>` all above the last."""
+def _divisions(values: list[_Value]) -> tuple[int, ...]:
+    """The divisions of each interval. Where the key is there twice, torch writes the second value over the first and leaves what it does not name."""
+    divisions = (0,) * NUM_INTERVALS
+    for value in values:
+        divisions = _divided(divisions, value)
+    return divisions
+
+
+def _divided(before: tuple[int, ...], value: _Value) -> tuple[int, ...]:
+    """`before` with one value. The items of a list count in MiB; the first one also covers what lies below it, `>` all above the last."""
     key = "roundup_power2_divisions"
-    if value is None:
-        return (0,) * NUM_INTERVALS
     if isinstance(value, str):
         count = _whole(key, value)
         if count.bit_count() != 1:
             raise UsageError(f"{key} must be a power of two, and is {count}")
         return (count,) * NUM_INTERVALS
-    divisions = [0] * NUM_INTERVALS
+    divisions = list(before)
     last, first = 0, True
     for bound, text in value:
         count = _whole(key, text)
@@ -281,7 +288,7 @@ def _divisions(value: _Value | None) -> tuple[int, ...]:
         if first:
             divisions[:index] = [count] * index
             first = False
-        # torch writes each interval by itself; intervals between two listed ones keep 0, only the ends are filled.
+        # torch writes each interval by itself; intervals between two listed ones stay as they were, only the ends are filled.
         divisions[index] = count
         last = index
     return tuple(divisions)

@@ -32,6 +32,7 @@ from tightfit.devices.calibration import Calibration
 from tightfit.devices.catalogue import find
 from tightfit.devices.nodes import node_of, nodes_for
 from tightfit.errors import UsageError
+from tightfit.errors.missing_files import no_file
 from tightfit.output_files import check_outputs
 from tightfit.reports.redacted import redacted
 
@@ -216,7 +217,7 @@ def _saved_tape(path: str) -> "Tape":
     from tightfit.tape.load import read_tape
 
     if not Path(path).is_file():
-        raise UsageError(f"there is no file {path}")
+        raise UsageError(no_file(path))
     return read_tape(path)
 
 

@@ -43,7 +43,7 @@ def replay(
     """
     # Here and not above: numpy is not loaded for --help.
     from tightfit.allocator.settings import AllocatorSettings
-    from tightfit.capture.targets.target_files import no_file
+    from tightfit.errors.missing_files import no_file
     from tightfit.recordings.read import read_recording
     from tightfit.recordings.replayed import devices_of, limit_of, together
     from tightfit.recordings.replayed import replay as replay_device

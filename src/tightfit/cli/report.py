@@ -17,6 +17,7 @@ from tightfit.cli.arguments.options import AS_USUAL, SEVERAL, TraceOptions
 from tightfit.cli.shared.progress import ProgressLine
 from tightfit.cli.shared.recorded_devices import recorded_index, shown_device
 from tightfit.errors import UsageError
+from tightfit.errors.missing_files import no_file
 from tightfit.output_files import check_outputs, write_text
 from tightfit.reports.redacted import redacted, redacted_text
 from tightfit.units import format_bytes
@@ -163,7 +164,7 @@ def _tape(
             raise UsageError(f"{target} is a finished run: it takes no arguments or -p")
         tracing.refuse_for(target)
         if not Path(target).is_file():
-            raise UsageError(f"there is no file {target}")
+            raise UsageError(no_file(target))
         return read_tape(target)
     refuse_other_files(target)
     cards = list(device) or [name_of(card) for card in seen_cards()[:1]]

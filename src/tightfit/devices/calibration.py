@@ -30,6 +30,7 @@ from tightfit.devices.calibration_rules import (
 )
 from tightfit.devices.device import DTYPES, Context, Device
 from tightfit.errors import UsageError
+from tightfit.errors.missing_files import no_file
 
 __all__ = ["FIXED_COSTS", "LIBRARIES", "OPERATOR_CLASSES", "SCHEMA", "Calibration", "Measured", "OperatorClass"]
 
@@ -85,6 +86,8 @@ class Calibration:
         """
         try:
             content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise UsageError(f"the calibration: {no_file(os.fspath(path))}") from None
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise UsageError(f"the calibration {os.fspath(path)} cannot be read: {error}") from error
         return cls.from_content(content, where=os.fspath(path))

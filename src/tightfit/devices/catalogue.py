@@ -19,6 +19,7 @@ from pathlib import Path
 from tightfit.devices.card import read_card
 from tightfit.devices.device import Device
 from tightfit.errors import UnknownDevice, UsageError
+from tightfit.errors.missing_files import no_file
 from tightfit.units import GIB
 
 _FOLDER = Path(__file__).with_name("catalogue")
@@ -99,6 +100,8 @@ def _size_of(device: Device) -> str:
 def _read_file(path: Path) -> Device:
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"the GPU file: {no_file(str(path))}") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"the GPU file {path} cannot be read: {error}") from error
     return read_card(content, where=str(path))

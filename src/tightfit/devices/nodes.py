@@ -15,6 +15,7 @@ from tightfit.devices.catalogue import words
 from tightfit.devices.device import Device
 from tightfit.devices.node import GPU_LINK_KINDS, NETWORK_KINDS, GpuLinkKind, NetworkKind, Node
 from tightfit.errors import UsageError
+from tightfit.errors.missing_files import no_file
 
 _FOLDER = Path(__file__).with_name("node_types")
 _FILES = ("nvidia_systems.toml", "clouds.toml", "boards.toml")
@@ -113,6 +114,8 @@ def _node(table: Mapping[str, Any], card: Device) -> Node:
 def _read(path: Path) -> Mapping[str, Any]:
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"the node file: {no_file(str(path))}") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"the node file {path} cannot be read: {error}") from error
     return _checked(content, where=str(path))

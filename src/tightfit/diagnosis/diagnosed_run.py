@@ -21,6 +21,7 @@ from tightfit.runtime.leaks.found_leaks import LeakHolder
 from tightfit.simulate.communicators import beside, communicators_of
 from tightfit.simulate.history import History
 from tightfit.simulate.input_pipeline import InputPipeline, input_pipeline
+from tightfit.simulate.peak import as_usable
 from tightfit.simulate.step_work import priced
 from tightfit.simulate.timeline_bytes import Watch, timeline_on
 from tightfit.simulate.workspaces import with_workspaces_of
@@ -113,7 +114,9 @@ def subject_of_tape(
         card = beside(card, communicators_of(tape, card))
         tried = []
         for text in _SETTINGS:
-            peak_bytes = int(timeline_on(card, prepared, AllocatorSettings.parse(text)).reserved.max(initial=0))
+            settings = AllocatorSettings.parse(text)
+            usable = as_usable(card, prepared, settings, None)
+            peak_bytes = int(timeline_on(usable, prepared, settings).reserved.max(initial=0))
             saves_bytes = int(history.reserved.max(initial=0)) - peak_bytes
             tried.append((saves_bytes, text, peak_bytes))
         advised = _advised({text: saves_bytes for saves_bytes, text, _ in tried}, int(history.reserved.max(initial=0)))

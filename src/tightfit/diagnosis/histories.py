@@ -24,6 +24,7 @@ from tightfit.recordings.read import Action, DeviceRecording, Recording
 from tightfit.recordings.replayed import replay
 from tightfit.simulate.communicators import beside, communicators_of
 from tightfit.simulate.history import UNKNOWN, Blocks, History, HistorySpan
+from tightfit.simulate.peak import as_usable
 from tightfit.simulate.timeline_bytes import Watch, timeline_on
 from tightfit.simulate.workspaces import with_workspaces_of
 from tightfit.tape import Assumption, Column, EventKind, SpanKind, Tape
@@ -65,7 +66,8 @@ def history_of_tape(
             watch(event, allocator, blocks)
 
     communicators = communicators_of(tape, device)
-    timeline = timeline_on(beside(device, communicators), tape, settings, watch=look)
+    usable = as_usable(device, tape, settings, None)
+    timeline = timeline_on(beside(usable, communicators), tape, settings, watch=look)
     stack, stacks = _stacks(tape)
     module, modules = _modules(tape)
     held = _in_order_of_birth(tape, timeline.block_bytes)

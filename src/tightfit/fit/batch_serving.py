@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from tightfit.devices.catalogue import find
 from tightfit.errors import UsageError
 from tightfit.fit.planning_progress import OnProgress
-from tightfit.fit.traced_models import served_name, traced_model
+from tightfit.fit.traced_models import positions_in_config, served_name, traced_model
 from tightfit.serving.batches.batch_rules import CACHES, BatchRules
 from tightfit.serving.batches.batch_server import BatchServer
 from tightfit.serving.engine_rules import rules_of
@@ -53,6 +53,10 @@ def serve_batch(
         raise UsageError(
             f"--cache offloaded: {card.name} has the host's memory, where a cache takes the same bytes; leave it out"
         )
+    is_asked = bool(lengths) or asked.max_model_len is not None
+    if is_asked:
+        # Before it is traced, where the config says it.
+        _refuse_longer(prompt + answer, positions_in_config(model))
     sizes = [rules.micro_batch] if is_llama_cpp else [prompt, 4 * prompt]
     traced = traced_model(
         model,
@@ -69,10 +73,9 @@ def serve_batch(
     if is_llama_cpp and traced.facts.is_encoder_decoder:
         raise UsageError(f"--engine llama.cpp: its server takes no encoder-decoder, as a {traced.facts.model_type} is")
     positions = traced.facts.max_positions
-    if positions is not None and not lengths and asked.max_model_len is None:
+    if positions is not None and not is_asked:
         prompt, answer = default_lengths(positions)
-    if positions is not None and prompt + answer > positions:
-        raise UsageError(f"a request of {prompt + answer:,} tokens is longer than the model's positions, {positions:,}")
+    _refuse_longer(prompt + answer, positions)
     of_checkpoint = named or (None if is_llama_cpp else checkpoint_format(traced.facts.quantization))
     server = BatchServer(
         model=traced,
@@ -93,6 +96,11 @@ def serve_batch(
     if not is_llama_cpp or not found.fits:
         return found
     return dataclasses.replace(found, launch={engine: llama_cpp_launch(found, served_name(model))})
+
+
+def _refuse_longer(num_tokens: int, positions: int | None) -> None:
+    if positions is not None and num_tokens > positions:
+        raise UsageError(f"a request of {num_tokens:,} tokens is longer than the model's positions, {positions:,}")
 
 
 def _checked(asked: ServeSettings, rules: BatchRules) -> str:

@@ -127,7 +127,9 @@ class Planner:
         """The fastest plan within so many bytes, or the one that holds least."""
         limit_bytes, on = self.runs.within(budget_bytes), self.runs.on
         search = Search(self.runs, limit_bytes, self.allowed, host_bytes=self.host_bytes, disk_bytes=self.disk_bytes)
-        return with_note(_proven(search, self.runs, self.runs.card, prove=self.prove), on.empty, on.used_bytes)
+        plan = _proven(search, self.runs, self.runs.card, prove=self.prove)
+        plan = dataclasses.replace(plan, assumptions=(*plan.assumptions, *search.offers.notes))
+        return with_note(plan, on.empty, on.used_bytes)
 
 
 def planner(

@@ -9,7 +9,7 @@ from tightfit.errors import UsageError
 from tightfit.errors.faults import answering
 from tightfit.fit.batch_serving import serve_batch
 from tightfit.fit.planning_progress import OnProgress
-from tightfit.fit.traced_models import served_name, traced_model
+from tightfit.fit.traced_models import positions_in_config, served_name, traced_model
 from tightfit.serving.batches.batch_rules import BATCH_ENGINES
 from tightfit.serving.engine_rules import EngineRules, rules_of
 from tightfit.serving.launch.launch_arguments import all_launches, launch_of
@@ -66,6 +66,9 @@ def serve(
     # Names that are not known are told before anything is traced.
     rules, card, _ = rules_of(engine, engine_version), find(device), format_named(asked.quantization)
     _refuse_of_such_cards(asked, card, engine, load)
+    arrivals = None if load is None else load.arrivals
+    named = asked.max_model_len or positions_in_config(model)
+    served_lengths(lengths, arrivals, named, limit_words(asked.max_model_len))
     tokens = asked.max_num_batched_tokens
     traced = traced_model(
         model,
@@ -82,7 +85,6 @@ def serve(
         return _with_draft(traced, device, rules, asked, dtype=dtype, lengths=lengths, on_progress=on_progress)
     server = server_of(traced, device, rules, asked)
     limit = server.settings.max_model_len
-    arrivals = None if load is None else load.arrivals
     lengths = served_lengths(lengths, arrivals, limit, limit_words(asked.max_model_len))
     found = server.estimate(lengths, load)
     if found.fits and draws:

@@ -1,10 +1,11 @@
 """A Hugging Face config, traced as engines run it."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tightfit.capture.inference.named_positions import named_positions, refuse_beyond
 from tightfit.capture.targets.huggingface.known_names import name_of, presets, read_config, refuse_unknown
 from tightfit.capture.targets.huggingface.target import dtype_name, is_huggingface_source
 from tightfit.capture.targets.target_kinds import GeneratorFunction
@@ -68,12 +69,24 @@ def refuse_uneven_heads(model: str, num_gpus: int) -> None:
     Raises:
         UsageError: they do not.
     """
-    path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
-    fields = read_config(path) if path.is_file() else presets().get(name_of(model), {}).get("config", {})
+    fields = _config_fields(model)
     text = fields.get("text_config") or fields
     heads = next((text[name] for name in _HEADS if isinstance(text.get(name), int)), None)
     if heads is not None and heads % num_gpus:
         raise UsageError(f"--gpus {num_gpus}: the model has {heads} attention heads, which {num_gpus} does not divide")
+
+
+def positions_in_config(model: str) -> int | None:
+    """The positions that the config of `model` names, before anything is traced; None where that is not plain."""
+    return named_positions(_config_fields(model)) if is_huggingface_source(model) else None
+
+
+def _config_fields(model: str) -> Mapping[str, Any]:
+    path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
+    found: Mapping[str, Any] = (
+        read_config(path) if path.is_file() else presets().get(name_of(model), {}).get("config", {})
+    )
+    return found
 
 
 def traced_model(
@@ -101,6 +114,7 @@ def traced_model(
     dtype = None if dtype is None else dtype_name(dtype)
     if dtype not in _DTYPES:
         raise UsageError(f"--dtype {dtype}: one of bfloat16, float16, float32")
+    refuse_beyond(asked.max_model_len, positions_in_config(model))
     if len(degrees) == 1:
         refuse_uneven_heads(model, degrees[0])
     parameters: dict[str, Any] = {

@@ -207,7 +207,10 @@ class TracedRuns:
         return self._replayed[key]
 
     def _estimate(self, tape: Tape, settings: AllocatorSettings) -> Estimate:
+        # What the program allows itself is part of the budget (`within`); here a small share of the card would make it anything but roomy.
         roomy = dataclasses.replace(self.card, capacity_bytes=_ROOMY * self.card.capacity_bytes)
+        tape = dataclasses.replace(tape, memory_fraction=1.0)
+        settings = dataclasses.replace(settings, per_process_memory_fraction=1.0)
         return estimate_peak(tape, roomy, settings, self.on.calibration)
 
 

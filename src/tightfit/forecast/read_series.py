@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from tightfit.errors import UsageError
+from tightfit.errors.missing_files import no_file
 from tightfit.forecast.series import Floats, Series
 from tightfit.units import parse_bytes
 
@@ -128,6 +129,8 @@ def read_series(path: str) -> SeriesFile:
 def _text(path: str, label: str) -> str:
     try:
         content = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+    except FileNotFoundError:
+        raise UsageError(no_file(label)) from None
     except OSError as error:
         raise UsageError(f"cannot read {label}: {error.strerror}") from None
     try:

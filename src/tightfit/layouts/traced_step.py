@@ -19,6 +19,7 @@ from tightfit.layouts.rank_bytes import is_of_tokens, rank_bytes
 from tightfit.layouts.seconds.part_seconds import PricedParts
 from tightfit.layouts.seconds.rank_seconds import StepClock
 from tightfit.layouts.stages import stages_of
+from tightfit.simulate.peak import as_usable
 from tightfit.simulate.step_work import priced
 from tightfit.simulate.timeline import seconds_of_steps
 from tightfit.simulate.timeline_bytes import timeline_on
@@ -41,7 +42,8 @@ def with_traced_step(
     """`model`, whose layout of one card takes the seconds and the bytes of `tape`, the whole trace that its parts were read from."""
     model = _with_seconds(model, tape, device, calibration)
     tape = with_workspaces_of(device, tape, calibration)
-    timeline = timeline_on(device, tape, settings or AllocatorSettings())
+    settings = settings or AllocatorSettings()
+    timeline = timeline_on(as_usable(device, tape, settings, None), tape, settings)
     model = dataclasses.replace(model, workspace_bytes=_workspace_bytes(tape))
     traced = int(timeline.reserved.max(initial=0)) + device.context_bytes
     layout = layout_of_trace(model)

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from tightfit.errors import UsageError
+from tightfit.errors.missing_files import no_file
 from tightfit.output_files import write_text
 
 _COLUMNS = ("id", "lower", "upper", "size")
@@ -120,6 +121,8 @@ def read_problem(path: Path | str, *, capacity: int | None = None, alignment: in
             reader = csv.DictReader(file)
             _check_columns(path, reader.fieldnames or ())
             buffers = tuple(_buffer(path, reader.line_num, row) for row in reader)
+    except FileNotFoundError:
+        raise UsageError(no_file(str(path))) from None
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError:

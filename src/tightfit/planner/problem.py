@@ -55,6 +55,10 @@ class Problem:
             ("disk", self.disk_bytes, [option.disk_bytes for option in self.options]),
         ]
 
+    def moved_bytes(self, chosen: Iterable[int]) -> int:
+        """What the options `chosen` move to other tiers."""
+        return sum(self.options[index].host_bytes + self.options[index].disk_bytes for index in chosen)
+
     def timeline(self, chosen: Iterable[int]) -> Bytes:
         """Allocated bytes at each time step with the options `chosen`."""
         return self.base_bytes + self.changes[list(chosen)].sum(axis=0, dtype=np.int64)

@@ -1,7 +1,7 @@
 """Solves a problem exactly: a mixed-integer linear program with a binary variable per option and a row per time step, solved by HiGHS.
 
-Two programs, one after the other: the least seconds within the budget, then, of all choices that take no longer, the one with the lowest peak.
-So the result does not depend on how the solver breaks ties, and a smaller budget never yields a larger peak. If nothing fits, the lowest peak is
+Programs, one after the other: the least seconds within the budget; of all choices that take no longer, the least bytes moved to another tier, where
+any are; of those the one with the lowest peak. So the result does not depend on how the solver breaks ties, and a smaller budget never yields a larger peak. If nothing fits, the lowest peak is
 minimised alone. The accelerations can be switched off one by one (`Tricks`).
 
 HiGHS: Huangfu and Hall, "Parallelizing the dual revised simplex method" (2018); it is imported here alone.
@@ -68,7 +68,7 @@ def solve(
 ) -> Solution:
     """The fastest choice of options whose peak is at most `budget_bytes`, or the one with the lowest peak if there is none.
 
-    Of choices that are equally fast it is the one with the lowest peak, or, without `breaks_ties`, any. After work of about `work_seconds`, which no
+    Of choices that are equally fast it is the one that moves least to other tiers, then the one with the lowest peak, or, without `breaks_ties`, any. After work of about `work_seconds`, which no
     clock counts, the best choice so far is returned, with `is_proven` False and the bound reached.
 
     Raises:
@@ -106,10 +106,30 @@ def _solved(problem: Problem, budget_bytes: int, work_seconds: float, tricks: Tr
         )
     if not breaks_ties:
         return _solution(problem, found.chosen, budget_bytes, bound_seconds=found.bound, is_proven=found.is_proven)
-    smallest = _Program(problem, [*rows, *_rows_as_fast(problem, found.chosen)], tricks)
-    tidy = smallest.run(work.part(_SECONDS_TO_TIDY), max_mib=budget_bytes / _MIB)
-    chosen = found.chosen if tidy is None else min((tidy.chosen, found.chosen), key=lambda c: _rank(problem, c))
+    chosen = _of_the_fastest(problem, found.chosen, budget_bytes, rows, tricks, work)
     return _solution(problem, chosen, budget_bytes, bound_seconds=found.bound, is_proven=found.is_proven)
+
+
+def _of_the_fastest(
+    problem: Problem,
+    chosen: tuple[int, ...],
+    budget_bytes: int,
+    rows: Sequence[Row],
+    tricks: Tricks,
+    work: SolverWork,
+) -> tuple[int, ...]:
+    """Of the choices that take no longer than `chosen`, which fits, the one that moves least to other tiers, and of those the one with the lowest peak."""
+    rows, max_mib = [*rows, *_rows_as_fast(problem, chosen)], budget_bytes / _MIB
+    if problem.moved_bytes(chosen):
+        # What is moved for no gain is one more thing that can go wrong.
+        side = _moved_side(problem)
+        moving = _Program(problem, rows, tricks, sides=[side])
+        tidy = moving.run(work.part(_SECONDS_TO_TIDY), max_mib=max_mib, is_for_time=True)
+        chosen = _better(problem, tidy, chosen, budget_bytes)
+        rows.append(Row(-FREE, problem.moved_bytes(chosen) / _MIB + _TOLERANCE_MIB, side.weights))
+    smallest = _Program(problem, rows, tricks)
+    tidy = smallest.run(work.part(_SECONDS_TO_TIDY), max_mib=max_mib)
+    return _better(problem, tidy, chosen, budget_bytes)
 
 
 def least(problem: Problem, *, work_seconds: float = 10.0) -> Solution:
@@ -144,11 +164,20 @@ class _Found:
 class _Program:
     """Rows and columns for HiGHS: the peak in MiB is a column that is minimised, or the milliseconds of a step, where either side can be the slower one."""
 
-    def __init__(self, problem: Problem, rows: Sequence[Row], tricks: Tricks, *, seen: _Found | None = None) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        rows: Sequence[Row],
+        tricks: Tricks,
+        *,
+        seen: _Found | None = None,
+        sides: "Sequence[_Side] | None" = None,
+    ) -> None:
+        """`sides`: what is minimised instead of the seconds."""
         self.problem = problem
         self._seen = seen
         self.rows = list(rows)
-        self._sides = _slower_sides(problem)
+        self._sides = sides or _slower_sides(problem)
         # The highest time steps of the plain run are the most likely to bind.
         order = np.argsort(-problem.base_bytes, kind="stable")
         self._adds_rows = tricks.add_rows_when_broken
@@ -384,8 +413,21 @@ def _rows_as_fast(problem: Problem, chosen: Sequence[int]) -> list[Row]:
     return [Row(-FREE, side.spare + added, side.weights) for side in _slower_sides(problem)]
 
 
-def _rank(problem: Problem, chosen: Sequence[int]) -> tuple[int, int]:
-    return problem.peak_bytes(chosen), len(chosen)
+def _moved_side(problem: Problem) -> _Side:
+    """The MiB that each option moves to other tiers, in the place of what it adds to a step."""
+    moved = ((i, o.host_bytes + o.disk_bytes) for i, o in enumerate(problem.options))
+    return _Side(spare=0.0, weights={i: num_bytes / _MIB for i, num_bytes in moved if num_bytes})
+
+
+def _better(problem: Problem, tidy: _Found | None, chosen: tuple[int, ...], budget_bytes: int) -> tuple[int, ...]:
+    """`tidy`, or `chosen`, which fits, where that is no worse."""
+    if tidy is None or problem.peak_bytes(tidy.chosen) > budget_bytes:
+        return chosen
+    return min((tidy.chosen, chosen), key=lambda each: _rank(problem, each))
+
+
+def _rank(problem: Problem, chosen: Sequence[int]) -> tuple[int, int, int]:
+    return problem.moved_bytes(chosen), problem.peak_bytes(chosen), len(chosen)
 
 
 def _solution(

@@ -3,7 +3,7 @@
 Parameters, gradients and optimizer states were named by their addresses while they were allocated. The rest follows from lifetimes: what a
 forward pass saves for the backward pass is an activation, what was allocated before the forward pass an input, and all else that is freed a
 temporary. A block that outlives its step by more than a whole one is none of these; with the size of torch's cuBLAS workspace it is that
-workspace.
+workspace, and if each step's forward pass leaves one of its size it is an activation that is kept, as by a graph that nobody lets go.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -115,12 +115,18 @@ class _Classifier:
     def _end_step(self) -> None:
         self._num_steps += 1
         self._has_seen_forward = False
+        waiting = {self._births[block] for block in self._in_state("waiting")}
         for block in list(self._states):
             step, num_bytes = self._births[block]
-            # It has outlived a whole step: a cache, a running statistic of the script, or a library's workspace.
             if step <= self._num_steps - 2:
+                self.category[block] = self._outlived(block, is_each_step=(step + 1, num_bytes) in waiting)
                 del self._states[block]
-                self.category[block] = Category.WORKSPACE if num_bytes in DEFAULT_CUBLAS_BYTES else UNKNOWN
+
+    def _outlived(self, block: int, *, is_each_step: bool) -> int:
+        """A block that has outlived a whole step: a cache, a running statistic of the script, a library's workspace, or what a graph holds that is kept."""
+        if self._births[block][1] in DEFAULT_CUBLAS_BYTES:
+            return Category.WORKSPACE
+        return Category.ACTIVATIONS if is_each_step and self._states[block] == "waiting" else UNKNOWN
 
     def _born(self, event: int, entry: Mapping[str, Any]) -> None:
         self._alive[entry["addr"]] = event

@@ -4,8 +4,10 @@ The file is a pickle of plain containers from an unknown source, so it goes thro
 checked. Whatever is wrong becomes a `RecordingError` of one line.
 """
 
+import contextlib
 import dataclasses
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -325,14 +327,24 @@ def _plain(value: Any, known: dict[int, Any], depth: int = 0) -> Any:
     return listed
 
 
+_MOST_SETTINGS = 1 << 12
+
+
+def _readable(text: str) -> AllocatorSettings:
+    """The settings of a text without those that this version refuses: neither a key of a newer torch nor a pair that is harmful hides the others."""
+    settings, kept = AllocatorSettings(), []
+    # At the commas that are not in a list. A forged text can be of any length, and both this and the parts take the square of it.
+    for part in re.split(r",(?![^\[]*\])", text[:_MOST_SETTINGS]):
+        with contextlib.suppress(UsageError):
+            settings = AllocatorSettings.parse(",".join((*kept, part)))
+            kept.append(part)
+    return settings
+
+
 def _settings(recorded: Mapping[str, Any]) -> AllocatorSettings:
     """The settings that were in force; those that the recording does not list as figures come from its text, if this version can read it."""
     text = recorded.get("PYTORCH_CUDA_ALLOC_CONF")
-    try:
-        settings = AllocatorSettings.parse(text) if type(text) is str else AllocatorSettings()
-    # A key of a newer torch must not keep the recording from being read.
-    except UsageError:
-        settings = AllocatorSettings()
+    settings = _readable(text) if type(text) is str else AllocatorSettings()
     changes: dict[str, Any] = {}
     max_split = recorded.get("max_split_size")
     if type(max_split) is int:

@@ -220,6 +220,7 @@ class _Player:
         )
         start = rebuild(recording, recorded_settings, self.allocator)
         self.blocks: dict[int, Block] = start.blocks
+        self.waits = {address: block.uses for address, block in start.blocks.items() if not block.is_live}
         for address, num_bytes in start.segments:
             self.places.take(address, num_bytes)
         self.log = self.allocator.driver_log = []
@@ -358,15 +359,15 @@ class _Player:
             return
         if waits:
             block.record_stream(_SOME_OTHER_STREAM)
+            self.waits[address] = block.uses
         else:
             del self.blocks[address]
         self.allocator.free(block)
 
     def _complete(self, address: int) -> None:
-        block = self.blocks.get(address)
-        if block is not None and not block.is_live:
-            del self.blocks[address]
-            self.allocator.complete(block)
+        # An emptied cache may have completed it before, and the block may be another's by now.
+        if address in self.waits:
+            self.allocator.complete(self.blocks.pop(address), self.waits.pop(address))
 
     def _place(self, num_bytes: int, _lane: int) -> int:
         for action, address, freed_bytes in self.log[self.num_log_seen :]:

@@ -23,6 +23,7 @@ from tightfit.recordings.allocator_trace import NO_FRAMES, Frames, TraceBuilder,
 from tightfit.recordings.marks import KEY, SPAN_KINDS, Marks
 from tightfit.simulate.communicators import beside, communicators_of
 from tightfit.simulate.history import CATEGORIES, HistorySpan
+from tightfit.simulate.peak import as_usable
 from tightfit.simulate.timeline_bytes import timeline_on
 from tightfit.simulate.workspaces import with_workspaces_of
 from tightfit.tape import EventKind, Tape
@@ -75,7 +76,8 @@ def snapshot_of_tape(
     tape = with_workspaces_of(device, tape, calibration)
     seconds = np.append(0.0, np.cumsum(operator_seconds(tape, device, calibration)))
     writer = _TapeWriter(tape, (seconds[tape.events.operator] * _MICROSECONDS).astype(np.int64).tolist())
-    timeline_on(beside(device, communicators_of(tape, device)), tape, settings, watch=writer.watch)
+    usable = as_usable(device, tape, settings, None)
+    timeline_on(beside(usable, communicators_of(tape, device)), tape, settings, watch=writer.watch)
     marks = writer.marks(device)
     return snapshot_of(writer.trace, settings, marks)
 

@@ -202,6 +202,7 @@ class Estimate:
             ],
             "tokens_per_second": None if counts is None else self.per_second(counts.num_tokens),
             "samples_per_second": None if counts is None else self.per_second(counts.num_samples),
+            "examples_per_second": None if counts is None else self.per_second(counts.num_examples),
             "flops_per_step": None if counts is None else counts.flops,
             "model_flops_per_step": None if counts is None else counts.model_flops,
             "model_flops_utilisation": None if counts is None else counts.utilisation,

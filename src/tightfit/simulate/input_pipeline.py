@@ -5,6 +5,7 @@ beginning (in the main process), or beside it (in workers), and with copies that
 """
 
 import dataclasses
+import itertools
 from typing import Any
 
 import numpy as np
@@ -105,6 +106,24 @@ def input_pipeline(prices: PricedTape, device: Device, calibration: Calibration 
         copy_line=line,
         num_pageable=int((~copies.is_pinned[rows].astype(bool)).sum()),
     )
+
+
+def loaded_examples(tape: Tape) -> int | None:
+    """The examples that each step takes from the one loader that feeds steps; None where there are several, or batches differ or are not known."""
+    ranges = step_operators(tape)
+    if not ranges:
+        return None
+    feeding = [use for use in tape.loaders if _num_taken(use, *_period(tape, ranges)[:2])]
+    if len(feeding) != 1 or len(feeding[0].examples) != len(feeding[0].batches):
+        return None
+    ends = [_end_of_work(tape, of_step) for of_step in ranges]
+    periods = list(itertools.pairwise(ends)) or ranges
+    use = feeding[0]
+    taken = [
+        tuple(num for at, num in zip(use.batches, use.examples, strict=True) if begin <= at < end)
+        for begin, end in periods
+    ]
+    return sum(taken[0]) if len(set(taken)) == 1 and all(taken[0]) else None
 
 
 def _period(tape: Tape, ranges: list[tuple[int, int]]) -> tuple[int, int, int]:

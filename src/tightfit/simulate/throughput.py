@@ -1,7 +1,8 @@
 """What a step does: its FLOPs, and its tokens or samples as far as its operators show them.
 
 Tokens: a table is looked up with one index for each token, and the products of a language model have one row for each; both have to say the same. Samples: a
-classifier's loss reads one row of scores for each image of the step's convolutions. Where the operators show neither, nothing is said.
+classifier's loss reads one row of scores for each image of the step's convolutions. Where the operators show neither, examples are those of the batches that a data loader gave, or
+nothing is said.
 
 Model FLOPs (Chowdhery et al. 2022, PaLM, appendix B) leave out what is computed again: a backward pass takes as many FLOPs as the forward pass for gradients of inputs, and as
 many again for those of the weights that are trained. More than that is recomputation. Fused attention is one kernel whose backward pass takes 2.5 times its forward one.
@@ -15,6 +16,7 @@ from tightfit.cost.classes import operator_class
 from tightfit.cost.roofline import arithmetic_of_operators
 from tightfit.cost.steps import step_operators
 from tightfit.devices.device import Device
+from tightfit.simulate.input_pipeline import loaded_examples
 from tightfit.tape import Category, Column, Phase, Tape
 
 _INDEX_BYTES = (8, 4)
@@ -27,13 +29,15 @@ _LEAST_SHARE = 0.5
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepCounts:
     """Of one step: `flops` that are computed, `model_flops` without those that are computed again, `utilisation` of the peak of the type that
-    most of them have (model FLOPs utilisation, MFU). `num_tokens` and `num_samples` are None where they cannot be told, `utilisation` where there are no FLOPs."""
+    most of them have (model FLOPs utilisation, MFU). `num_tokens` and `num_samples` are None where they cannot be told, `utilisation` where there are no FLOPs. `num_examples` are what the step takes from its data loader, None where
+    that is not known or one of the others is."""
 
     flops: float
     model_flops: float
     utilisation: float | None
     num_tokens: int | None
     num_samples: int | None
+    num_examples: int | None = None
 
 
 def counts_of_step(tape: Tape, device: Device, seconds: float) -> StepCounts:
@@ -49,12 +53,14 @@ def counts_of_step(tape: Tape, device: Device, seconds: float) -> StepCounts:
     types, place = np.unique(arithmetic_of_operators(tape)[begin:end], return_inverse=True)
     most = types[int(np.bincount(place, flops).argmax())]
     tokens = _tokens(tape, step)
+    samples = None if tokens else _samples(tape, step)
     return StepCounts(
         flops=total,
         model_flops=model_flops,
         utilisation=model_flops / seconds / device.flops_per_second(str(most)),  # type: ignore[arg-type]
         num_tokens=tokens,
-        num_samples=None if tokens else _samples(tape, step),
+        num_samples=samples,
+        num_examples=None if tokens or samples else loaded_examples(tape),
     )
 
 

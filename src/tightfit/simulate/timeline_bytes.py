@@ -39,16 +39,21 @@ def replay_timeline(
 ) -> MemoryTimeline:
     """Replays the events of `tape`, by default with its likely sizes and in its own order. Storages of 0 bytes are skipped.
 
-    With `capacity_bytes`, the limit on reserved bytes, a cuDNN workspace that does not fit is skipped too. `watch` is called with the allocator
-    and its blocks by storage after each event.
+    With `capacity_bytes`, the limit on reserved bytes, a cuDNN workspace that does not fit is skipped too. A share of the GPU that the program or
+    `settings` allow is taken of it already (`tightfit.simulate.peak.as_usable`). `watch` is called with the allocator and its blocks by storage
+    after each event.
 
     Raises:
         OutOfDeviceMemory: anything else does not fit.
     """
+    # torch collects garbage, and counts whole segments, below such a share only; what the GPU has is no limit of the allocator.
+    has_share = min(tape.memory_fraction, settings.per_process_memory_fraction) < 1
+    settings = dataclasses.replace(settings, per_process_memory_fraction=1.0)
     if watch is None and is_plain(settings):
         with contextlib.suppress(BeyondPlain):
             return _plain_timeline(tape, num_bytes=num_bytes, order=order, capacity_bytes=capacity_bytes)
-    replay = TapeReplay(CachingAllocator(settings, capacity_bytes=capacity_bytes))
+    allowed_bytes, total_bytes = (capacity_bytes, None) if has_share else (None, capacity_bytes)
+    replay = TapeReplay(CachingAllocator(settings, capacity_bytes=allowed_bytes, total_bytes=total_bytes))
     allocator = replay.allocator
     num_events = len(tape.events)
     allocated, reserved = [0] * num_events, [0] * num_events

@@ -5,13 +5,14 @@ turns before the last ones traced to these, all else is as in these.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 if TYPE_CHECKING:
     from tightfit.tape.columns import Column, Table, Tape
+    from tightfit.tape.loader_use import LoaderUse
 
 Range = tuple[int, int]
 _AnyTable = TypeVar("_AnyTable", bound="Table")
@@ -102,16 +103,20 @@ def _with(tape: "Tape", left: LeftOut) -> "Tape":
             (_later(begin, end_of_operators, more_operators), _later(end, end_of_operators, more_operators))
             for begin, end in tape.operators_of_steps
         ),
-        loaders=tuple(dataclasses.replace(loader, batches=_batches(loader.batches, left)) for loader in tape.loaders),
+        loaders=tuple(_with_batches(loader, left) for loader in tape.loaders),
     )
 
 
-def _batches(batches: Sequence[int], left: LeftOut) -> tuple[int, ...]:
-    """The operators before which batches were taken, with those of the turns: each takes as many as the last one traced."""
+def _with_batches(loader: "LoaderUse", left: LeftOut) -> "LoaderUse":
+    """With the batches of the turns that were left out: each takes as many as the last one traced."""
     begin, end = left.operators
-    more = range(1, left.number + 1)
-    again = [batch + turn * (end - begin) for batch in batches if begin <= batch < end for turn in more]
-    return tuple(sorted([*again, *(_later(batch, end, left.number * (end - begin)) for batch in batches)]))
+    # Tapes from before examples were noted have none.
+    known = loader.examples or (0,) * len(loader.batches)
+    rows = list(zip(loader.batches, known, strict=True))
+    again = [(at + n * (end - begin), num) for at, num in rows if begin <= at < end for n in range(1, left.number + 1)]
+    every = sorted([*again, *((_later(at, end, left.number * (end - begin)), num) for at, num in rows)])
+    examples = tuple(num for _, num in every) if loader.examples else ()
+    return dataclasses.replace(loader, batches=tuple(at for at, _ in every), examples=examples)
 
 
 def _later(number: int, end: int, more: int) -> int:

@@ -10,7 +10,7 @@ class LoaderUse:
     """A data loader that a run took batches from, in a loop at `line`.
 
     `prefetch_factor` is None without workers, and `batch_size` and `num_examples` are where they are not known. `batches` has, for each batch that was taken in the main
-    process, the operator that came next; `load_seconds` what reading and collating took for each batch that was loaded, in a worker or in the main process.
+    process, the operator that came next, `examples` how many examples it has (0: that is not known); `load_seconds` what reading and collating took for each batch that was loaded, in a worker or in the main process.
     """
 
     line: str
@@ -22,6 +22,7 @@ class LoaderUse:
     num_examples: int | None
     batches: tuple[int, ...] = ()
     load_seconds: tuple[float, ...] = ()
+    examples: tuple[int, ...] = ()
 
     @property
     def seconds_per_batch(self) -> float:
@@ -37,6 +38,6 @@ class LoaderUse:
     @classmethod
     def from_json(cls, given: dict[str, Any]) -> Self:
         """What `to_json` gave."""
-        lists = {name: tuple(given[name]) for name in ("batches", "load_seconds")}
+        lists = {name: tuple(given.get(name, ())) for name in ("batches", "load_seconds", "examples")}
         values: dict[str, Any] = {**given, **lists}
         return cls(**values)

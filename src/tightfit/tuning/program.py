@@ -155,14 +155,16 @@ class Program:
             place_segment=_downwards() if places_downwards else None,
         )
         live: dict[int, Block] = {}
-        oom_event, is_cut = self._run(allocator, live, 0, self.num_at_start), False
+        waits: dict[int, set[int] | None] = {}
+        oom_event, is_cut = self._run(allocator, live, waits, 0, self.num_at_start), False
         # Only from here on: filling the allocator with the blocks of the start costs calls that no setting can avoid.
         allocator.driver_log = []
         for begin in range(self.num_at_start, len(self.steps), _EVENTS_BETWEEN_CHECKS):
             is_cut = cut_above_bytes is not None and allocator.peak_reserved_bytes > cut_above_bytes
             if is_cut or oom_event is not None:
                 break
-            oom_event = self._run(allocator, live, begin, min(begin + _EVENTS_BETWEEN_CHECKS, len(self.steps)))
+            end = min(begin + _EVENTS_BETWEEN_CHECKS, len(self.steps))
+            oom_event = self._run(allocator, live, waits, begin, end)
         return Trial(
             peak_reserved_bytes=allocator.peak_reserved_bytes,
             num_driver_calls=len(allocator.driver_log),
@@ -171,7 +173,14 @@ class Program:
             is_cut=is_cut,
         )
 
-    def _run(self, allocator: CachingAllocator, live: dict[int, Block], begin: int, end: int) -> int | None:
+    def _run(
+        self,
+        allocator: CachingAllocator,
+        live: dict[int, Block],
+        waits: dict[int, set[int] | None],
+        begin: int,
+        end: int,
+    ) -> int | None:
         """Replays the steps `[begin, end)`; returns the event at which memory ran out, if it did."""
         columns = (self.steps, self.blocks, self.num_bytes, self.lanes)
         rows = zip(*(column[begin:end] for column in columns), strict=True)
@@ -190,9 +199,10 @@ class Program:
                     allocator.free(found)
             elif step == Step.FREE_LATER:
                 live[block].record_stream(_SOME_OTHER_STREAM)
+                waits[block] = live[block].uses
                 allocator.free(live[block])
             elif step == Step.COMPLETE:
-                allocator.complete(live.pop(block))
+                allocator.complete(live.pop(block), waits.pop(block))
             else:
                 allocator.empty_cache()
         return None

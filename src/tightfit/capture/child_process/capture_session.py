@@ -15,7 +15,7 @@ from tightfit.capture.after_steps.running_lines import places_of
 from tightfit.capture.after_steps.unreached import run_early_alone
 from tightfit.capture.child_process import program_stdin
 from tightfit.capture.child_process.exit_handlers import SECONDS_FOR_THREADS, ExitHandlers, wait_for_threads
-from tightfit.capture.child_process.last_statement import is_behind_all
+from tightfit.capture.child_process.last_statement import is_behind_all, is_plainly_behind_all
 from tightfit.capture.child_process.weights_on_card import WeightsOnCard
 from tightfit.capture.collectives.world import World
 from tightfit.capture.dispatch import one_card
@@ -270,7 +270,10 @@ class CaptureSession:
             is_over = after.is_on or _has_come_to_its_end(self.watch, error, script)
             if not is_over or (is_own and not isinstance(error, CaptureError)):
                 raise
-            if not (isinstance(error, SystemExit) and error.code in (None, 0)):
+            is_its_end = isinstance(error, SystemExit) and (
+                error.code in (None, 0) or is_plainly_behind_all(error, script.path)
+            )
+            if not is_its_end:
                 after.stopped(one_line("it", error), places_of(error))
             self.watch.settle()
             return None

@@ -17,6 +17,7 @@ from tightfit.capture.inference.alike_layers import shorten
 from tightfit.capture.inference.cache_layout import append_in_place, layout_of
 from tightfit.capture.inference.call_count import CallCount
 from tightfit.capture.inference.inference_model import build, input_width, widest_window
+from tightfit.capture.inference.named_positions import refuse_beyond
 from tightfit.capture.inference.sampler import sample
 from tightfit.capture.inference.weight_rows import cut_layers, plan_of, rotary_widths, weight_rows
 from tightfit.capture.targets.huggingface.target import LEFT_OPEN
@@ -65,18 +66,6 @@ class InferenceRequest:
 def prepare(_: None) -> Callable[[], dict[str, Any]]:
     """A preparation of the trace (`tightfit.capture.trace.Preparation`), whose report is `REPORT`."""
     return lambda: REPORT
-
-
-def refuse_beyond(max_model_len: int | None, positions: int | None) -> None:
-    """Refuses requests that are longer than a model of so many positions (None: it names no limit) takes.
-
-    Raises:
-        UsageError: `max_model_len` is more.
-    """
-    if max_model_len is not None and positions is not None and max_model_len > positions:
-        raise UsageError(
-            f"--max-model-len {max_model_len}: the model has {positions:,} positions, and the engine refuses more"
-        )
 
 
 def start_up(**fields: Any) -> Iterator[None]:

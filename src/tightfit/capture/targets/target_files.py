@@ -3,7 +3,6 @@
 Nothing of the program is imported for it: a package's `__init__.py` is the user's code.
 """
 
-import difflib
 import importlib.metadata
 import importlib.util
 import json
@@ -24,7 +23,6 @@ _TEXT_OF_AN_ERROR = (
     "and tightfit record SCRIPT writes a recording"
 )
 _NUM_BYTES_READ = 4096
-_ALIKE = 0.8  # of two names, as difflib counts
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
 _COMPRESSED = (b"\x1f\x8b", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"BZh")
 _SETTINGS = (".yaml", ".yml", ".toml", ".ini", ".cfg")
@@ -100,16 +98,6 @@ def _folders(package: str) -> Iterator[Path]:
         yield Path.cwd() / package
     spec = importlib.util.find_spec(package)
     yield from map(Path, [] if spec is None else spec.submodule_search_locations or [])
-
-
-def no_file(path: str) -> str:
-    """A message that there is no file at `path`, with the names in its folder that are spelled most alike."""
-    if Path(path).is_symlink():
-        return f"there is no file {path}: it is a link to {os.readlink(path)}, which is not there"
-    folder, name = Path(path).parent, Path(path).name
-    names = [each.name for each in folder.glob(f"*{Path(path).suffix}")] if folder.is_dir() else []
-    nearest = [str(folder / each) for each in difflib.get_close_matches(name, names, cutoff=_ALIKE)]
-    return f"there is no file {path}" + (f"; nearest: {', '.join(nearest)}" if nearest else "")
 
 
 def installed_command(text: str) -> str:

@@ -27,10 +27,10 @@ from tightfit.capture.targets.target_files import (
     check_syntax,
     installed_command,
     module_file,
-    no_file,
     refuse_other_files,
 )
 from tightfit.errors import UsageError
+from tightfit.errors.missing_files import no_file
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

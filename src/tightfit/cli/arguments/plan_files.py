@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from tightfit.capture.targets.target_files import no_file
 from tightfit.errors import PlanError, UsageError
+from tightfit.errors.missing_files import no_file
 from tightfit.planner.plan import Plan
 from tightfit.techniques.registry import technique
 

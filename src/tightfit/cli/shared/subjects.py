@@ -10,6 +10,7 @@ from tightfit.cli.shared.local_cards import own_card
 from tightfit.cli.shared.progress import ProgressLine
 from tightfit.cli.shared.recorded_devices import shown_device
 from tightfit.errors import UsageError
+from tightfit.errors.missing_files import no_file
 
 if TYPE_CHECKING:
     from tightfit.diagnosis.diagnosed_run import DiagnosedRun
@@ -44,7 +45,7 @@ def subject_of(
             raise UsageError(f"{target} is a finished run: it takes no arguments or -p")
         tracing.refuse_for(target)
         if not Path(target).is_file():
-            raise UsageError(f"there is no file {target}")
+            raise UsageError(no_file(target))
     return (
         _recorded(target, device, alloc_conf)
         if is_recording

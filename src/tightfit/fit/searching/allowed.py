@@ -8,6 +8,9 @@ from tightfit.errors import UsageError
 from tightfit.fit.searching.permitted import modules_of
 from tightfit.planner.option import Option
 
+# Places of options that are of no module, and so of a program that has none of them too, as one without an optimizer.
+_OF_NO_MODULE = frozenset({"allocator", "batch", "batches", "gradients", "optimizer", "precision"})
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Without:
@@ -39,14 +42,22 @@ class Allowed:
         """Whether the user wants it left out."""
         return any(each.matches(option) for each in self.without)
 
-    def check_places(self, technique: str, modules: frozenset[str]) -> None:
-        """Checks that what is to be left out names modules of the program.
+    def check_places(self, technique: str, modules: frozenset[str], *, has_options: bool = True) -> str | None:
+        """Checks that what is to be left out names modules of the program; the sentence about it where there is nothing to leave out, as the technique has
+        no options.
 
         Raises:
             UsageError: a place is none; leaving out nothing would look like a plan without it.
         """
-        for place in (place for each in self.without if each.technique == technique for place in each.places):
-            if not any(fnmatch.fnmatchcase(module, place) for module in modules):
-                near = difflib.get_close_matches(place, modules, n=3, cutoff=0.5)
+        places = [place for each in self.without if each.technique == technique for place in each.places]
+        known = modules if has_options else modules | _OF_NO_MODULE
+        for place in places:
+            if not any(fnmatch.fnmatchcase(module, place) for module in known):
+                near = difflib.get_close_matches(place, known, n=3, cutoff=0.5)
                 hint = f" (did you mean {' or '.join(near)}?)" if near else ""
                 raise UsageError(f"--without {technique}@{place}: the program runs no module of that name{hint}")
+        if has_options or not places:
+            return None
+        return (
+            f"--without {technique}@{','.join(places)}: nothing is left out; {technique} has no place in this program"
+        )

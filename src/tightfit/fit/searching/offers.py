@@ -12,7 +12,7 @@ from tightfit.fit.searching.permitted import obstacle
 from tightfit.fit.searching.refusals import Refusals
 from tightfit.fit.traced_runs import TracedRuns
 from tightfit.planner.option import Option
-from tightfit.tape import Tape
+from tightfit.tape import Assumption, Tape
 from tightfit.techniques.registry import techniques
 
 
@@ -21,6 +21,8 @@ class Offers:
 
     def __init__(self, runs: TracedRuns, allowed: Allowed) -> None:
         self.refusals = Refusals()
+        self.notes: list[Assumption] = []
+        """What was to be left out and is not there."""
         self._runs = runs
         self._allowed = allowed
         self._has_checked: set[str] = set()
@@ -77,7 +79,10 @@ class Offers:
                 assert all(option.is_of_the_allocator is of_the_allocator for option in offered), "of_the_allocator"
             if name not in self._has_checked:
                 self._has_checked.add(name)
-                self._allowed.check_places(name, _modules(profile.tape) | {option.where for option in offered})
+                places = _modules(profile.tape) | {option.where for option in offered}
+                note = self._allowed.check_places(name, places, has_options=bool(offered))
+                if note is not None:
+                    self.notes.append(Assumption(where=name, what=note))
             wanted = [option for option in offered if not self._allowed.leaves_out(option)]
             self._offered[name, profile] = [option for option in wanted if self._is_permitted(option, profile)]
         return self._offered[name, profile]

@@ -14,12 +14,12 @@ from collections.abc import Iterable, Sequence
 
 from tightfit.fit.searching.allowed import Allowed, Without
 from tightfit.fit.searching.candidates import Candidate, Candidates
-from tightfit.fit.searching.corrected_seconds import is_doubtful, looked_again
+from tightfit.fit.searching.corrected_seconds import is_doubtful, looked_again, predicted_seconds
 from tightfit.fit.searching.least_peak import LeastPeak, compatible, kind_of, saved_bytes
 from tightfit.fit.searching.not_offered import not_offered
 from tightfit.fit.searching.offers import Offers
 from tightfit.fit.searching.ranking import simplest_of_the_fastest
-from tightfit.fit.searching.variants import Variant, gap_after
+from tightfit.fit.searching.variants import Variant, context_bytes, gap_after
 from tightfit.fit.traced_runs import TracedRun, TracedRuns
 from tightfit.planner import problem as problems
 from tightfit.planner.option import Option
@@ -39,6 +39,8 @@ _DOUBT_OF_A_VARIANT = 0.01
 _WORTH_A_VARIANT = 0.002
 # What makes a program that fits faster by less than this share of its step is left out.
 _WORTH_HOST_MEMORY = 0.01
+# A plan with far tiers is compared with one without where that may be faster by more than this share.
+_WORTH_A_SEARCH = 0.005
 _SECONDS_TO_RELAX = 3.0
 _RECOMPUTING = (*TECHNIQUES, "offloaded_checkpointing")
 
@@ -262,20 +264,32 @@ def _part(search: Search, allowed: Allowed, offers: Offers | None, *, host_bytes
     )
 
 
+def _may_be_faster_without_tiers(search: Search, best: Candidate) -> bool:
+    """Whether a step could take less without far tiers, on the variant of `best`, if its allocator had no gaps at all."""
+    variant = best.variant
+    far = {o.key for o in variant.problem.options if o.host_bytes or o.disk_bytes}
+    if not far:
+        return False
+    limit = search.budget_bytes - context_bytes(variant.run)
+    near = problems.without(variant.problem, far)
+    found = solve(near, limit, work_seconds=_SECONDS_TO_RELAX, breaks_ties=False)
+    return found.fits and variant.run.seconds + found.seconds < (1 - _WORTH_A_SEARCH) * predicted_seconds(best)
+
+
 def _no_slower_with_tiers(search: Search, best: Candidate, base: TracedRun) -> Candidate:
     """`best`, which may use far tiers, or a faster one without them or without recomputation.
 
     Where a trace takes another time than what the solver has compared, as copies that should have been hidden are not, either may be faster; and a plan
-    that mixes both may have missed one that needs a trace of its own.
+    that mixes both may have missed one that needs a trace of its own. The limits at which traces just fit are others without tiers too.
     """
     options = best.run.options
     uses_tiers = any(option.host_bytes or option.disk_bytes for option in options)
-    if search._is_part or not uses_tiers or not search._fits(best.run):
+    if search._is_part or not (search._host_bytes or search._disk_bytes) or not search._fits(best.run):
         return best
     parts = []
-    if is_doubtful(best):
+    if (uses_tiers and is_doubtful(best)) or _may_be_faster_without_tiers(search, best):
         parts.append(_part(search, search._allowed, search.offers, host_bytes=0, disk_bytes=0))
-    if is_doubtful(best) or any(option.technique in _RECOMPUTING for option in options):
+    if uses_tiers and (is_doubtful(best) or any(option.technique in _RECOMPUTING for option in options)):
         recomputing = tuple(Without(technique=name) for name in _RECOMPUTING)
         allowed = dataclasses.replace(search._allowed, without=(*search._allowed.without, *recomputing))
         parts.append(_part(search, allowed, None, host_bytes=search._host_bytes, disk_bytes=search._disk_bytes))

@@ -45,7 +45,7 @@ class LevelConditioned(AbstractModel):
         within = np.exp(-history.horizon * rate * counts.crossings(above))
         # A value below the present one bounds the maximum only if the very next sample falls to it or lower.
         is_below = np.arange(len(grid)) < cells[history.origins][:, None]
-        within = np.where(is_below, within * rate * (1.0 - above), within)
+        within = np.where(is_below, within * rate * counts.falls(), within)
         # Probabilities of ascending values ascend.
         within = np.maximum.accumulate(within, axis=1)
         highest = np.maximum.accumulate(cells)[history.origins]
@@ -77,6 +77,16 @@ class _Changes:
         is_up = after > before
         rose = self._count(before, is_up) - self._count(after, is_up)
         return (rose + _LEVEL_PRIOR * above) / (self._count(before) + _LEVEL_PRIOR)
+
+    def falls(self) -> Floats:
+        """The share of changes begun above a cell that ended at or below it: none in a series that only rises."""
+        before, after = self.cells[self.changes - 1], self.cells[self.changes]
+        is_down = after < before
+        ended, begun = self._count(after, is_down), self._count(before)
+        total = begun[:, -1:]
+        # The change that is added falls as often as any: one that ends below where it began, not below the last of a row of ever higher values.
+        prior = _LEVEL_PRIOR * ended / np.maximum(total, 1.0)
+        return (ended - self._count(before, is_down) + prior) / (total - begun + _LEVEL_PRIOR)
 
     def _count(self, cells: NDArray[np.int64], is_counted: NDArray[np.bool_] | None = None) -> Floats:
         rows = np.searchsorted(self.origins, self.changes)

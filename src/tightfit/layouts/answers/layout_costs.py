@@ -13,6 +13,7 @@ from tightfit.devices.catalogue import words
 from tightfit.devices.node import Node
 from tightfit.devices.nodes import nodes_for
 from tightfit.errors import UsageError
+from tightfit.errors.missing_files import no_file
 
 _TABLES = ("per_node_hour", "per_gpu_hour")
 _SECONDS_PER_HOUR = 3600.0
@@ -98,6 +99,8 @@ def price_of(text: str, node: Node, card_name: str) -> Price:
 def _read(path: Path) -> Mapping[str, Mapping[str, Any]]:
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"--price: {no_file(str(path))}") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"--price {path}: the file cannot be read: {error}") from error
     wrong = [key for key, table in content.items() if key not in _TABLES or not isinstance(table, dict)]

@@ -160,7 +160,8 @@ def _throughput(estimate: Estimate) -> tuple[str, str] | None:
     if counts is None:
         return None
     of_peak = f"{counts.utilisation:.0%} of the peak FLOP/s (MFU)" if counts.utilisation is not None else ""
-    for count, name in ((counts.num_tokens, "tokens"), (counts.num_samples, "samples")):
+    known = ((counts.num_tokens, "tokens"), (counts.num_samples, "samples"), (counts.num_examples, "examples"))
+    for count, name in known:
         rate = estimate.per_second(count)
         if rate is not None:
             return f"{rate:,.0f} {name}/s" if rate >= _WHOLE_RATE else f"{rate:.2g} {name}/s", of_peak
@@ -184,8 +185,13 @@ def _input_pipeline(estimate: Estimate) -> Iterator[tuple[str, str, str]]:
             )
     waits = pipeline.step_seconds - pipeline.async_seconds
     if waits >= least:
-        of = f"for {format_bytes(pipeline.copied_bytes)} of batches on their way to the GPU ({pipeline.copy_line})"
-        yield "input copies", format_seconds(waits), f"of each step the host waits {of}"
+        what = f"{format_bytes(pipeline.copied_bytes)} of batches ({pipeline.copy_line})"
+        # Most of it is seldom the copy: it begins when the GPU has done what it was given before.
+        yield (
+            "waits at copies",
+            format_seconds(waits),
+            f"of each step: before it goes on, the host waits until the GPU has done its work and copied {what}",
+        )
 
 
 def _host_memory(estimate: Estimate) -> str:

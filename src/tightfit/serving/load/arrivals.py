@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from tightfit.errors import UsageError
+from tightfit.errors.missing_files import no_file
 from tightfit.serving.load.lengths import columns_of_lengths, pair_of
 from tightfit.tape import Column
 
@@ -91,6 +92,8 @@ def read_arrivals(path: Path) -> Arrivals:
                 for row in rows
                 if any(cell.strip() for cell in row)
             ]  # fmt: skip
+    except FileNotFoundError:
+        raise UsageError(f"--arrivals: {no_file(str(path))}") from None
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UsageError(f"{where}: {getattr(error, 'strerror', None) or 'it is no CSV'}") from error
     if not found:

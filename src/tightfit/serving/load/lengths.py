@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tightfit.errors import UsageError
+from tightfit.errors.missing_files import no_file
 
 _PROMPT = ("prompt", "context", "input", "request token")
 _ANSWER = ("answer", "generated", "output", "response")
@@ -62,6 +63,8 @@ def _of_table(path: Path) -> list[tuple[int, int]]:
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             rows = list(csv.reader(file))
+    except FileNotFoundError:
+        raise UsageError(f"--lengths: {no_file(str(path))}") from None
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UsageError(f"--lengths {path}: {getattr(error, 'strerror', None) or 'it is no text'}") from error
     places = columns_of_lengths(rows[0]) if rows else None

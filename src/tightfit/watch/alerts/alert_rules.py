@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.errors import UsageError
+from tightfit.errors.missing_files import no_file
 from tightfit.forecast.horizon import parse_horizon
 from tightfit.units import GIB, parse
 
@@ -70,6 +71,8 @@ def read_alerts(path: Path) -> AlertSettings:
     """
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"--alerts: {no_file(str(path))}") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"--alerts {path}: {getattr(error, 'strerror', None) or error}") from None
     try:

@@ -10,10 +10,11 @@ import os
 import struct
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, get_worker_info
+import torch
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, default_collate, get_worker_info
 
 from tightfit.capture.observe.attribution import user_line
 from tightfit.capture.observe.recorder import Recorder
@@ -60,12 +61,34 @@ class _Seen:
     use: LoaderUse
     times: _Times
     batches: list[int] = dataclasses.field(default_factory=list)
+    examples: list[int] = dataclasses.field(default_factory=list)
+    is_stacked: bool
 
 
 def _num_examples(loader: Any) -> int | None:
     # A loader with batches of the program's own has a sampler that nobody asks, for a data set that may have no length.
     is_asked = loader.batch_size is not None and type(loader.sampler) in _SAMPLERS
     return len(loader.sampler) if is_asked else None
+
+
+def _examples_of(batch: Any, seen: _Seen) -> int:
+    """How many examples a batch has, 0 if that is not plain: the rows that all its tensors have, where torch stacked them or they are as many as the loader was asked for."""
+    rows = set(_rows(batch))
+    if len(rows) != 1:
+        return 0
+    num_rows = rows.pop()
+    return num_rows if seen.is_stacked or num_rows == seen.use.batch_size else 0
+
+
+def _rows(batch: Any) -> Iterator[int]:
+    if isinstance(batch, torch.Tensor):
+        yield batch.shape[0] if batch.dim() else 0
+    elif isinstance(batch, Mapping):
+        for each in batch.values():
+            yield from _rows(each)
+    elif isinstance(batch, Sequence) and not isinstance(batch, str | bytes):
+        for each in batch:
+            yield from _rows(each)
 
 
 class LoadingTimes:
@@ -104,6 +127,7 @@ class LoadingTimes:
             seen = self._of_iterator.get(iterator)
             if seen is not None:
                 seen.batches.append(self._recorder.num_operators)
+                seen.examples.append(_examples_of(batch, seen))
             return batch
 
         replace(DataLoader, __iter__=begun)
@@ -115,7 +139,9 @@ class LoadingTimes:
     def uses(self) -> tuple[LoaderUse, ...]:
         """What was seen."""
         return tuple(
-            dataclasses.replace(seen.use, batches=tuple(seen.batches), load_seconds=seen.times.all())
+            dataclasses.replace(
+                seen.use, batches=tuple(seen.batches), load_seconds=seen.times.all(), examples=tuple(seen.examples)
+            )
             for seen in self._seen
         )
 
@@ -131,7 +157,10 @@ class LoadingTimes:
                 batch_size=loader.batch_size,
                 num_examples=_num_examples(loader),
             )
-            seen = self._of_loader[loader] = _Seen(use=use, times=_Times(loader.num_workers))
+            # Without a batch size, the data set's items are batches, or a sampler of the program's own makes them.
+            is_stacked = loader.collate_fn is default_collate
+            seen = _Seen(use=use, times=_Times(loader.num_workers), is_stacked=is_stacked)
+            self._of_loader[loader] = seen
             self._seen.append(seen)
         return seen
 
