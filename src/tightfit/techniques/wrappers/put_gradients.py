@@ -5,8 +5,8 @@ import torch
 
 def put_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
     """Sets the gradient of a parameter to one that it has had."""
-    # A program may allow gradients of another dtype, or of any (torch 2.10 and newer).
-    allowed = getattr(parameter, "grad_dtype", parameter.dtype)
+    # A program may allow gradients of another dtype, or of any (torch 2.10 and newer); of leaves alone (`functional_call` puts others in a model).
+    allowed = getattr(parameter, "grad_dtype", parameter.dtype) if parameter.is_leaf else parameter.dtype
     if gradient is None or allowed is None or gradient.dtype == allowed:
         parameter.grad = gradient
         return
