@@ -408,13 +408,18 @@ def scheduled_coroutines(t: Trial) -> None:
         def features(self, x: torch.Tensor) -> torch.Tensor:
             x, out = self.stem(x), [x, x]
             waiting = collections.deque([self.stream(x[:, :3], out, 0), self.stream(x[:, 3:], out, 1)])
-            while waiting:
-                each = waiting.popleft()
-                try:
-                    each.send(None)
-                except StopIteration:
-                    continue
-                waiting.append(each)
+            try:
+                while waiting:
+                    each = waiting.popleft()
+                    try:
+                        each.send(None)
+                    except StopIteration:
+                        continue
+                    waiting.append(each)
+            finally:
+                # One that was never begun warns where it is dropped.
+                for each in waiting:
+                    each.close()
             return torch.cat(out, 1)
 
     class Counting(Block):
