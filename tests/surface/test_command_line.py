@@ -218,6 +218,7 @@ ESTIMATE_KEYS = {
     "input_pipeline": None,
     "tokens_per_second": None,
     "samples_per_second": None,
+    "examples_per_second": None,
     "flops_per_step": None,
     "model_flops_per_step": None,
     "model_flops_utilisation": None,

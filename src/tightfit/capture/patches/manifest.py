@@ -238,6 +238,8 @@ IN_BOTH: tuple[Name, ...] = (
     ),
     known("torch.overrides:_get_current_function_mode_stack", "to see the modes around a call", "effects techniques"),
     known("torch.utils._device:DeviceContext", "to tell the mode of a default device", "effects"),
+    known("torch.nn:Module._call_impl", "to see whether a program has put its own there", "effects"),
+    known("torch.nn:Module._wrapped_call_impl", "to see whether a program has put its own there", "effects"),
     known(
         "torch.utils._python_dispatch:TorchDispatchMode",
         "to see operators",
