@@ -159,6 +159,7 @@ def test_a_replay_that_is_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(replay, "ProgressLine", interrupted)
+    (tmp_path / "x.pickle").touch()
     assert run(["replay", str(tmp_path / "x.pickle")]) == 130
     assert tuple(capsys.readouterr()) == ("", "tightfit: interrupted\n")
 

@@ -78,7 +78,12 @@ def refuse_uneven_heads(model: str, num_gpus: int) -> None:
 
 def positions_in_config(model: str) -> int | None:
     """The positions that the config of `model` names, before anything is traced; None where that is not plain."""
-    return named_positions(_config_fields(model)) if is_huggingface_source(model) else None
+    return named_positions(_config_fields(model)) if _names_config(model) else None
+
+
+def _names_config(model: str) -> bool:
+    """Whether it is what the config of a model is given by: a file of an adapter has one of its own."""
+    return is_huggingface_source(model) and Path(model).name != _ADAPTER
 
 
 def _config_fields(model: str) -> Mapping[str, Any]:
@@ -108,7 +113,7 @@ def traced_model(
         UsageError: no such model or device, or a setting that cannot be.
         CaptureError: the model could not be run.
     """
-    if not is_huggingface_source(model) or Path(model).name == _ADAPTER:
+    if not _names_config(model):
         raise UsageError(_no_config(model))
     refuse_unknown(model)
     dtype = None if dtype is None else dtype_name(dtype)
