@@ -178,3 +178,27 @@ def other_builtins(t: Trial) -> None:
         del torch.Tensor.tanh
 
     _run(t, Acting, exchange, undo)
+
+
+@attack(
+    "changes",
+    "helper modules that blocks have as an attribute and in a table get other functions from step 3 on",
+    only=EXACT,
+)
+def other_function_of_a_held_helper(t: Trial) -> None:
+    held, listed = types.ModuleType("helper"), types.ModuleType("helper")
+    held.act = listed.act = _plain  # type: ignore[attr-defined]
+    table = {"listed": listed}
+
+    class Acting(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ways = held
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + table["listed"].act(self.ways.act(self.inner(x)))
+
+    def exchange() -> None:
+        held.act, listed.act = _counting(), _counting()  # type: ignore[attr-defined]
+
+    _run(t, Acting, exchange)

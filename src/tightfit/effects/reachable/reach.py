@@ -247,8 +247,6 @@ class _CodeWalk(abc.ABC):
             if variable != "__class__" and self.collected.is_new(cell):
                 self.collected.hold(Cell(f"{path}:{variable}", cell), is_other=True)
                 for value in contents(cell):
-                    if isinstance(value, types.ModuleType):
-                        self.python_module(value, attributes, of_all=named.reads_all_attributes)
                     self.value(f"{path}:{variable}", value)
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self.value(f"{path}()", value)
@@ -304,13 +302,17 @@ class _Walk(_CodeWalk):
         self._inside = inside
         self._of_libraries = of_libraries
         self._outside: list[tuple[str, torch.nn.Module]] = []
+        # Python modules that are found otherwise than by a global name: in closures, attributes, containers and defaults.
+        self._python_modules: dict[int, types.ModuleType] = {}
 
     def finish(self) -> None:
         """Walks through the modules outside of the region, as far as code of the region names what they hold: the whole model may be among them."""
         flags = None
         while flags is None or self._methods.look_at_others(self):
-            done = (-1, -1)
-            while done != (done := (len(self.named_attributes), len(self._outside))):
+            done = (-1, -1, -1)
+            while done != (done := (len(self.named_attributes), len(self._outside), len(self._python_modules))):
+                for held in list(self._python_modules.values()):
+                    self.python_module(held, frozenset(self.named_attributes), of_all=self.reads_any_name)
                 for path, module in list(self._outside):
                     _found_by_others(self, path, module)
                     for name, value in [*vars(module).items(), *module._modules.items()]:
@@ -379,6 +381,9 @@ class _Walk(_CodeWalk):
     def _look(self, path: str, value: Any) -> None:
         if isinstance(value, type):
             self._class(path, value)
+            return
+        if isinstance(value, types.ModuleType):
+            self._python_modules[id(value)] = value
             return
         if isinstance(value, _BOUND_IN_C):
             # Such as the `pop` of a list, or the `__next__` of an iterator.
