@@ -86,6 +86,11 @@ class KeepsResults(TorchDispatchMode):
     # Of torch.cond and its kin: what they run is computed again as one.
     supports_higher_order_operators = True
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Lets what is compiled within the block stay so."""
+        return True
+
     def __init__(self, keep: frozenset[int]) -> None:
         super().__init__()
         self.keep = keep
@@ -111,6 +116,11 @@ class GivesResults(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Lets what is compiled within the block stay so."""
+        return True
+
     def __init__(self, first: KeepsResults) -> None:
         super().__init__()
         self.kept = first.kept
@@ -125,6 +135,8 @@ class GivesResults(TorchDispatchMode):
 
 
 def _of_first_run(mode: KeepsResults, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    if not isinstance(func, OpOverload):
+        return _of_several(func, args, kwargs or {})
     result = func(*args, **kwargs) if kwargs else func(*args)
     # What our checks run is nothing that the block does: they may be in one of its runs and not in the other.
     if num_paused() > mode.num_paused:
@@ -155,7 +167,15 @@ def _of_later_run(mode: GivesResults, func: Any, types: Any, args: Any = (), kwa
                 del mode.kept[number]
             if not kept.is_written():
                 return kept.take()
+    if not isinstance(func, OpOverload):
+        return _of_several(func, args, kwargs or {})
     return func(*args, **kwargs) if kwargs else func(*args)
+
+
+@torch._disable_dynamo
+def _of_several(func: Any, args: Any, kwargs: Any) -> Any:
+    """An operator that runs others (`torch.cond`), which would be traced here once more."""
+    return func(*args, **kwargs)
 
 
 # Put on afterwards: what a class of modes is defined with gets torch's decorator against its compiler, whose six calls take as long as all of this. A block
