@@ -191,10 +191,15 @@ class Attachment:
                 self._later.add(optimizer)
             self._optimizers.add(optimizer)
             self._loops.look()
-            if self.roots:
-                # A model with a session is part of a cycle of references: one that the program has dropped is freed here.
+            # A model with a session is part of a cycle of references: one that the program has dropped is freed here. One that goes on with another
+            # optimizer is not: to look through all objects for each inner loop of meta-learning takes longer than the loop.
+            if self.roots and not self._is_of_live(optimizer):
                 gc.collect()
             self._calls.begin()
+
+    def _is_of_live(self, optimizer: torch.optim.Optimizer) -> bool:
+        held = {id(p) for module in self._live for p in module.parameters()}
+        return all(id(p) in held for group in optimizer.param_groups for p in group["params"])
 
     def before_outermost_call(self, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Applies the choices for a model, if it is called with gradients for the first time or has a new optimizer.
@@ -318,9 +323,10 @@ class Attachment:
             return
         if check is not None:
             check.session.undo()
-        # An optimizer that the program has dropped is gone with the session that knew it.
+        # An optimizer that the program has dropped is gone with the session that knew it, if nothing that refers to itself has it (a scheduler does).
         del check
-        gc.collect()
+        if not all(self._optimizers.is_new(o) for o in self._optimizers.free_for(module)):
+            gc.collect()
         optimizers = self._optimizers.free_for(module)
         is_known = live.planned is not None or not self._planned
         # The choices that concern optimizers, for a root that now has some of its own.
