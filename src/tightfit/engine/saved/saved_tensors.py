@@ -154,19 +154,14 @@ class SavedTensors:
         """The end of a call: what left before is dropped from the card, what it saved begins to leave."""
         self.moves.let_go(ended)
         self._known.forget_gone()
-        self._forget_over()
+        # As often as what is known of storages is looked at: a recurrent model has thousands of calls in one graph.
+        if len(self._calls) >= 2 * self._num_looked_at:
+            for number in [n for n, call in self._calls.items() if call.num_borders > _BORDERS_TO_TRY and call.is_over]:
+                del self._calls[number]
+            self._num_looked_at = len(self._calls)
         if not ended.select():
             self._statistics["calls unlike the plan"] += 1
         self._begin_to_leave(is_end=True)
-
-    def _forget_over(self) -> None:
-        """Drops the calls of which nothing is saved any more."""
-        # As of `KnownStorages`: a recurrent model has thousands of calls in one graph.
-        if len(self._calls) < 2 * self._num_looked_at:
-            return
-        for number in [n for n, call in self._calls.items() if call.num_borders > _BORDERS_TO_TRY and call.is_over]:
-            del self._calls[number]
-        self._num_looked_at = len(self._calls)
 
     def _begin_to_leave(self, *, is_end: bool) -> None:
         """Copies what is to leave of the last calls, where nothing else refers to it any more."""
