@@ -1,10 +1,10 @@
-"""State that no snapshot has, and that begins to count after the steps that are checked: a context of decimal's, a method that a helper calls by a made name."""
+"""What begins after the steps that are checked: counters in a context of decimal's or behind a made name, and a second backward pass for each step (SAM)."""
 
 import decimal
 from typing import Any
 
 import torch
-from tests.attacks.models import Block, Net, train
+from tests.attacks.models import Block, Net, sgd, tokens, train
 from tests.attacks.places import EXACT
 from tests.attacks.registry import attack
 from tests.attacks.trial import Trial
@@ -54,3 +54,25 @@ def late_made_name(t: Trial) -> None:
             return super().forward(x * (1 + 0.05 * hits))
 
     train(t, Net([Counting(), Counting()]), num_steps=STEPS, before=_tick, after=lambda _: t.note("hits", HITS[0]))
+
+
+@attack("gradients", "SAM begins at step 3: weights are moved between two backward passes and back before the step")
+def sharpness_aware_later(t: Trial) -> None:
+    model = Net()
+    optimizer = sgd(model)
+    t.apply(model, optimizer)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(*tokens(step))
+        loss.backward()
+        if step >= LATE:
+            moved = [p.grad * 0.05 for p in model.parameters()]
+            with torch.no_grad():
+                torch._foreach_add_(list(model.parameters()), moved)
+            optimizer.zero_grad()
+            model(*tokens(step)).backward()
+            with torch.no_grad():
+                torch._foreach_sub_(list(model.parameters()), moved)
+        optimizer.step()
+        t.note("loss", loss)
+        t.end_step()
