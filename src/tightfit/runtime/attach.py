@@ -193,13 +193,9 @@ class Attachment:
             self._loops.look()
             # A model with a session is part of a cycle of references: one that the program has dropped is freed here. One that goes on with another
             # optimizer is not: to look through all objects for each inner loop of meta-learning takes longer than the loop.
-            if self.roots and not self._is_of_live(optimizer):
+            if self.roots and not _has_parameters_of(optimizer, list(self._live)):
                 gc.collect()
             self._calls.begin()
-
-    def _is_of_live(self, optimizer: torch.optim.Optimizer) -> bool:
-        held = {id(p) for module in self._live for p in module.parameters()}
-        return all(id(p) in held for group in optimizer.param_groups for p in group["params"])
 
     def before_outermost_call(self, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Applies the choices for a model, if it is called with gradients for the first time or has a new optimizer.
@@ -389,6 +385,12 @@ def _unknown(planned: Sequence[Mapping[str, Any]], module: torch.nn.Module, met:
     if not sizes:
         return name
     return f"{name} of {count:,} parameters" if name in met and count not in sizes else ""
+
+
+def _has_parameters_of(optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module]) -> bool:
+    """Whether all its parameters are of these."""
+    held = {id(parameter) for model in models for parameter in model.parameters()}
+    return all(id(parameter) in held for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _check_all_applied(choices: Sequence[Choice], applied: set[tuple[str, str]], names: set[str]) -> None:

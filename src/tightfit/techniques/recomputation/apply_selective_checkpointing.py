@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
 
 from tightfit.cost.classes import TENSOR_CORE_CLASSES, operator_class
-from tightfit.techniques.recomputation.kept_results import KeepsResults, GivesResults
+from tightfit.techniques.recomputation.kept_results import GivesResults, KeepsResults
 from tightfit.techniques.recomputation.large_calls import large_calls
 from tightfit.techniques.recomputation.recompute import Recomputed
 from tightfit.techniques.session import Session

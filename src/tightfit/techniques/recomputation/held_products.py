@@ -7,7 +7,7 @@ import torch
 
 from tightfit.engine.saved.saved_tensors import Held, SavedTensors
 from tightfit.techniques.recomputation.apply_selective_checkpointing import keeping_contexts
-from tightfit.techniques.recomputation.kept_results import KeepsResults, GivesResults
+from tightfit.techniques.recomputation.kept_results import GivesResults, KeepsResults
 
 
 def held_contexts(
