@@ -48,7 +48,7 @@ REFUSED: dict[tuple[str, str], str] = {
     for names, techniques, words in (
         (("never_clears", "steps_twice"), IN_TWO, "used up"),
         (("zeroes_through_an_alias",), IN_TWO[1:], "used up"),
-        (("sharpness_aware", "weight_decay_by_hand_before_the_step"), IN_TWO, "was written to"),
+        (("weight_decay_by_hand_before_the_step",), IN_TWO, "was written to"),
         (("weight_decay_through_data_before_the_step",), IN_TWO, "was written to between"),
         (
             (
@@ -66,7 +66,6 @@ REFUSED: dict[tuple[str, str], str] = {
 }
 # These change weights themselves before the step that is refused.
 CHANGED_BY_HAND = (
-    "sharpness_aware",
     "weight_decay_by_hand_before_the_step",
     "weight_decay_through_data_before_the_step",
 )

@@ -121,3 +121,14 @@ def test_rows_filled_with_one_number_go_to_the_kernel_even_where_they_are_masked
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
     trained(FORMS["causal, then padding at the front"], "attention")
     assert len(called) == 6
+
+
+def test_what_kernels_read_is_forgotten_with_graphs_that_the_program_always_retains() -> None:
+    model = nn.Sequential(Attending(FORMS["a large number"]))
+    session = apply_choices([choice("attention", "attention", modules=["Sequential.0"])], model, [])
+    kernels = vars(model[0])["forward"].around._kernels
+    for _ in range(9):
+        model(torch.randn(BATCH, TOKENS, WIDTH)).square().mean().backward(retain_graph=True)
+        model(torch.randn(BATCH, TOKENS, WIDTH))
+    assert len(kernels._calls) < 4
+    session.undo()

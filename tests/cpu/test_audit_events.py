@@ -33,7 +33,13 @@ def test_owners_hear_their_events_until_they_leave_in_any_order() -> None:
     leave_second()
     leave_first()
     sys.audit(EVENT, 4)
-    assert (first.heard_values, second.heard_values) == ([1], [1, 3])
+    third = Listening()
+    on_audit_events(third, frozenset({EVENT}))
+    # What has left before is not this one.
+    leave_first()
+    leave_second()
+    sys.audit(EVENT, 5)
+    assert (first.heard_values, second.heard_values, third.heard_values) == ([1], [1, 3], [5])
 
 
 def test_an_owner_that_is_dropped_is_collected() -> None:

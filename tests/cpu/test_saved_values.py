@@ -17,6 +17,7 @@ from tightfit.effects.values import card_sums
 from tightfit.errors import ApplyError
 from tightfit.planner.plan import Choice
 from tightfit.runtime.apply import apply_choices
+from tightfit.techniques import session as session_module
 from tightfit.techniques.recomputation import saved_values
 from tightfit.techniques.session import Session
 
@@ -223,6 +224,23 @@ def test_on_a_card_rows_that_come_in_another_order_are_refused(path: Path) -> No
     loss.backward()
     with pytest.raises(ApplyError, match="saved other values"):
         session.check()
+
+
+@pytest.mark.usefixtures("as_on_a_card")
+def test_on_a_card_what_waits_for_a_step_that_never_comes_is_compared(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_module, "_MOST_SUMS", 8)
+    model = Net(path)
+    session = applied(model)
+    for _ in range(20):
+        step(model).backward()
+        assert len(session.verdict.sums) < 16
+    loss = step(model)
+    path.write_text("2")
+    loss.backward()
+    with pytest.raises(ApplyError, match="saved other values"):
+        [step(model).backward() for _ in range(8)]
 
 
 @pytest.mark.usefixtures("as_on_a_card")

@@ -29,6 +29,8 @@ from tightfit.torch_hooks.optimizer_step_hooks import take_off_hook
 Undo = Callable[[], object]
 CHECK_STEPS = 2
 """In how many of its first calls what a technique does is compared with the plain run."""
+# Of what waits for a step to be compared, 8 MiB on a card: a program that updates by hand, or by an optimizer that no session has, never comes to one.
+_MOST_SUMS = 1 << 13
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -99,10 +101,20 @@ class Verdict(OnlyHere):
 
     def before_forward(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """A wrapper around the forward of a model."""
-        # A program may call it many times before a step: sums are left to that, if there is no failure yet.
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and self.failure is not None:
+        # A program may call it many times before a step: sums are left to that, if there is no failure yet, and they are not many.
+        if (
+            torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()
+            and (self.failure is not None or self._are_many())
+        ):
             self.check()
         return forward(*args, **kwargs)
+
+    def _are_many(self) -> bool:
+        """Whether so many sums wait that they are compared now, where that does not end the capture of a graph."""
+        if len(self.sums) < _MOST_SUMS:
+            return False
+        return not (self.sums[0].first.is_cuda and torch.cuda.is_current_stream_capturing())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Verdict":
         # A copy of the model or of its optimizer trains by itself.

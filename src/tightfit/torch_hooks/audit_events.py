@@ -5,6 +5,7 @@ for the rest of the process. So there is one for all owners, put there by the fi
 """
 
 import functools
+import itertools
 import sys
 import weakref
 from collections.abc import Callable
@@ -23,12 +24,14 @@ class AuditOwner(Protocol):
 
 _Owners = dict[int, tuple[frozenset[str], "weakref.ref[Any]"]]
 _owners: _Owners = {}
+# None is used twice: an owner may be left when it was collected, and another one has come.
+_numbers = itertools.count()
 _installed: list[Callable[..., None]] = []
 
 
 def on_audit_events(owner: AuditOwner, events: frozenset[str]) -> Leave:
     """Notifies `owner` of these events until the returned function is called, or `owner` is collected."""
-    key = max(_owners, default=0) + 1
+    key = next(_numbers)
     # In C, with the dead reference for what `pop` returns in its absence: an interrupt within Python code of such a callback would be lost.
     _owners[key] = events, weakref.ref(owner, functools.partial(_owners.pop, key))
     if not _installed:

@@ -1,13 +1,15 @@
 """Models and optimizers that are copied, pickled, saved or loaded while a plan is on them."""
 
 import copy
+import functools
 import io
 import pickle
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from tests.attacks.models import Net, adamw, sgd, tokens, train
+from tests.attacks.models import Block, Net, adamw, sgd, tokens, train
+from tests.attacks.places import EXACT
 from tests.attacks.programs.later import changed
 from tests.attacks.registry import attack
 from tests.attacks.trial import Trial
@@ -35,6 +37,44 @@ def saved_whole_and_trained(t: Trial) -> None:
         return loaded["model"], loaded["optimizer"]
 
     _goes_on_with(t, through_file)
+
+
+def _halved(block: Block, x: torch.Tensor) -> torch.Tensor:
+    return x + 0.5 * block.inner(x)
+
+
+class _Louder:
+    """Around a forward."""
+
+    def __init__(self, forward: Callable[..., torch.Tensor]) -> None:
+        self.forward = forward
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.forward(x) * 1.2
+
+
+@attack(
+    "changes",
+    "blocks whose forwards the program has set (a partial, an object around it) are copied, then pickled",
+    only=EXACT,
+)
+def own_forwards_copied(t: Trial) -> None:
+    model = Net()
+    for block, wrap in zip(model.blocks, (functools.partial(_halved, model.blocks[0]), None), strict=True):
+        block.forward = wrap or _Louder(block.forward)
+    optimizer = sgd(model)
+    t.apply(model, optimizer)
+    for step in range(4):
+        if step:
+            model = pickle.loads(pickle.dumps(model)) if step == 2 else copy.deepcopy(model)
+            optimizer = sgd(model)
+            t.track(model)
+        optimizer.zero_grad()
+        loss = model(*tokens(step))
+        loss.backward()
+        optimizer.step()
+        t.note("loss", loss)
+        t.end_step()
 
 
 @attack("changes", "a copy of the model gets an optimizer of its own and is trained beside the first")

@@ -36,7 +36,7 @@ from tightfit.effects.independence.left_tensors import LeftTensor
 from tightfit.effects.independence.operations import GIVEN, are_alike, compare
 from tightfit.effects.independence.row_flow import FakeRun, Flow, NeedsValues
 from tightfit.effects.independence.row_states import key_of
-from tightfit.effects.independence.rows import Mixes, RowLayout
+from tightfit.effects.independence.rows import Mixes, RowLayout, Unsteady
 from tightfit.effects.independence.rules import RULES
 from tightfit.effects.outside_calls import Unwatched
 from tightfit.effects.state import RegionState, restore
@@ -118,27 +118,23 @@ def prove(subject: Computation, num_rows: int, parts: Iterable[int], reads: Sequ
         "allows_votes": subject.allows_votes,
         "shares_draws": subject.shares_draws,
     }
-    runs, lefts, of_parts = list[FakeRun](), list[Left](), dict[int, Any]()
-    for size in sizes:
-        runs.append(FakeRun(size, **settings))
-        _, of_parts[size], left_by_part = _run(subject, runs[-1], num_rows)
-        lefts.append(left_by_part)
-        with Unwatched():
-            compare(runs[0], runs[-1])
-            _compare_results(runs[-1], of_parts[size], runs[0], of_parts[sizes[0]])
+    runs = [FakeRun(size, **settings) for size in sizes]
     flow = Flow(num_rows, runs[0], RULES, **settings)
-    inputs, result, left = _run(subject, flow, num_rows)
-    with Unwatched():
-        for run in runs:
-            compare(flow, run)
-            _compare_results(flow, result, run, of_parts[run.num_rows])
+    try:
+        inputs, result, of_parts, lefts = _followed(subject, runs, flow)
+    except (Leaves, Unfollowed):
+        raise
+    except Mixes as error:
+        _check_steady(subject, runs[0], FakeRun(sizes[0], **settings), num_rows, error)
+        raise
     proof = FollowedRun(flow=flow, inputs=inputs, result=result, of_parts=of_parts, first_node=first_node)
-    told = next((str(each) for each in [*lefts, left] if str(each)), "")
+    left = lefts[-1]
+    told = next((str(each) for each in lefts if str(each)), "")
     if told:
-        why = depends_on_rows(flow, [*lefts, left], joins_left=subject.joins_left)
+        why = depends_on_rows(flow, lefts, joins_left=subject.joins_left)
         if why:
             raise Mixes(f"{why} in a forward, where each part would find what another one has left")
-        is_of_draws = all(each.is_of_draws() for each in (*lefts, left))
+        is_of_draws = all(each.is_of_draws() for each in lefts)
         proof = dataclasses.replace(proof, left=left.tensors)
         raise Leaves(
             f"{told} in a forward, which would happen once for each part",
@@ -147,6 +143,39 @@ def prove(subject: Computation, num_rows: int, parts: Iterable[int], reads: Sequ
             is_steady=left.is_steady(),
         )
     return proof
+
+
+def _followed(
+    subject: Computation, runs: Sequence[FakeRun], flow: Flow
+) -> tuple[Sequence[torch.Tensor], Any, dict[int, Any], list[Left]]:
+    """The inputs and the result of `flow`, the results of the others by their numbers of rows, and what each has left, that of `flow` at last."""
+    lefts, of_parts = list[Left](), dict[int, Any]()
+    for run in runs:
+        _, of_parts[run.num_rows], left = _run(subject, run, flow.num_rows)
+        lefts.append(left)
+        with Unwatched():
+            compare(runs[0], run)
+            _compare_results(run, of_parts[run.num_rows], runs[0], of_parts[runs[0].num_rows])
+    inputs, result, left = _run(subject, flow, flow.num_rows)
+    with Unwatched():
+        for run in runs:
+            compare(flow, run)
+            _compare_results(flow, result, run, of_parts[run.num_rows])
+    return inputs, result, of_parts, [*lefts, left]
+
+
+def _check_steady(subject: Computation, first: FakeRun, again: FakeRun, num_rows: int, error: Mixes) -> None:
+    """Raises Unsteady in the place of `error` where a run with as many rows as the first differs from it: by something that is restored for no run."""
+    # An operator was inserted that one row leaves out.
+    if first.num_inserted:
+        return
+    with contextlib.suppress(Mixes, NeedsValues):
+        _run(subject, again, num_rows)
+    try:
+        with Unwatched():
+            compare(first, again)
+    except Mixes:
+        raise Unsteady(f"does something else at every run, by a state that cannot be put back ({error})") from None
 
 
 def _compare_results(one: FakeRun, result: Any, other: FakeRun, its: Any) -> None:

@@ -14,6 +14,10 @@ class Mixes(Exception):
     """Rows are mixed, or it is not known that they are independent; the message says by which operator."""
 
 
+class Unsteady(Mixes):
+    """The code does something else each time it is run with as many rows: something has changed that no snapshot of a state has, and that nobody can put back."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RowLayout:
     """Dimension `dim` of a tensor has `outer` times all rows, and `inner` positions of each: `outer * num_rows * inner` in all."""

@@ -73,7 +73,7 @@ class SavedTensors:
         self._statistics = statistics
         self._refuse = refuse
         self._calls: dict[int, BlockCall] = {}
-        self._num_calls = 0
+        self._num_calls = self._num_looked_at = 0
         # The calls that are running, the outermost first, and the number of the last one that is over.
         self._running: list[BlockCall] = []
         self._last_over = 0
@@ -154,8 +154,11 @@ class SavedTensors:
         """The end of a call: what left before is dropped from the card, what it saved begins to leave."""
         self.moves.let_go(ended)
         self._known.forget_gone()
-        for number in [n for n, call in self._calls.items() if call.num_borders > _BORDERS_TO_TRY and call.is_over]:
-            del self._calls[number]
+        # As often as what is known of storages is looked at: a recurrent model has thousands of calls in one graph.
+        if len(self._calls) >= 2 * self._num_looked_at:
+            for number in [n for n, call in self._calls.items() if call.num_borders > _BORDERS_TO_TRY and call.is_over]:
+                del self._calls[number]
+            self._num_looked_at = len(self._calls)
         if not ended.select():
             self._statistics["calls unlike the plan"] += 1
         self._begin_to_leave(is_end=True)

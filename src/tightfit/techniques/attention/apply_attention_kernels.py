@@ -89,6 +89,7 @@ class _Kernels:
     def __init__(self) -> None:
         self.are_in_graph = False
         self._calls: list[tuple[weakref.ref[_Graph], WrittenSince]] = []
+        self._num_alive = 0
 
     def note(self, result: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
         """Notes what the kernel with this result reads again."""
@@ -99,6 +100,10 @@ class _Kernels:
             written.add(each)
         node: Any = result.grad_fn
         node.metadata[_NAME] = graph
+        # No backward pass forgets those of forwards that have none, nor those of a program that retains each graph.
+        if len(self._calls) > 2 * self._num_alive:
+            self._calls = [each for each in self._calls if each[0]() is not None]
+            self._num_alive = len(self._calls)
         self._calls.append((weakref.ref(graph), written))
 
     def is_any_written(self) -> bool:

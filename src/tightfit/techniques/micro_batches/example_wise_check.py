@@ -17,7 +17,7 @@ from tightfit.effects.code import Code
 from tightfit.effects.independence.row_flow import FakeRun, Flow, NeedsValues
 from tightfit.effects.independence.row_proof import Computation, FollowedRun, Leaves, check_graph, check_hooks, prove
 from tightfit.effects.independence.row_states import Mixed, loss_state
-from tightfit.effects.independence.rows import Mixes, RowLayout
+from tightfit.effects.independence.rows import Mixes, RowLayout, Unsteady
 from tightfit.effects.independence.totals import ROWS, Total, is_sum
 from tightfit.effects.optimizer_marks import OptimizerMarks
 from tightfit.effects.state import DRAWN, RegionState, Snapshot, differences, restore, structural_differences
@@ -95,6 +95,8 @@ class BatchProofs:
         self._before: Snapshot | None = None
         self._classes: list[tuple[torch.nn.Module, type]] = []
         self._code: Code | None = None
+        self.is_unsteady = False
+        """Whether the last proof has failed at a state that nobody can put back."""
         # By batch and parts, and then by decisions; the last that was used is the last one.
         self._known: dict[Any, dict[tuple[Any, ...], Proved]] = {}
 
@@ -215,6 +217,7 @@ class BatchProofs:
                         is_alone=self._is_alone,
                     )
             except (Mixes, NeedsValues) as error:
+                self.is_unsteady = isinstance(error, Unsteady)
                 raise self._refuse(
                     f"parts of the batch may not give what the whole gives: {str(error) or 'values are read'}; leave micro_batches out"
                 ) from None
@@ -338,6 +341,8 @@ def _judged(proof: FollowedRun, model: torch.nn.Module) -> Proved:
 
 def put_back(proofs: BatchProofs, calls: CallTrail | None) -> str:
     """Puts the model's state back to that of when `proofs.of` was called; the first change that stays, in words, or nothing. `calls` are what has run since."""
+    if proofs.is_unsteady:
+        return "a state that is in no snapshot"
     before, told = proofs._before, proofs.changed()
     if calls is not None and calls.written_outside(() if before is None else before.reach.tensors):
         return WRITTEN_OUTSIDE

@@ -8,7 +8,7 @@ import torch
 
 from tightfit.effects.call_trails import WRITTEN_OUTSIDE
 from tightfit.effects.code import Code
-from tightfit.effects.independence.rows import Mixes
+from tightfit.effects.independence.rows import Mixes, Unsteady
 from tightfit.effects.random_states import TorchRandom
 from tightfit.effects.state import RegionState, Snapshot, differences, restore, structural_differences
 from tightfit.effects.values.fingerprints import paused
@@ -47,6 +47,7 @@ class TileProofs:
         self._at_call: Snapshot | None = None
         self._random: TorchRandom | None = None
         self._code: Code | None = None
+        self._is_unsteady = False
         # What tiles have been like that went as the last call did.
         self.runs = TileRuns()
 
@@ -105,6 +106,8 @@ class TileProofs:
         before, self._at_call = self._at_call, None
         if before is None or self._random is None:
             return ""
+        if self._is_unsteady:
+            return "a state that is in no snapshot"
         calls, self.runs.latest = self.runs.latest, None
         if calls is not None and calls.written_outside(before.reach.tensors):
             return WRITTEN_OUTSIDE
@@ -137,6 +140,7 @@ class TileProofs:
             with self._repeats.counted((id(self), value.shape)):
                 check_token_wise(self._owner(), run, value, dim, parts, first_call=first_call)
         except Mixes as error:
+            self._is_unsteady = isinstance(error, Unsteady)
             raise self._refuse(f"cannot be run in tiles: {error}") from None
 
     def prove_other_way(

@@ -1,7 +1,7 @@
 """Wraps the `forward` of one module object, without any other change of the module.
 
 The wrapper is stored in the module's own `__dict__`: hooks, submodules, parameters and `state_dict` keys stay the same. A copy of the module
-(an EMA, say) wraps the copy and not the original, a module that is pickled whole is pickled without it, and `inspect.signature` sees the
+(an EMA, say) wraps the copy and not the original, a module that is pickled whole is pickled with what it wraps, and `inspect.signature` sees the
 module's own signature. A wrapper removes only itself: wrappers and replacements by other code stay.
 """
 
@@ -9,6 +9,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import operator
 import sys
 import threading
 import types
@@ -25,6 +26,8 @@ Around = Callable[..., Any]
 
 # Torch's own code that calls the forward of a module, which is `self` there.
 _CALLS_MODULES = inspect.getfile(torch.nn.Module)
+# What a pickle calls to have what is inside of a wrapper: it is read where there is no tightfit, too.
+its_first = operator.getitem
 # What is read off the `forward` of a module as if it were the method of its class.
 _OF_METHODS = frozenset(
     f"__{name}__"
@@ -194,9 +197,8 @@ class WrappedForward:
             vars(module)["forward"] = self.previous
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        module, previous = copy.deepcopy(self.module, memo), self.previous
-        if isinstance(previous, types.MethodType | WrappedForward):
-            previous = copy.deepcopy(previous, memo)
+        # A forward of the program's own (a partial object, say) is of the copy in the copy, as it would be without this wrapper.
+        module, previous = copy.deepcopy(self.module, memo), copy.deepcopy(self.previous, memo)
         if self.around is through or isinstance(getattr(self.around, "__self__", self.around), OnlyHere):
             # A method would stay that of the class as it is now, whatever the program puts on the class later. The entry itself cannot be left out from here.
             return WrappedForward(module, through, None, is_copied=True) if previous is None else previous
@@ -205,8 +207,10 @@ class WrappedForward:
         return WrappedForward(module, around, previous, is_copied=True, is_of_model=self._is_of_model)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if self.previous is not None:
+            return its_first, ((self.previous,), 0)
         # By name: the type of bound methods has no name that pickle finds.
-        return (getattr, (self.module, "forward"))
+        return getattr, (self.module, "forward")
 
 
 def _shares_attributes(copied: torch.nn.Module, module: torch.nn.Module) -> bool:

@@ -10,6 +10,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from tightfit.techniques.wrappers.forwards import its_first
+
 
 class MethodReplacement:
     """Replaces `holder.name` by `value`; `previous` is the former entry of the object's `__dict__`, None for the method of its class."""
@@ -54,6 +56,8 @@ class MethodReplacement:
         return _method(copy.deepcopy(self._holder(), memo), self._name)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if self._previous is not None:
+            return its_first, ((self._previous,), 0)
         return getattr, (self._holder(), self._name)
 
 

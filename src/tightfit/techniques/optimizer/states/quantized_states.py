@@ -155,7 +155,8 @@ class EncodedStates:
         groups = groups_by_parameter(self._optimizer)
         updated = [parameter for parameter in groups if parameter.grad is not None]
         taken = [] if self.on_host is None else self.on_host.taken(updated, groups)
-        here = [parameter for parameter in updated if parameter not in set(taken)]
+        of_host = set(taken)
+        here = [parameter for parameter in updated if parameter not in of_host]
         with self.expecting(here):
             for parameter in here:
                 self.update(parameter, groups[parameter])

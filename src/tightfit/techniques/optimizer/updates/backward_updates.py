@@ -75,11 +75,12 @@ class _Stepper:
 
 
 class _KeptPasses:
-    """The backward passes whose gradients wait. `why_kept` is the reason to keep gradients from now on, if there is one."""
+    """The backward passes whose gradients wait. `why_kept` is the reason to keep gradients from now on, `why_kept_in_step` that to keep them until the next
+    step, if there is one."""
 
     def __init__(self) -> None:
         self.kept: list[KeptPass] = []
-        self.why_kept = ""
+        self.why_kept = self.why_kept_in_step = ""
         self._num_read = 0
 
     def forget_done(self) -> None:
@@ -138,7 +139,11 @@ class _KeptPasses:
         return standing
 
     def _count_read(self, kept: Collection[KeptPass]) -> None:
-        self._num_read += bool(kept)
+        if not kept:
+            return
+        # Who reads gradients before a further pass of the same step may move the weights between the two, and back again before the step (SAM).
+        self.why_kept_in_step = "gradients are read before another backward pass of the same step"
+        self._num_read += 1
         # A program that reads gradients in every step would pay two passes each time and save nothing.
         if self._num_read >= _MAX_READ_IN_A_ROW:
             self.why_kept = "gradients are read or added to before the optimizer steps"
@@ -165,6 +170,7 @@ class _Steps:
     def step(self, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, None]:
         """Runs within a step; returns the parameters that are updated already."""
         self._given.end_step()
+        self._passes.why_kept_in_step = ""
         stepper, groups = self._steppers[optimizer], groups_by_parameter(optimizer)
         for parameter in groups:
             deferred = deferred_gradient(parameter)
@@ -454,7 +460,7 @@ class Updates:
             # Each would free the graph that the other is to run again.
             return "a backward pass also reaches parameters that another plan updates"
         reasons = itertools.chain(
-            (self._passes.why_kept, _reason_of_mode()),
+            (self._passes.why_kept, self._passes.why_kept_in_step, _reason_of_mode()),
             map(_reason_of_parameter, reached),
             (_reason_of_other(leaf) for leaf in backward.leaves() if leaf not in reached),
             (_reason_of(node) or within.reason_of(node) for node in backward.nodes()),
