@@ -478,6 +478,8 @@ class _RepeatedCall:
         if task == _NO_TASK:
             # Each look at a graph from outside of a backward pass stands for itself.
             self._call.saved.forget(task)
+        elif keeps_graph():
+            self._call.saved.forget_after(task)
         if value is None:
             raise self._call.owner.refusal(_OTHER_THINGS)
         return value
