@@ -15,7 +15,7 @@ HOST = torch.device("cpu")
 
 
 def looks_of_a_pass(num_blocks, monkeypatch):
-    """How many weights are looked at in one forward pass over streamed blocks of three weights."""
+    """How many weights are looked at in one forward pass over streamed blocks of three weights, and in a backward pass, which each of them says that it is over."""
     streamed = StreamedWeights(HOST, num_blocks * 3 * 512 + 4096, statistics=Counter())
     blocks = [
         streamed.add([torch.nn.Parameter(torch.ones(4), requires_grad=False) for _ in range(3)])
@@ -28,6 +28,10 @@ def looks_of_a_pass(num_blocks, monkeypatch):
         for block in blocks:
             with streamed.call(block, Pass.ALONE):
                 assert all(weight.parameter.device == HOST for weight in block.weights)
+        for block in reversed(blocks):
+            streamed.use(block, Pass.BACKWARD)
+        for _ in blocks:
+            streamed.end_pass()
     streamed.end()
     return looks["look"]
 
@@ -66,3 +70,4 @@ def test_storages_of_earlier_calls_are_forgotten_without_looking_at_all_of_them_
             result = (start * 1.01).sin()
         del result
     assert len(known._storages) <= 4
+    assert len(saved._calls) <= 12

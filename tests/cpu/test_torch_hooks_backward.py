@@ -1,6 +1,7 @@
 """Backward passes are told to those whose parameters they reach, and to nobody else; torch is as it was once nobody wants to be told."""
 
 import gc
+import threading
 from collections.abc import Callable, Container, Iterator
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from tightfit.torch_hooks.backward import BackwardPass, on_backward
+from tightfit.torch_hooks.backward import BackwardPass, of_a_part, on_backward
 
 PLAIN = torch.autograd._engine_run_backward
 
@@ -194,3 +195,16 @@ def test_a_class_that_calls_something_variable_is_no_leaf() -> None:
     Function.apply(_loss(other)).backward()
     leave()
     assert not owner.passes
+
+
+def test_a_pass_beside_one_of_a_part_in_another_thread_is_none() -> None:
+    layer = _layer()
+    owner = _of(layer)
+    leave = on_backward(owner)
+    with of_a_part():
+        _loss(layer).backward()
+        other = threading.Thread(target=_loss(layer).backward)
+        other.start()
+        other.join()
+    leave()
+    assert [each.is_of_part for each in owner.passes] == [True, False]

@@ -8,6 +8,7 @@ pass runs as torch would have run it, with its arguments untouched.
 import dataclasses
 import functools
 import gc
+import threading
 import weakref
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from contextlib import contextmanager
@@ -86,18 +87,23 @@ class BackwardPass:
         return (*self.args[:2], keeps_graph, *self.args[3:])
 
 
-# One for each `of_a_part` that is entered.
-_parts: list[None] = []
+class _Parts(threading.local):
+    """How many `of_a_part` this thread is inside of; another thread may train another model meanwhile."""
+
+    number = 0
+
+
+_PARTS = _Parts()
 
 
 @contextmanager
 def of_a_part() -> Iterator[None]:
     """Inside, backward passes are those of micro-batches of a pass that the program will run: their gradients are not yet the final ones."""
-    _parts.append(None)
+    _PARTS.number += 1
     try:
         yield
     finally:
-        _parts.pop()
+        _PARTS.number -= 1
 
 
 def keeps_graph() -> bool:
@@ -162,7 +168,7 @@ def _around(
         # Reentrant checkpointing runs a pass of its own inside a node of the outer one (torch/utils/checkpoint.py,
         # `CheckpointFunction.backward`): an owner must not take that for the program's pass.
         is_nested=GRAPH_TASK_ID.call() != -1,
-        is_of_part=bool(_parts),
+        is_of_part=bool(_PARTS.number),
         is_shared=is_shared,
         args=args,
         kwargs=kwargs,

@@ -137,6 +137,8 @@ class StreamedWeights:
         # The numbers of those with weights that are on the card or coming: a use of one block does not look at all others.
         self._blocks_here: set[int] = set()
         self._order = UseOrder()
+        # Whether something was used since a pass was over last.
+        self._is_used = False
         # The backward pass runs in threads of autograd's own.
         self._lock = threading.RLock()
 
@@ -189,6 +191,7 @@ class StreamedWeights:
         spends(HostWork.STREAMED_CALL)
         spends(HostWork.STREAMED_PARAMETER, len(block.weights))
         with self._lock:
+            self._is_used = True
             # Those of the block before have had the time of this one's.
             self._traffic.gradients_leave()
             self._order.learn(use)
@@ -222,6 +225,10 @@ class StreamedWeights:
     def end_pass(self) -> None:
         """A backward pass is over: what it needed is dropped."""
         with self._lock:
+            # Each block that the pass has come to asks for it.
+            if not self._is_used:
+                return
+            self._is_used = False
             self._order.end_pass()
             for block in self._blocks:
                 # The program may have set other data for weights that were away.
@@ -300,6 +307,7 @@ class StreamedWeights:
             if weight not in self._blocks[weight.block].weights:
                 # The program had set other data, and has set those again: they stay where they are, as nothing would take them there.
                 return saved.tensor(weight.on_card.copied(self._traffic.copies))
+            self._is_used = True
             self._blocks_here.add(weight.block)
             self._traffic.have(weight)
             self._traffic.have_gradient(weight)
