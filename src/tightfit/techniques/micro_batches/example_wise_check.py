@@ -93,8 +93,8 @@ class BatchProofs:
         self._repeats = repeats or RepeatedProofs("micro_batches", [])
         self._state = RegionState()
         self._before: Snapshot | None = None
-        # Of the batch that runs, before its first part, which a proof may be followed by that begins after it.
-        self._at_call: Snapshot | None = None
+        self.at_call: Snapshot | None = None
+        """The state before the first part of the batch that runs, for `put_back`; None once a backward pass has begun."""
         self._classes: list[tuple[torch.nn.Module, type]] = []
         self._code: Code | None = None
         self.is_unsteady = False
@@ -113,7 +113,7 @@ class BatchProofs:
         is_new = self._code is None or not self._code.is_same()
         if is_new or (self._before is not None and _is_changed(self._owner(), self._before, now)):
             self._known.clear()
-        self._before = self._at_call = now
+        self._before = self.at_call = now
         self.is_unsteady = False
         self._classes = _classes_of(self._owner())
         known = self._known.get(_key(batch, parts))
@@ -144,10 +144,6 @@ class BatchProofs:
         first_change = self.changes_from_now()
         found = decisions_of_whole(forward, batch, number, unseen=self._unseen)
         return None if first_change() else found
-
-    def begin_backward(self) -> None:
-        """The backward pass of a part begins: nothing is put back from here on."""
-        self._at_call = None
 
     def begin_anew(self) -> None:
         """The state now is that in which a proof begins which was made before: what a part has left is put together."""
@@ -350,7 +346,7 @@ def put_back(proofs: BatchProofs, calls: CallTrail | None) -> str:
     """Puts the model's state back to that of when `proofs.of` was called; the first change that stays, in words, or nothing. `calls` are what has run since."""
     if proofs.is_unsteady:
         return "a state that is in no snapshot"
-    before = proofs._at_call
+    before = proofs.at_call
     if calls is not None and calls.written_outside(() if before is None else before.reach.tensors):
         return WRITTEN_OUTSIDE
     if before is None:

@@ -324,7 +324,7 @@ class SplitForward:
         if is_walked:
             sums.saved.add(loss, self.model, [*aside.parameters, *batch.tensors()])
         self._whole.begin_backward()
-        self._proofs.begin_backward()
+        self._proofs.at_call = None
         self._calls = None
         # As a program runs `backward` outside of its autocast context. `inputs=` keeps the pass from
         # accumulating into anything but the trained parameters.
@@ -379,22 +379,23 @@ class SplitForward:
         together, apart = results
         tolerance = _TOLERANCE_OF_HALVES if numbers.are_halves else _TOLERANCE.get(together.dtype, _TOLERANCE_OF_HALVES)
         if comparable and bool((together - apart).abs() > tolerance * together.abs()):
-            self._proofs.is_unsteady |= not self._gives_the_same_twice(forward, batch)
+            self._proofs.is_unsteady |= not _gives_the_same_twice(self._proofs, forward, batch)
             raise self._refuse(
                 f"two examples together have the loss {together.item():.6g} and one by one {apart.item():.6g}: it depends on what else is in "
                 "the batch; leave micro_batches out"
             )
 
-    def _gives_the_same_twice(self, forward: Forward, batch: AbstractBatch) -> bool:
-        """Whether two examples have the same loss twice, with the state put back before each: else there is one that is in no snapshot, and that has moved on."""
-        losses, random = list[torch.Tensor](), TorchRandom.now()
-        for _ in range(2):
-            if put_back(self._proofs, None):
-                return False
-            args, kwargs = batch.part(0, 2)
-            losses.append(find_loss(forward(*args, **kwargs))[1].detach().clone())
-            random.put()
-        return torch.equal(*losses)
+
+def _gives_the_same_twice(proofs: BatchProofs, forward: Forward, batch: AbstractBatch) -> bool:
+    """Whether two examples have the same loss twice, with the state put back before each: else there is one that is in no snapshot, and that has moved on."""
+    losses, random = list[torch.Tensor](), TorchRandom.now()
+    for _ in range(2):
+        if put_back(proofs, None):
+            return False
+        args, kwargs = batch.part(0, 2)
+        losses.append(find_loss(forward(*args, **kwargs))[1].detach().clone())
+        random.put()
+    return torch.equal(*losses)
 
 
 def _refuse_other_shares(sums: Sums, refuse: Refuse) -> None:
