@@ -17,6 +17,7 @@ import pytest
 import torch
 from tests.forked_python import forked_python
 
+from tightfit.effects.code import Code
 from tightfit.errors import ApplyError
 from tightfit.errors.private_names import Name, known
 from tightfit.torch_hooks import manifest
@@ -190,6 +191,40 @@ def test_a_method_that_a_class_has_from_its_base_is_inherited_again(library: Any
     for each in (*leave, *leave):
         each()
     assert "compute" not in vars(Kind) and Kind().compute() == 1
+
+
+@pytest.mark.parametrize("is_inherited", [False, True])
+def test_code_is_the_programs_whether_ours_is_put_there_or_not(library: Any, *, is_inherited: bool) -> None:
+    class Base:
+        def compute(self) -> int:
+            return 1
+
+    library.Kind = type("Kind", (Base,), {} if is_inherited else {"compute": lambda self: 2})
+    answer = library.Kind().compute()
+
+    def put(inner: Callable[..., Any], owners: Callable[[], list[Owner]]) -> Callable[..., Any]:
+        @functools.wraps(inner)
+        def compute(*args: Any) -> Any:
+            return inner(*args), owners()
+
+        return compute
+
+    name, owner = Replaced(dataclasses.replace(NAME, path="library_of_a_test:Kind.compute"), put), Owner()
+    plain, replaced_by_us = Code(), Code()
+    plain.of_class(library.Kind, ["compute"])
+    leave = name.enter(owner)
+    replaced_by_us.of_class(library.Kind, ["compute"])
+    assert plain.is_same() and replaced_by_us.is_same()
+    ours = library.Kind.compute
+    # With what ours has for attributes, which is what `wraps` does.
+    library.Kind.compute = functools.wraps(ours)(lambda self: 3)
+    assert not plain.is_same() and not replaced_by_us.is_same()
+    library.Kind.compute = ours
+    assert plain.is_same() and replaced_by_us.is_same()
+    leave()
+    assert plain.is_same() and replaced_by_us.is_same() and library.Kind().compute() == answer
+    library.Kind.compute = lambda self: 3
+    assert not plain.is_same() and not replaced_by_us.is_same()
 
 
 def test_a_name_that_is_missing_is_an_error_that_says_so(library: Any) -> None:

@@ -76,3 +76,16 @@ def sharpness_aware_later(t: Trial) -> None:
         optimizer.step()
         t.note("loss", loss)
         t.end_step()
+
+
+@attack("parts", "from step 3 on a block counts its calls by a closure, and scales by how many there were", only=EXACT)
+def late_closure_counter(t: Trial) -> None:
+    calls = 0
+
+    class Counting(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            nonlocal calls
+            calls += _Clock.step >= LATE
+            return super().forward(x * (1 + 0.05 * calls))
+
+    train(t, Net([Counting(), Counting()]), num_steps=STEPS, before=_tick, after=lambda _: t.note("calls", calls))
