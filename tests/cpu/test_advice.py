@@ -10,6 +10,7 @@ from tests.cpu.run_arguments import run_arguments
 from tightfit.capture.targets.target_kinds import GeneratorFunction
 from tightfit.devices.catalogue import find
 from tightfit.diagnosis.suggestions import from_profile as advice
+from tightfit.diagnosis.suggestions.from_sizes import suggestions_on_sizes
 from tightfit.fit.traced_runs import TracedRun, TracedRuns
 from tightfit.units import parse
 
@@ -19,9 +20,9 @@ from torch import nn
 
 
 class Decoder(nn.Module):
-    def __init__(self, num_blocks, width):
+    def __init__(self, num_blocks, width, num_words):
         super().__init__()
-        self.table, self.head = nn.Embedding(512, width), nn.Linear(width, 512)
+        self.table, self.head = nn.Embedding(num_words, width), nn.Linear(width, num_words)
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(num_blocks)
         )
@@ -33,8 +34,8 @@ class Decoder(nn.Module):
         return self.head(values)
 
 
-def workload(num_blocks=8, num_tokens=256, width=512):
-    model = Decoder(num_blocks, width).cuda()
+def workload(num_blocks=8, num_tokens=256, width=512, num_words=512, dtype="float32"):
+    model = Decoder(num_blocks, width, num_words).to("cuda", getattr(torch, dtype))
     optimizer = torch.optim.AdamW(model.parameters())
     while True:
         tokens = torch.randint(0, 512, (16, num_tokens), device="cuda")
@@ -53,7 +54,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def trial(file: Path, **parameters: int) -> TracedRun:
+def trial(file: Path, **parameters: int | str) -> TracedRun:
     target = GeneratorFunction(location=str(file), function="workload", parameters=parameters)
     return TracedRuns(**run_arguments(target, "decoder")).run_with(())
 
@@ -96,6 +97,18 @@ def test_what_saves_for_nothing_comes_first_and_another_gpu_last(file: Path) -> 
     starts = ["half the batch size", "a smaller model", "without any technique it fits"]
     at = [next(i for i, one in enumerate(said) if one.startswith(start)) for start in starts]
     assert at == sorted(at) and said[-1].startswith("on two of these GPUs")
+
+
+def test_a_vocabulary_that_is_no_multiple_of_eight_costs_what_is_said_of_it(file: Path) -> None:
+    odd, even = (trial(file, num_blocks=1, num_words=words, dtype="bfloat16") for words in (20_001, 20_008))
+    (found,) = suggestions_on_sizes(odd.profile)
+    assert "20,008 in place of 20,001" in found.what
+    assert found.where == "Decoder.head"
+    assert found.adds_seconds == pytest.approx(even.estimate.seconds_per_step - odd.estimate.seconds_per_step, rel=0.02)
+    assert not list(suggestions_on_sizes(even.profile))
+    # Cores multiply number by number anyway.
+    in_float32 = trial(file, num_blocks=1, num_words=20_001)
+    assert not list(suggestions_on_sizes(in_float32.profile))
 
 
 def test_a_batch_of_one_example_has_no_half(file: Path) -> None:

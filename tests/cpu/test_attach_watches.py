@@ -1,5 +1,6 @@
 """While a plan waits for its models, calls are watched: per thread, through exceptions, for several who wait; and nothing is different after that."""
 
+import copy
 import gc
 import threading
 from collections.abc import Iterator
@@ -153,3 +154,19 @@ def test_a_scripted_model_that_the_plan_knows_and_changes_nothing_of_runs_as_it_
     assert scripted(torch.zeros(2, 3)).shape == (2, 3)
     train(model, optimizer, range(1, 2))
     leave()
+
+
+@pytest.mark.parametrize(("is_copied", "num_searches"), [(False, 0), (True, 1)])
+def test_an_optimizer_of_a_live_model_starts_no_search_through_all_objects(
+    is_copied: bool, num_searches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = made()
+    end = Attachment([BLOCK]).install()
+    train(model, optimizer)
+    searches: list[None] = []
+    monkeypatch.setattr(gc, "collect", lambda: searches.append(None))
+    other = copy.deepcopy(model) if is_copied else model
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    train(other, optimizer)
+    assert len(searches) == num_searches
+    end()

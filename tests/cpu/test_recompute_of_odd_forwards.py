@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.cpu import older_checkpoints
 from tests.cpu.applied import choice
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
@@ -16,8 +15,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tightfit.effects.values import contents
 from tightfit.errors import ApplyError
 from tightfit.runtime.apply import apply_choices
-from tightfit.techniques.recomputation import apply_selective_checkpointing
-from tightfit.torch_hooks.manifest import MADE_AGAIN
 
 WIDTH = 8
 Make = Callable[[], nn.Module]
@@ -366,19 +363,15 @@ HELD = [
 ]
 
 
-@pytest.fixture(params=["as installed", "lists"])
-def any_torch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also what a selective checkpoint of torch up to 2.12 keeps; and as on a card, where only versions tell what was written to."""
+@pytest.fixture
+def seen_as_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There only versions tell what was written to."""
     monkeypatch.setattr(contents, "_place_of", lambda _: None)
-    if request.param == "lists" and MADE_AGAIN.is_there():
-        monkeypatch.setattr(
-            apply_selective_checkpointing, "create_selective_checkpoint_contexts", older_checkpoints.contexts_of_lists
-        )
 
 
 @pytest.mark.parametrize("choices", [KEPT, HELD], ids=["kept", "held"])
 @pytest.mark.parametrize("act", [shifted, partly, dropped, without_a_graph, of_several_dimensions, in_the_last_steps])
-@pytest.mark.usefixtures("any_torch")
+@pytest.mark.usefixtures("seen_as_on_a_card")
 def test_a_kept_result_that_is_written_to_in_place_is_made_again(act: Any, choices: Any) -> None:
     check(lambda: Doing(act), choices=choices)
 
@@ -396,7 +389,7 @@ def test_a_kept_result_that_is_written_to_past_torch_is_refused() -> None:
         trained(lambda: Doing(act), is_planned=True, choices=KEPT)
 
 
-@pytest.mark.usefixtures("any_torch")
+@pytest.mark.usefixtures("seen_as_on_a_card")
 def test_a_kept_result_that_is_written_to_is_made_again_in_each_backward_pass() -> None:
     def run(choices: Any) -> list[torch.Tensor]:
         torch.manual_seed(0)
@@ -412,7 +405,7 @@ def test_a_kept_result_that_is_written_to_is_made_again_in_each_backward_pass() 
     assert all(map(torch.equal, plain, found))
 
 
-@pytest.mark.usefixtures("any_torch")
+@pytest.mark.usefixtures("seen_as_on_a_card")
 def test_a_kept_result_that_is_written_to_is_not_held_beside_its_activation() -> None:
     made: list[weakref.ref[torch.UntypedStorage]] = []
 

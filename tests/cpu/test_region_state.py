@@ -4,6 +4,7 @@ import copy
 import gc
 import itertools
 import random
+import types
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -14,7 +15,9 @@ import pytest
 import torch
 from torch import nn
 
+from tightfit.effects.holders import Members
 from tightfit.effects.random_states import numpy_state, put_python_state, python_state
+from tightfit.effects.reachable.cells import Cell
 from tightfit.effects.state import RegionState, StateDifference, differences, restore
 
 COUNT = 0
@@ -141,6 +144,35 @@ def test_a_variable_shared_with_the_function_around_is_seen() -> None:
     (found,) = written(module, RegionState())
     assert found.path.endswith(":count")
     assert count == 0
+
+
+def test_a_variable_is_still_what_it_was_by_its_object_and_not_while_it_is_empty() -> None:
+    def make() -> types.CellType:
+        value = [1]
+        held = (lambda: value).__closure__
+        assert held
+        return held[0]
+
+    cell = make()
+    holder = Cell("value", cell)
+    before = holder.content(is_kept=False)
+    assert holder.is_still(before)
+    del cell.cell_contents
+    assert not holder.is_still(before) and holder.is_still({})
+    cell.cell_contents = 2
+    assert not holder.is_still(before) and not holder.is_still({})
+    cell.cell_contents = 3
+    assert not holder.is_still({"cell_contents": 2}) and holder.is_still({"cell_contents": 3})
+
+
+def test_a_set_with_another_table_is_not_still_what_it_was() -> None:
+    numbers = {1, 2}
+    holder = Members("numbers", numbers)
+    before = holder.content(is_kept=False)
+    numbers.update(range(1, 99))
+    numbers.difference_update(range(3, 99))
+    # Which member `pop` gives may be another one in a table of another size.
+    assert numbers == before and not holder.is_still(before)
 
 
 def test_a_hook_that_is_added_and_a_module_that_is_replaced_are_seen() -> None:

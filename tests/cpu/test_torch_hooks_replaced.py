@@ -17,6 +17,7 @@ import pytest
 import torch
 from tests.forked_python import forked_python
 
+from tightfit.effects.code import Code
 from tightfit.errors import ApplyError
 from tightfit.errors.private_names import Name, known
 from tightfit.torch_hooks import manifest
@@ -192,6 +193,40 @@ def test_a_method_that_a_class_has_from_its_base_is_inherited_again(library: Any
     assert "compute" not in vars(Kind) and Kind().compute() == 1
 
 
+@pytest.mark.parametrize("is_inherited", [False, True])
+def test_code_is_the_programs_whether_ours_is_put_there_or_not(library: Any, *, is_inherited: bool) -> None:
+    class Base:
+        def compute(self) -> int:
+            return 1
+
+    library.Kind = type("Kind", (Base,), {} if is_inherited else {"compute": lambda self: 2})
+    answer = library.Kind().compute()
+
+    def put(inner: Callable[..., Any], owners: Callable[[], list[Owner]]) -> Callable[..., Any]:
+        @functools.wraps(inner)
+        def compute(*args: Any) -> Any:
+            return inner(*args), owners()
+
+        return compute
+
+    name, owner = Replaced(dataclasses.replace(NAME, path="library_of_a_test:Kind.compute"), put), Owner()
+    plain, replaced_by_us = Code(), Code()
+    plain.of_class(library.Kind, ["compute"])
+    leave = name.enter(owner)
+    replaced_by_us.of_class(library.Kind, ["compute"])
+    assert plain.is_same() and replaced_by_us.is_same()
+    ours = library.Kind.compute
+    # With what ours has for attributes, which is what `wraps` does.
+    library.Kind.compute = functools.wraps(ours)(lambda self: 3)
+    assert not plain.is_same() and not replaced_by_us.is_same()
+    library.Kind.compute = ours
+    assert plain.is_same() and replaced_by_us.is_same()
+    leave()
+    assert plain.is_same() and replaced_by_us.is_same() and library.Kind().compute() == answer
+    library.Kind.compute = lambda self: 3
+    assert not plain.is_same() and not replaced_by_us.is_same()
+
+
 def test_a_name_that_is_missing_is_an_error_that_says_so(library: Any) -> None:
     library.__version__ = "0.9"
     del library.compute
@@ -202,16 +237,14 @@ def test_a_name_that_is_missing_is_an_error_that_says_so(library: Any) -> None:
     assert not hasattr(library, "compute")
 
 
-# One is a value, which nothing calls.
-@pytest.mark.parametrize(
-    "name", [n for n in (*manifest.REPLACED, *manifest.READ) if n is not manifest.MADE_AGAIN], ids=str
-)
+@pytest.mark.parametrize("name", [*manifest.REPLACED, *manifest.READ], ids=str)
 def test_the_names_of_the_manifest_are_there(name: Name) -> None:
     pytest.importorskip(name.library)
     if not name.is_checked and name.library == "torch" and torch.__version__ < name.first:
         pytest.skip(f"torch has it since {name.first}")
     value = name.value()
-    assert callable(value) or isinstance(value, property) or inspect.isgetsetdescriptor(value)
+    is_key = isinstance(value, torch._C.DispatchKey)
+    assert is_key or callable(value) or isinstance(value, property) or inspect.isgetsetdescriptor(value)
 
 
 def test_a_program_that_ends_with_owners_ends_without_a_word() -> None:

@@ -28,8 +28,8 @@ class HostWork(enum.Enum):
     """A call of a recomputed region, both of its runs together."""
     RECOMPUTED_TENSOR = 0.016e-3
     """Each tensor that it saves, weights among them, for which torch calls hooks in either run and in the backward pass."""
-    SELECTED_TENSOR = 0.08e-3
-    """Each that is saved by a region that keeps some results: torch's modes for that see each operator in Python."""
+    SELECTED_TENSOR = 0.04e-3
+    """Each that is saved by a region that keeps some results: a mode sees each operator in Python."""
     OFFLOADED_CALL = 1.0e-3
     """A call whose saved tensors move."""
     UPDATED_PARAMETER = 0.25e-3

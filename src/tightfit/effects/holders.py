@@ -299,7 +299,10 @@ class Members(Holder):
         return _Ordered(self._members)
 
     def is_still(self, content: Any) -> bool:
-        return self._members == content and (not content.is_order_known or tuple(self._members) == content.order)
+        if self._members != content:
+            return False
+        is_in_order = sys.getsizeof(self._members) == content.num_bytes and tuple(self._members) == content.order
+        return is_in_order or not content.is_order_known
 
     def same(self, one: Any, other: Any) -> bool:
         is_in_order = one == other and one.order == other.order and one.num_bytes == other.num_bytes

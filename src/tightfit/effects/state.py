@@ -209,7 +209,7 @@ def restore(to: Snapshot) -> None:
     if not numpy_state.same(numpy_state.get(), to.numpy_random):
         numpy_state.put(to.numpy_random)
     for holder, content in zip(to.reach.holders, to.contents, strict=True):
-        if not holder.same(holder.content(is_kept=False), content):
+        if not holder.is_still(content):
             holder.put(content)
     # Dicts of hooks in which there was none: a forward that registers a hook on itself would register it twice.
     for hooks in to.reach.empty:

@@ -18,6 +18,26 @@ _LIBRARIES = tuple(
 _COMMON = frozenset(("torch", "tightfit", *sys.stdlib_module_names))
 
 
+# An attribute of functions that this tool has put in the place of a library's: its own address, and what its owner had by that name, None where that was a
+# base's. The address tells it from wrappers of others around it, to which `functools.wraps` copies what it finds.
+STANDS_FOR = "tightfit_stands_for"
+
+
+def mark_as_ours(wrapper: types.FunctionType, current: Any) -> None:
+    """Marks a function of this tool that is put where `current` was."""
+    vars(wrapper)[STANDS_FOR] = id(wrapper), current
+
+
+def without_ours(value: Any) -> Any:
+    """What stands in a place apart from what this tool has put there."""
+    while isinstance(value, types.FunctionType):
+        address, beneath = vars(value).get(STANDS_FOR, (None, None))
+        if address != id(value):
+            break
+        value = beneath
+    return value
+
+
 def is_users_module(module: types.ModuleType) -> bool:
     """Whether a Python module is the user's own."""
     file = getattr(module, "__file__", None)

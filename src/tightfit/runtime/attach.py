@@ -191,8 +191,9 @@ class Attachment:
                 self._later.add(optimizer)
             self._optimizers.add(optimizer)
             self._loops.look()
-            if self.roots:
-                # A model with a session is part of a cycle of references: one that the program has dropped is freed here.
+            # A model with a session is part of a cycle of references: one that the program has dropped is freed here. One that goes on with another
+            # optimizer is not: to look through all objects for each inner loop of meta-learning takes longer than the loop.
+            if self.roots and not _has_parameters_of(optimizer, list(self._live)):
                 gc.collect()
             self._calls.begin()
 
@@ -318,9 +319,10 @@ class Attachment:
             return
         if check is not None:
             check.session.undo()
-        # An optimizer that the program has dropped is gone with the session that knew it.
+        # An optimizer that the program has dropped is gone with the session that knew it, if nothing that refers to itself has it (a scheduler does).
         del check
-        gc.collect()
+        if not all(self._optimizers.is_new(o) for o in self._optimizers.free_for(module)):
+            gc.collect()
         optimizers = self._optimizers.free_for(module)
         is_known = live.planned is not None or not self._planned
         # The choices that concern optimizers, for a root that now has some of its own.
@@ -383,6 +385,12 @@ def _unknown(planned: Sequence[Mapping[str, Any]], module: torch.nn.Module, met:
     if not sizes:
         return name
     return f"{name} of {count:,} parameters" if name in met and count not in sizes else ""
+
+
+def _has_parameters_of(optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module]) -> bool:
+    """Whether all its parameters are of these."""
+    held = {id(parameter) for model in models for parameter in model.parameters()}
+    return all(id(parameter) in held for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _check_all_applied(choices: Sequence[Choice], applied: set[tuple[str, str]], names: set[str]) -> None:

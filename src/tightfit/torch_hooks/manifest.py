@@ -179,14 +179,9 @@ MAKE_SAVED_TENSOR = known(
     first="2.12",
     before="a checkpoint has a function save them, which takes ten times as long",
 )
-KEPT_RESULT = known("torch.utils.checkpoint:_VersionWrapper", "to move what a selective checkpoint keeps", "techniques")
-MADE_AGAIN = known(
-    "torch.utils.checkpoint:_RECOMPUTE",
-    "to make a result again that a selective checkpoint has kept and the block has written to",
-    "techniques",
-    first="2.13",
-    before="the policy of a selective checkpoint is asked again in the second run",
-)
+_OF_KEPT = "to share versions with a result that a selective checkpoint keeps"
+INCLUDES_KEY = known("torch._C:_SetExcludeDispatchKeyGuard", _OF_KEPT, "techniques")
+KEY_OF_VERSIONS = known("torch._C:DispatchKey.ADInplaceOrView", _OF_KEPT, "techniques")
 
 _OF_SELECTION = "to run operators of our own outside of a selective checkpoint"
 DISPATCH_MODE = known("torch.utils._python_dispatch:_get_current_dispatch_mode", _OF_SELECTION, "torch_hooks")
@@ -224,8 +219,8 @@ READ = (
     GRAPH_TASK_ID,
     KEEPS_GRAPH,
     DISPATCH_MODE,
-    KEPT_RESULT,
-    MADE_AGAIN,
+    INCLUDES_KEY,
+    KEY_OF_VERSIONS,
     MAKE_SAVED_TENSOR,
     POP_DISPATCH_MODE,
     PUSH_DISPATCH_MODE,

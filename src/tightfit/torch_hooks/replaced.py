@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar, cast
 
+from tightfit.effects.users_code import mark_as_ours
 from tightfit.torch_hooks.manifest import Name
 
 Owner = TypeVar("Owner")
@@ -94,6 +95,7 @@ class Replaced(Generic[Owner]):
             return
         self._layer += 1
         self._ours = self._put(current, functools.partial(self._owners_of, holder, self._layer))
+        mark_as_ours(self._ours, None if is_inherited else current)
         # A name that the class has from its base is deleted again and not set: a value that was set would hide
         # what other code changes in the base later.
         away = functools.partial(delattr, holder, name)

@@ -243,7 +243,7 @@ IN_BOTH: tuple[Name, ...] = (
     known(
         "torch.utils._python_dispatch:TorchDispatchMode",
         "to see operators",
-        "capture/dispatch effects guarding runtime",
+        "capture/dispatch effects guarding runtime techniques",
     ),
     known(
         "torch.utils._python_dispatch:_disable_current_modes",

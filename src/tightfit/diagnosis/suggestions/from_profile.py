@@ -12,6 +12,7 @@ from tightfit.analysis.trained_parts import TrainedParts
 from tightfit.devices.catalogue import all_devices
 from tightfit.devices.device import Device
 from tightfit.diagnosis.suggestions.from_loading import suggestions_on_loading
+from tightfit.diagnosis.suggestions.from_sizes import suggestions_on_sizes
 from tightfit.errors.faults import answering
 from tightfit.planner.option import Change, Option
 from tightfit.planner.suggestion import Suggestion, in_order
@@ -58,6 +59,7 @@ def suggestions_for(planned: PlannedWorkload, card: Device, *, is_whole_card: bo
         rows.append(Suggestion(what=what, saves_bytes=planned.saved_without_gradients, is_one_line=True))
     for_speed = {name for name in planned.techniques if techniques()[name].is_for_speed}
     rows += suggestions_on_loading(planned.estimate.input_pipeline, has_copies_beside=bool(for_speed))
+    rows += suggestions_on_sizes(planned.profile)
     rows = [row for row in rows if row.saves_bytes * _LEAST_SHARE >= planned.needed_bytes or not row.saves_bytes]
     if not planned.fits or planned.techniques - for_speed:
         rows += [*_batch(planned.estimate), *_sequence(planned), *_blocks(planned)]

@@ -1,31 +1,29 @@
 """What a selective checkpoint keeps of a block goes through the engine of offload between the two runs, instead of staying on the card."""
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from tightfit.engine.saved.saved_tensors import Held, SavedTensors
-from tightfit.techniques.recomputation.apply_selective_checkpointing import is_written, keeping_contexts
-from tightfit.torch_hooks.manifest import KEPT_RESULT
+from tightfit.techniques.recomputation.apply_selective_checkpointing import keeping_contexts
+from tightfit.techniques.recomputation.kept_results import GivesResults, KeepsResults
 
 
 def held_contexts(
     engine: SavedTensors, keep: frozenset[int]
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """The contexts of a forward and its second run, as those of selective checkpointing; the products whose number is in `keep` are at the engine."""
-    first, later = keeping_contexts(keep)
     if torch.compiler.is_compiling():
-        return first, later
-    return _First(first, engine), _Later(later, first)
+        return keeping_contexts(keep)
+    first = KeepsResults(keep)
+    return _First(first, engine), _Later(first)
 
 
 class _First:
     """The context of the first run, `mode`, whose results are handed over at its end."""
 
-    def __init__(self, mode: Any, engine: SavedTensors) -> None:
+    def __init__(self, mode: KeepsResults, engine: SavedTensors) -> None:
         self._mode = mode
         self._engine = engine
 
@@ -35,38 +33,30 @@ class _First:
     def __exit__(self, *error: Any) -> bool | None:
         found = self._mode.__exit__(*error)
         if error[0] is None:
-            for kept in _kept(self._mode):
-                # One that was written to is made again.
-                if isinstance(kept.val, torch.Tensor) and not is_written(kept):
-                    kept.val = self._engine.hold(kept.val) or kept.val
+            # Those that were written to are made again, and not kept.
+            for kept in self._mode.kept.values():
+                for each in kept.tensors():
+                    each.value = self._engine.hold(each.value) or each.value
         return found
 
 
 class _Later:
-    """The context of each later run, before which the results are back on the card; `first` has them."""
+    """The context of each later run, before which the results of the `first` are back on the card."""
 
-    def __init__(self, later: AbstractContextManager[Any], first: Any) -> None:
-        self._later = later
+    def __init__(self, first: KeepsResults) -> None:
         self._first = first
+        self._mode = GivesResults(first)
 
     def __enter__(self) -> None:
-        for kept in _kept(self._first):
-            if isinstance(kept.val, Held):
-                if kept.val.is_written_to:
-                    # A version that no tensor has: it is made again.
-                    kept.val, kept.version = torch.empty(0, device="cpu"), -1
+        for number, kept in list(self._first.kept.items()):
+            for each in kept.tensors():
+                if not isinstance(each.value, Held):
+                    continue
+                if each.value.is_written_to:
+                    self._first.kept.pop(number, None)
                 else:
-                    kept.val = kept.val.take()
-                    kept.version = kept.val._version
-        self._later.__enter__()
+                    each.keep(each.value.take())
+        self._mode.__enter__()
 
     def __exit__(self, *error: Any) -> bool | None:
-        return self._later.__exit__(*error)
-
-
-def _kept(mode: Any) -> Iterator[Any]:
-    """What `mode` has kept of the results of operators: torch's own objects, with a value and its version."""
-    kind = KEPT_RESULT.value()
-    for results in mode.storage.values():
-        # By their number in torch 2.13 and later, before it in the order of the calls.
-        yield from (leaf for leaf in tree_leaves(results) if isinstance(leaf, kind))
+        return self._mode.__exit__(*error)

@@ -60,6 +60,7 @@ from tightfit.techniques.recomputation.call_arguments import (
     without_cache,
     without_more_hooks,
 )
+from tightfit.techniques.recomputation.kept_results import OtherRunError
 from tightfit.techniques.recomputation.recompute_checks import (
     CheckSchedule,
     InnerModules,
@@ -442,7 +443,7 @@ class _RepeatedCall:
     """What the graph of a call holds: the call, with all that runs it once more when the backward pass asks for a tensor that it has saved."""
 
     __slots__ = (
-        *("_call", "_forward", "_inputs", "_is_used_up", "_kwargs", "_later", "_settings", "_stops_early"),
+        *("_call", "_forward", "_inputs", "_kwargs", "_later", "_settings", "_stops_early"),
         *("__weakref__", "_versions_kept"),
     )
 
@@ -465,7 +466,6 @@ class _RepeatedCall:
         self._later = later or _NOTHING
         self._stops_early = stops_early
         self._versions_kept = versions(tensors_in(kept_as_they_are(args, kwargs)))
-        self._is_used_up = False
 
     def unpack(self, saved: SavedTensor) -> torch.Tensor:
         """The tensor of a second run that a node of the graph asks for: a hook for saved tensors."""
@@ -526,9 +526,6 @@ class _RepeatedCall:
 
     def _check(self, args: Sequence[Any]) -> None:
         owner = self._call.owner
-        if self._is_used_up and owner.is_selective:
-            raise owner.refusal("is gone through backwards twice, and what is kept of it serves once")
-        self._is_used_up = not keeps_graph()
         if versions(tensors_in(kept_as_they_are(args, self._kwargs))) != self._versions_kept:
             raise owner.refusal("is given a tensor that is written to after it was handed in")
         if self._call.saved.is_any_written():
@@ -553,10 +550,9 @@ def _did_instead(error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     # Of a checkpoint of the program's inside, which has saved another number of tensors, or others by shape, dtype or device.
     is_of_torch = isinstance(error, RuntimeError) and frames[-1].filename == torch.utils.checkpoint.__file__
-    # Its `_VersionWrapper.get_val`, for what a block has kept of its results.
-    if is_of_torch and "has been mutated" in str(error):
-        return "writes in place to a result that is kept for its second run"
-    return _OTHER_THINGS if is_of_torch else f"raised {type(error).__name__} when it was run a second time"
+    if is_of_torch or isinstance(error, OtherRunError):
+        return _OTHER_THINGS
+    return f"raised {type(error).__name__} when it was run a second time"
 
 
 def _note_state(owner: Recomputed, fingerprints: Fingerprints, kept: list[tuple[Snapshot, int]]) -> None:
