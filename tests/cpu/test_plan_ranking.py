@@ -6,8 +6,11 @@ from typing import Any, cast
 import pytest
 from tests.plans import run as a_run
 
+from tightfit.fit.searching.allowed import Allowed
 from tightfit.fit.searching.candidates import Candidate
 from tightfit.fit.searching.ranking import MOST_FOR_SIMPLICITY, is_surely_slower, simplest_of_the_fastest
+from tightfit.fit.searching.search import Search
+from tightfit.fit.searching.variants import Variant
 from tightfit.fit.traced_runs import TracedRun
 from tightfit.planner.option import Option
 from tightfit.simulate.estimate import Estimate, PeakMoment
@@ -113,3 +116,31 @@ def test_without_a_range_seconds_alone_decide(seconds: float) -> None:
     one, other = run("a", "b", seconds=1.0), run("a", seconds=seconds)
     bare = [dataclasses.replace(r, estimate=dataclasses.replace(r.estimate, seconds_band=None)) for r in (one, other)]
     assert is_surely_slower(bare[1], bare[0]) is (seconds > 1.0)
+
+
+def test_the_simpler_plan_that_is_taken_is_narrowed_to_the_budget_as_the_fastest_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nothing = cast("Any", None)
+    search = Search(nothing, 24 << 30, Allowed(), offers=nothing)
+    fastest, first, closer = (
+        Candidate(run=each, variant=Variant(run=each, problem=nothing, gap_bytes=0), solution=nothing)
+        for each in (
+            run("checkpointing", "attention", seconds=1.0),
+            run("checkpointing", seconds=1.006),
+            run("checkpointing", seconds=1.003),
+        )
+    )
+    search.candidates.fitting += [first, fastest]
+    asked: list[tuple[Option, ...]] = []
+
+    def narrowed(options: tuple[Option, ...], *_: object, **__: object) -> None:
+        asked.append(options)
+        search.candidates.fitting.append(closer)
+
+    monkeypatch.setattr(search.candidates, "best_of", narrowed)
+    assert search._simplest(fastest, nothing) is closer
+    assert asked == [first.run.options]
+    search.candidates.fitting[:] = [fastest]
+    assert search._simplest(fastest, nothing) is fastest
+    assert len(asked) == 1

@@ -53,9 +53,9 @@ class Tricks:
 
 
 _Key = tuple[Hashable, ...]
-_proven: OrderedDict[_Key, "Solution | _Found"] = OrderedDict()
-"""What was proven of the latest problems: a search comes to the same ones again, with the same limits."""
-_MAX_PROVEN = 256
+_answers: OrderedDict[_Key, "Solution | _Found"] = OrderedDict()
+"""Those to the latest problems: a search comes to the same ones again, with the same limits."""
+_MAX_ANSWERS = 256
 
 
 def solve(
@@ -78,12 +78,11 @@ def solve(
         return _solution(problem, (), budget_bytes, bound_seconds=0.0, is_proven=True)
     tricks = tricks or Tricks()
     key = ("fastest", budget_bytes, breaks_ties, tricks, _content(problem))
-    known = _proven.get(key)
+    known = _known(key, work_seconds)
     if isinstance(known, Solution):
         return known
     solution = _solved(problem, budget_bytes, work_seconds, tricks, breaks_ties=breaks_ties)
-    if solution.is_proven:
-        _remember(key, solution)
+    _remember(key, work_seconds, solution)
     return solution
 
 
@@ -317,14 +316,14 @@ def _is_feasible(solver: Any) -> bool:
 def _least(problem: Problem, rows: Sequence[Row], tricks: Tricks, work: SolverWork) -> _Found:
     """The choice with the lowest peak, or, where it is not found in time, the best of those that were."""
     key = ("least", tricks, _content(problem))
-    known = _proven.get(key)
+    seconds = work.seconds_left
+    known = _known(key, seconds)
     if isinstance(known, _Found):
         return known
     nothing = _Found(chosen=(), bound=0.0, is_proven=False)
     found = _Program(problem, rows, tricks, seen=nothing).run(work)
     assert found is not None
-    if found.is_proven:
-        _remember(key, found)
+    _remember(key, seconds, found)
     return found
 
 
@@ -352,10 +351,15 @@ def _content(problem: Problem) -> Hashable:
     )
 
 
-def _remember(key: _Key, answer: "Solution | _Found") -> None:
-    _proven[key] = answer
-    if len(_proven) > _MAX_PROVEN:
-        _proven.popitem(last=False)
+def _known(key: _Key, work_seconds: float) -> "Solution | _Found | None":
+    """What is proven, or what came of as much work before: it would again."""
+    return _answers.get(key) or _answers.get((*key, work_seconds))
+
+
+def _remember(key: _Key, work_seconds: float, answer: "Solution | _Found") -> None:
+    _answers[key if answer.is_proven else (*key, work_seconds)] = answer
+    if len(_answers) > _MAX_ANSWERS:
+        _answers.popitem(last=False)
 
 
 def _conflict_rows(problem: Problem) -> list[Row]:

@@ -329,3 +329,22 @@ def penalty_later_with_attention(t: Trial) -> None:
         return loss + slope.square().sum()
 
     _penalised(t, model, loss_of, num_steps=4)
+
+
+@attack("second order", "a penalty on the gradient of the images begins at step 2, behind a chain with a stride")
+def penalty_through_chain_later(t: Trial) -> None:
+    layers = [nn.Conv2d(3, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 4, 3, padding=1, stride=2), nn.Softplus()]
+    model = Images([*layers, nn.Conv2d(4, 4, 3, padding=1)])
+    optimizer = sgd(model)
+    t.apply(model, optimizer)
+    for step in range(4):
+        x, y = images(step)
+        loss = model(x.requires_grad_(step >= 2), y)
+        if step >= 2:
+            (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+            loss = loss + 100 * gradient.square().sum((1, 2, 3)).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        t.note("loss", loss)
+        t.end_step()

@@ -149,7 +149,7 @@ class Search:
         if best is None or self._is_rough:
             return best
         best = looked_again(best, self.candidates)
-        best = simplest_of_the_fastest(best, self.candidates.fitting) if self._fits(best.run) else best
+        best = self._simplest(best, base) if self._fits(best.run) else best
         return _no_slower_with_tiers(self, best, base)
 
     def _results(
@@ -186,6 +186,15 @@ class Search:
                 options = result.variant.run.options
                 best = better(best, self.candidates.best_of(options, base, MAX_CORRECTIONS_OF_THE_BEST, is_last=True))
         return best
+
+    def _simplest(self, best: Candidate, base: TracedRun) -> Candidate:
+        """The simplest of those that cannot be told from `best`, which fits."""
+        found = simplest_of_the_fastest(best, self.candidates.fitting)
+        if found is best:
+            return best
+        # So far it may be the first of its variant that was seen to fit, with room for less of what takes time.
+        self.candidates.best_of(found.variant.run.options, base, MAX_CORRECTIONS_OF_THE_BEST, is_last=True)
+        return simplest_of_the_fastest(best, self.candidates.fitting)
 
     def _could_help(self, bundle: Sequence[Option], start: TracedRun, made: Sequence[Candidate | None]) -> bool:
         """Whether a variant with `bundle` is worth its traces: it could be faster than what fits, or, if nothing does, could fit."""

@@ -93,10 +93,12 @@ class BatchProofs:
         self._repeats = repeats or RepeatedProofs("micro_batches", [])
         self._state = RegionState()
         self._before: Snapshot | None = None
+        self.at_call: Snapshot | None = None
+        """The state before the first part of the batch that runs, for `put_back`; None once a backward pass has begun."""
         self._classes: list[tuple[torch.nn.Module, type]] = []
         self._code: Code | None = None
         self.is_unsteady = False
-        """Whether the last proof has failed at a state that nobody can put back."""
+        """Whether this batch has met a state that nobody can put back."""
         # By batch and parts, and then by decisions; the last that was used is the last one.
         self._known: dict[Any, dict[tuple[Any, ...], Proved]] = {}
 
@@ -111,7 +113,8 @@ class BatchProofs:
         is_new = self._code is None or not self._code.is_same()
         if is_new or (self._before is not None and _is_changed(self._owner(), self._before, now)):
             self._known.clear()
-        self._before = now
+        self._before = self.at_call = now
+        self.is_unsteady = False
         self._classes = _classes_of(self._owner())
         known = self._known.get(_key(batch, parts))
         return next(reversed(known.values())) if known else None
@@ -217,7 +220,7 @@ class BatchProofs:
                         is_alone=self._is_alone,
                     )
             except (Mixes, NeedsValues) as error:
-                self.is_unsteady = isinstance(error, Unsteady)
+                self.is_unsteady |= isinstance(error, Unsteady)
                 raise self._refuse(
                     f"parts of the batch may not give what the whole gives: {str(error) or 'values are read'}; leave micro_batches out"
                 ) from None
@@ -343,13 +346,17 @@ def put_back(proofs: BatchProofs, calls: CallTrail | None) -> str:
     """Puts the model's state back to that of when `proofs.of` was called; the first change that stays, in words, or nothing. `calls` are what has run since."""
     if proofs.is_unsteady:
         return "a state that is in no snapshot"
-    before, told = proofs._before, proofs.changed()
+    before = proofs.at_call
     if calls is not None and calls.written_outside(() if before is None else before.reach.tensors):
         return WRITTEN_OUTSIDE
-    if before is None or not told or before.gone():
-        return told
-    restore(before)
-    return proofs.changed()
+    if before is None:
+        return ""
+    model, state = proofs._owner(), proofs._state
+    found = differences(before, state.snapshot(model))
+    if found and not before.gone():
+        restore(before)
+        found = differences(before, state.snapshot(model))
+    return str(found[0]) if found else ""
 
 
 def _is_changed(model: torch.nn.Module, before: Snapshot, now: Snapshot) -> bool:

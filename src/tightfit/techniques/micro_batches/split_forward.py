@@ -24,6 +24,7 @@ from tightfit.effects.call_trails import CallTrail, operators_at
 from tightfit.effects.graph_shapes import graph_shape
 from tightfit.effects.independence.row_proof import are_all_hooked_backward
 from tightfit.effects.outside_calls import without_outside_calls
+from tightfit.effects.random_states import TorchRandom
 from tightfit.effects.reads import Reads
 from tightfit.effects.values.fingerprints import paused
 from tightfit.effects.values.shared_memory import OneMemory
@@ -304,12 +305,13 @@ class SplitForward:
             outputs.add(output, (begin, end), loss_key, proved.joined, batch)
             weight = sums.weight_of(proved.means, watch.terms, end - begin, loss)
             del output, watch
-            self._run_backward(loss, weight, sums, batch, aside)
-            del loss
+            # Before the backward pass, which nobody takes back: a batch that is refused here may run whole.
             if self._checks_left and _has_pairs(batch, aside) and (not number or is_other_way):
                 self._checks_left -= 1
                 with looking(self._refuse), self._unseen(), paused(), nothing_hidden(self.model):
                     self._check(forward, batch, proved.means, led)
+            self._run_backward(loss, weight, sums, batch, aside)
+            del loss
         _refuse_other_shares(sums, self._refuse)
         return sums, outputs, decisions or ()
 
@@ -322,6 +324,7 @@ class SplitForward:
         if is_walked:
             sums.saved.add(loss, self.model, [*aside.parameters, *batch.tensors()])
         self._whole.begin_backward()
+        self._proofs.at_call = None
         self._calls = None
         # As a program runs `backward` outside of its autocast context. `inputs=` keeps the pass from
         # accumulating into anything but the trained parameters.
@@ -376,10 +379,23 @@ class SplitForward:
         together, apart = results
         tolerance = _TOLERANCE_OF_HALVES if numbers.are_halves else _TOLERANCE.get(together.dtype, _TOLERANCE_OF_HALVES)
         if comparable and bool((together - apart).abs() > tolerance * together.abs()):
+            self._proofs.is_unsteady |= not _gives_the_same_twice(self._proofs, forward, batch)
             raise self._refuse(
                 f"two examples together have the loss {together.item():.6g} and one by one {apart.item():.6g}: it depends on what else is in "
                 "the batch; leave micro_batches out"
             )
+
+
+def _gives_the_same_twice(proofs: BatchProofs, forward: Forward, batch: AbstractBatch) -> bool:
+    """Whether two examples have the same loss twice, with the state put back before each: else there is one that is in no snapshot, and that has moved on."""
+    losses, random = list[torch.Tensor](), TorchRandom.now()
+    for _ in range(2):
+        if put_back(proofs, None):
+            return False
+        args, kwargs = batch.part(0, 2)
+        losses.append(find_loss(forward(*args, **kwargs))[1].detach().clone())
+        random.put()
+    return torch.equal(*losses)
 
 
 def _refuse_other_shares(sums: Sums, refuse: Refuse) -> None:

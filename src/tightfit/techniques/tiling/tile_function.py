@@ -65,11 +65,13 @@ class TileRuns:
         result: torch.Tensor,
         *,
         is_checked: bool,
+        has_own_graph: bool = True,
     ) -> str:
-        """Compares the second run of tile `number`, of the input `part` with `parameters`, in words if it differs. `first` is the checksum of the first run, None where it was not read."""
-        shape = graph_shape(result.grad_fn)
+        """Compares the second run of tile `number`, of the input `part` with `parameters`, in words if it differs. `first` is the checksum of the first run, None where it was not read.
+        `has_own_graph`: that of the result ends at the tile."""
+        shape = graph_shape(result.grad_fn) if has_own_graph else 0
         key = (number, part.requires_grad, tuple(parameter.requires_grad for parameter in parameters))
-        if self._shapes.setdefault(key, shape) != shape:
+        if has_own_graph and self._shapes.setdefault(key, shape) != shape:
             return "ran other operators when a tile was run again in the backward pass"
         again = None if first is None else checksum_of(result)
         if again is None:
@@ -192,10 +194,12 @@ class _Tiled(torch.autograd.Function):
         return output
 
     @staticmethod
-    @first_order("tiles")
+    @first_order("tiles", has_derivative=True)
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:  # pyrefly: ignore[bad-override]
         (gradient,) = grad_outputs
         tiling = ctx.tiling
+        # The engine runs backward functions with gradients on exactly if create_graph is set: then all tiles keep their graphs.
+        is_differentiated = torch.is_grad_enabled()
         _spends(tiling)
         value, *trained = ctx.saved_tensors
         changed = tiling.first_state.lost()
@@ -217,8 +221,11 @@ class _Tiled(torch.autograd.Function):
         sums: list[torch.Tensor | None] = [None] * len(trained)
         with tiling.first_state.put_back(tiling.refuse):
             for number, tile in enumerate(tiling.tiles):
-                # A leaf for each tile, so that its gradient ends here.
-                part = tiling.part(number, value.detach()).requires_grad_(whole is not None)
+                # A leaf for each tile, so that its gradient ends here; but where that is differentiated, by the input too.
+                is_of_graph = is_differentiated and whole is not None
+                part = tiling.part(number, value if is_of_graph else value.detach())
+                if not is_of_graph:
+                    part.requires_grad_(whole is not None)
                 with (
                     torch.enable_grad(),
                     ctx.ambient.put_back(),
@@ -227,7 +234,13 @@ class _Tiled(torch.autograd.Function):
                 ):
                     result = tiling.run(tile, part)
                 told = tiling.runs.check(
-                    number, part, tiling.parameters, ctx.results[number], result, is_checked=tiling.is_checked
+                    number,
+                    part,
+                    tiling.parameters,
+                    ctx.results[number],
+                    result,
+                    is_checked=tiling.is_checked,
+                    has_own_graph=not is_of_graph,
                 )
                 if not told and ctx.sums and sums_differ(ctx.sums[number], checksum([result]), result):
                     told = _OTHER_RESULT
@@ -235,11 +248,13 @@ class _Tiled(torch.autograd.Function):
                     raise tiling.refuse(told)
                 wanted = [part, *trained] if whole is not None else trained
                 along = gradient.narrow(tiling.dim, tile.out_begin, tile.out_end - tile.out_begin)
-                found: list[torch.Tensor | None] = list(grad(result, wanted, along, allow_unused=True))
+                found: list[torch.Tensor | None] = list(
+                    grad(result, wanted, along, allow_unused=True, create_graph=is_differentiated)
+                )
                 del result
                 if whole is not None:
                     _put(whole.narrow(tiling.dim, tile.begin, tile.end - tile.begin), found.pop(0), adds=tiling.overlap)
-                _add(sums, found)
+                _add(sums, found, in_place=not is_differentiated)
         return (None, None, whole, *(_cast(s, p) for s, p in zip(sums, trained, strict=True)))
 
 
@@ -285,15 +300,15 @@ def _put(place: torch.Tensor, found: torch.Tensor | None, *, adds: bool) -> None
         place.copy_(found)
 
 
-def _add(sums: list[torch.Tensor | None], found: list[torch.Tensor | None]) -> None:
-    """Adds to the sums in place, and frees each gradient once it is added."""
+def _add(sums: list[torch.Tensor | None], found: list[torch.Tensor | None], *, in_place: bool) -> None:
+    """Adds to the sums, in place where no graph has saved them, and frees each gradient once it is added."""
     for number in range(len(sums)):
         one, found[number] = found[number], None
         total = sums[number]
         if one is None:
             continue
         if total is not None:
-            total.add_(one)
+            sums[number] = total.add_(one) if in_place else total + one
         else:
             # The plain run sums over all tokens inside of one product, in float32; partial sums rounded to half
             # precision would be worse.

@@ -18,9 +18,11 @@ Refuse = Callable[[str], ApplyError]
 """Makes the error to raise from what is wrong: `Session.refuse` with what it is about, or `ApplyError` itself."""
 
 
-def first_order(what: str, advice: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def first_order(
+    what: str, advice: str = "", *, has_derivative: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorates the `backward(ctx, *gradients)` of an autograd function of the technique `what`, whose `ctx.refuse` is a `Refuse`. `advice` is what
-    to do, where that does not say it.
+    to do, where that does not say it. With `has_derivative` it is made of operators that are differentiable, where gradients are on.
 
     Raises:
         ApplyError: (the result) it is run with `create_graph`, for many gradients at once, or inside of a dispatch mode of the program's.
@@ -30,7 +32,7 @@ def first_order(what: str, advice: str = "") -> Callable[[Callable[..., Any]], C
         @functools.wraps(backward)
         def once(ctx: Any, *gradients: Any) -> Any:
             # The engine runs backward functions with gradients on exactly if create_graph is set.
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() and not has_derivative:
                 raise ctx.refuse(
                     f"the program differentiates a backward pass (create_graph=True), and that of {what} has no derivative{advice}"
                 )
