@@ -170,3 +170,49 @@ def test_an_optimizer_of_a_live_model_starts_no_search_through_all_objects(
     train(other, optimizer)
     assert len(searches) == num_searches
     end()
+
+
+class Wrapping(nn.Module):
+    """Makes its projector at its first call (vit-pytorch's Dino, byol-pytorch)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+        self.projector: nn.Module | None = None
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        rows = self.net(rows)
+        if self.projector is None:
+            self.projector = nn.Sequential(nn.Linear(rows.shape[-1], 8), nn.ReLU(), nn.Linear(8, 4))
+        return self.projector(rows)
+
+
+class Learner(nn.Module):
+    """Calls what it wraps in its constructor, for the projector's sake."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = Wrapping()
+        self.student(batch_of(0)[0])
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+        with torch.no_grad():
+            self.teacher(batch_of(0)[0])
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.student(rows).square().mean()
+
+
+def test_a_call_in_a_constructor_is_not_the_first_one_of_a_model() -> None:
+    chosen = [choice("checkpointing", "Wrapping.projector"), choice("optimizer_kernel", "optimizer", kernel="fused")]
+    attachment = Attachment(chosen)
+    end = attachment.install()
+    learner = Learner()
+    assert not attachment.roots
+    optimizer = torch.optim.SGD(learner.parameters(), lr=0.1)
+    learner(batch_of(0)[0]).backward()
+    optimizer.step()
+    end()
+    assert [each.name for each in attachment.roots] == ["Learner", "Wrapping", "Wrapping"]
+    attachment.report()
+    assert isinstance(learner.student.projector, nn.Sequential)
+    assert isinstance(vars(learner.student.projector).get("forward"), WrappedForward)

@@ -1,5 +1,6 @@
 """Graphs of recomputed blocks are used as those of a plain run may be: in parts, several times, from outside of a backward pass."""
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,20 @@ def test_a_graph_is_gone_through_once_twice_and_in_parts() -> None:
 
 
 @pytest.mark.usefixtures("each_way_of_saving")
+def test_what_passes_over_a_graph_that_stays_do_not_need_is_let_go() -> None:
+    gates = nn.Parameter(torch.ones(7))
+    _, net = nets(lambda rows: rows * gates.exp().exp().mean())
+    rows = ROWS.clone().requires_grad_()
+    out = net(rows).flatten()
+
+    def num_left() -> int:
+        torch.autograd.grad(out[0], rows, retain_graph=True)
+        return sum(type(each) is torch.Tensor and each.shape == gates.shape for each in gc.get_objects())
+
+    num_left()
+    assert num_left() == num_left()
+
+
 def test_an_argument_that_is_written_to_is_seen_by_autograd() -> None:
     net = nets()[1]
     rows = (ROWS.clone().requires_grad_() * 2).clone()

@@ -165,6 +165,21 @@ def test_a_variable_is_still_what_it_was_by_its_object_and_not_while_it_is_empty
     assert not holder.is_still({"cell_contents": 2}) and holder.is_still({"cell_contents": 3})
 
 
+class Irrep(tuple[int, int]):
+    """A tuple that is one object (e3nn), and has no length for the program."""
+
+    __slots__ = ()
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+def test_a_tuple_whose_class_has_no_length_is_looked_at() -> None:
+    module = nn.Linear(3, 3)
+    module.kinds = [Irrep((1, 2)), {"a": Irrep((0, 1))}]  # type: ignore[assignment]
+    assert written(module, RegionState()) == []
+
+
 def test_a_set_with_another_table_is_not_still_what_it_was() -> None:
     numbers = {1, 2}
     holder = Members("numbers", numbers)

@@ -49,7 +49,7 @@ WINDOWS = {"one": 2 * 64 * 64 * 9 * 4, "all": 1 << 20, "older plans": None}
 
 def offloaded(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
     host_bytes: int = 1 << 20,
     window_bytes: int | None = 1 << 20,
     **more: Any,
@@ -58,7 +58,7 @@ def offloaded(
     choice = Choice(
         technique="optimizer_offload", where="optimizer", settings=settings, saves_bytes=0, adds_seconds=0.0, exact=True
     )
-    return apply_choices([choice], model, [optimizer])
+    return apply_choices([choice], model, [] if optimizer is None else [optimizer])
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
@@ -177,6 +177,8 @@ def test_parameters_on_several_devices_are_refused() -> None:
     model[0].to("meta")
     with pytest.raises(ApplyError, match="the parameters of the optimizers are on cpu, meta"):
         offloaded(model, OPTIMIZERS["AdamW"](model.parameters()))
+    with pytest.raises(ApplyError, match="no optimizer has weights of the model when it is called first"):
+        offloaded(model_of(), None)
 
 
 def states_on_their_way(optimizer: torch.optim.Optimizer) -> int:

@@ -20,6 +20,7 @@ ROWS = (*of_child.IN_BOTH, *of_child.IN_CHILD, *of_user.IN_USERS_PROCESS)
 NOT_OF_TORCH = {
     "python": (
         "_active",
+        "_clear_cache",
         "_DummyThread",
         "_exit",
         "_getframe",

@@ -9,6 +9,7 @@ kept alive. The same code runs in a capture on the virtual GPU (`prepare`) and i
 
 import dataclasses
 import gc
+import inspect
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -150,7 +151,8 @@ class Attachment:
         # The modules inside of roots. A script that calls a part of its model by itself (an encoder, for a
         # metric) does not make that a model of its own.
         self._parts: WeakTable[torch.nn.Module, None] = WeakTable()
-        self._called_without_gradients: WeakTable[torch.nn.Module, None] = WeakTable()
+        # Without gradients, or in the constructor of a module: whether it was that.
+        self._called_before: WeakTable[torch.nn.Module, bool] = WeakTable()
         self._predictions = Predictions(self._choices)
         self._live: WeakTable[torch.nn.Module, _Live] = WeakTable()
         self._optimizers = _Owners()
@@ -210,7 +212,7 @@ class Attachment:
             module = innermost(module)
             self._loops.look()
             if not torch.is_grad_enabled():
-                self._called_without_gradients.setdefault(module, None)
+                self._called_before.setdefault(module, False)
             # Of modules that take their shapes from a first call (`torch.nn.LazyLinear`) no more is known before it.
             if any(map(is_lazy, module.parameters())):
                 return
@@ -225,17 +227,18 @@ class Attachment:
             elif isinstance(module, ParametrizationList):
                 # Torch calls it once while it makes it: it is of a model that comes.
                 return
+            elif _is_in_constructor() and not self._optimizers.free_for(module):
+                # It makes modules at its first call (the projector of BYOL and DINO), and is of a model that comes.
+                self._called_before[module] = True
+                return
             else:
-                # Paths inside of these begin with their own class: a capture names paths by the first outermost call, also one
-                # without gradients.
-                names = {root_of(c.where) for c in self._choices if is_module(c.where)}
-                for part in [
-                    m
-                    for m in module.modules()
-                    if m is not module and m in self._called_without_gradients and type(m).__name__ in names
-                ]:
+                parts = _called_before(self._called_before, module, self._choices)
+                for part in parts[False]:
                     self._meet(part, is_first=False)
                 live = self._meet(module, is_first=True)
+                # After the model, whose the optimizers are.
+                for part in parts[True]:
+                    self._meet(part, is_first=False)
             live.root.inputs.note(input_shapes(args, kwargs))
             # From here on calls of modules cost nothing again.
             if self._planned and not self._waits():
@@ -357,6 +360,32 @@ class Attachment:
             | self._loops.statistics,
             "call_sizes": {key: n for root in self.roots for key, n in root.call_sizes.items()},
         }
+
+
+def _called_before(
+    called: WeakTable[torch.nn.Module, bool], module: torch.nn.Module, choices: Sequence[Choice]
+) -> dict[bool, list[torch.nn.Module]]:
+    """The modules inside of `module` that were called before by themselves and are named by choices, by whether they leave it its optimizers: those that were
+    called in a constructor, and those that are not trained (a teacher).
+
+    Paths inside of these begin with their own class: a capture names paths by the first outermost call, also one without gradients.
+    """
+    names = {root_of(c.where) for c in choices if is_module(c.where)}
+    found = [m for m in module.modules() if m is not module and m in called and type(m).__name__ in names]
+    leaves = [called[m] or not any(p.requires_grad for p in m.parameters()) for m in found]
+    return {each: [m for m, is_left in zip(found, leaves, strict=True) if is_left is each] for each in (False, True)}
+
+
+def _is_in_constructor() -> bool:
+    """Whether the constructor of a module is under way in this thread."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        code = frame.f_code
+        owners = map(frame.f_locals.get, code.co_varnames[:1]) if code.co_name == "__init__" else ()
+        if any(isinstance(owner, torch.nn.Module) for owner in owners):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _those_inside(planned: Sequence[Mapping[str, Any]], module: torch.nn.Module, choices: list[Choice]) -> list[Choice]:

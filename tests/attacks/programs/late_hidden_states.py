@@ -1,6 +1,7 @@
 """What begins after the steps that are checked: counters in a context of decimal's or behind a made name, and a second backward pass for each step (SAM)."""
 
 import decimal
+import functools
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from tests.attacks.models import Block, Net, sgd, tokens, train
 from tests.attacks.places import EXACT
 from tests.attacks.registry import attack
 from tests.attacks.trial import Trial
+from torch.nn import functional
 
 LATE, STEPS = 3, 5
 HITS = [0]
@@ -89,3 +91,20 @@ def late_closure_counter(t: Trial) -> None:
             return super().forward(x * (1 + 0.05 * calls))
 
     train(t, Net([Counting(), Counting()]), num_steps=STEPS, before=_tick, after=lambda _: t.note("calls", calls))
+
+
+@attack("parts", "the loss is chosen by the class of its targets (functools.singledispatch)", only=EXACT)
+def loss_by_single_dispatch(t: Trial) -> None:
+    @functools.singledispatch
+    def loss_of(y: Any, logits: torch.Tensor) -> torch.Tensor:
+        raise TypeError(type(y))
+
+    @loss_of.register
+    def _(y: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+    class Chosen(Net):
+        def loss(self, logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return loss_of(y, logits)
+
+    train(t, Chosen())

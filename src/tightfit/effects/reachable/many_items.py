@@ -25,13 +25,14 @@ _LARGEST_LEVEL = 1 << 21
 _LARGEST_ARRAYS_BYTES = 1 << 24
 _PLAIN = frozenset(PLAIN)
 _CONTAINERS = (dict, list, deque, tuple, set)
+_BASIC: tuple[Any, ...] = (*_CONTAINERS, frozenset)
 # What these hold is looked at elsewhere, or changes with each step.
 _NOT_OPENED = (torch.nn.Module, torch.optim.Optimizer, torch.Tensor)
 
 
 def many_items(path: str, container: Any) -> Drawn | None:
     """What there is beyond the first items; None where nothing of that can change."""
-    if len(container) <= MAX_ITEMS:
+    if _length(container) <= MAX_ITEMS:
         return None
     kinds = set(map(type, beyond := _beyond(container)))
     # Rules of a tokeniser are pairs of texts.
@@ -40,6 +41,11 @@ def many_items(path: str, container: Any) -> Drawn | None:
     if _is_unchanging(kinds):
         return None
     return Drawn(path=f"{path}[{MAX_ITEMS}:]", key=id(container), state=_Last(lambda: _beyond(container)), put=None)
+
+
+def _length(container: Any) -> int:
+    """How many items it has, by its basic class: that of a program may raise (e3nn's `Irrep`, a tuple that is one object), or count."""
+    return next(kind for kind in _BASIC if isinstance(container, kind)).__len__(container)
 
 
 def left_out(path: str, objects: list[Any]) -> Drawn:

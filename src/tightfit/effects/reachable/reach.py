@@ -259,7 +259,9 @@ class _CodeWalk(abc.ABC):
             return
         self.collected.hold_dict(path, vars(function), is_attributes=True)
         for name, value in list(vars(function).items()):
-            self.value(f"{path}.{name}", value)
+            # Of `functools.singledispatch`: what it has found in its registry for the classes that it has met, tensors of a proof among them.
+            if name != "_clear_cache":
+                self.value(f"{path}.{name}", value)
 
     def python_module(self, module: types.ModuleType, attributes: frozenset[str], *, of_all: bool = False) -> None:
         """A Python module: the environment, or what code names of a module of the user's; with `of_all` whatever it has that is no code."""

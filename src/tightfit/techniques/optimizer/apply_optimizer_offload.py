@@ -61,8 +61,13 @@ def device_of_optimizers(session: Session) -> torch.device:
     """The device of all parameters that the optimizers update.
 
     Raises:
-        ApplyError: there are several.
+        ApplyError: there are several, or no optimizer has weights of the model.
     """
+    if not session.optimizers:
+        raise ApplyError(
+            "no optimizer has weights of the model when it is called first (it is made later, or torch.func.functional_call calls the model with other weights); "
+            "leave states at the host out of the plan"
+        )
     held = [p for optimizer in session.optimizers for group in optimizer.param_groups for p in group["params"]]
     devices = devices_of(held)
     if len(devices) != 1:

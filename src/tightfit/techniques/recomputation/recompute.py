@@ -70,6 +70,7 @@ from tightfit.techniques.recomputation.recompute_checks import (
 from tightfit.techniques.recomputation.saved_values import LaterRun, SavedTensor, SavedValues
 from tightfit.techniques.session import CHECK_STEPS, ComparedSums, Verdict
 from tightfit.techniques.wrappers.traced_calls import is_looked_at
+from tightfit.torch_hooks.backward import keeps_graph
 from tightfit.torch_hooks.manifest import GRAPH_TASK_ID
 from tightfit.torch_hooks.saved_tensor_hooks import is_of_torch_offload, programs_hooks
 from tightfit.torch_hooks.saving_functions import on_saving_functions
@@ -477,6 +478,8 @@ class _RepeatedCall:
         if task == _NO_TASK:
             # Each look at a graph from outside of a backward pass stands for itself.
             self._call.saved.forget(task)
+        elif keeps_graph():
+            self._call.saved.forget_after(task)
         if value is None:
             raise self._call.owner.refusal(_OTHER_THINGS)
         return value

@@ -9,6 +9,7 @@ What the program itself still holds of them when the second run begins (an activ
 plain run would use what is there now, and the second run makes it anew. Their memory is read once more then.
 """
 
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Container
@@ -127,6 +128,11 @@ class SavedValues:
         for saved in [reference() for reference in self.saved]:
             if saved is not None:
                 saved.again.pop(task, None)
+
+    def forget_after(self, task: int) -> None:
+        """The same at the end of the backward pass that runs: of one that needs no gradient of some nodes there is something left, and a graph may be gone through
+        for each row of a Jacobian matrix."""
+        torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self.forget, task))
 
     def is_any_written(self) -> bool:
         """Whether a result that the first run has saved, and that the program still holds, has other values now."""
