@@ -194,6 +194,9 @@ class Learner(nn.Module):
         super().__init__()
         self.student = Wrapping()
         self.student(batch_of(0)[0])
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+        with torch.no_grad():
+            self.teacher(batch_of(0)[0])
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         return self.student(rows).square().mean()
@@ -209,7 +212,7 @@ def test_a_call_in_a_constructor_is_not_the_first_one_of_a_model() -> None:
     learner(batch_of(0)[0]).backward()
     optimizer.step()
     end()
-    assert [each.name for each in attachment.roots] == ["Learner", "Wrapping"]
+    assert [each.name for each in attachment.roots] == ["Learner", "Wrapping", "Wrapping"]
     attachment.report()
     assert isinstance(learner.student.projector, nn.Sequential)
     assert isinstance(vars(learner.student.projector).get("forward"), WrappedForward)

@@ -365,13 +365,15 @@ class Attachment:
 def _called_before(
     called: WeakTable[torch.nn.Module, bool], module: torch.nn.Module, choices: Sequence[Choice]
 ) -> dict[bool, list[torch.nn.Module]]:
-    """The modules inside of `module` that were called before by themselves and are named by choices, by whether that was in a constructor.
+    """The modules inside of `module` that were called before by themselves and are named by choices, by whether they leave it its optimizers: those that were
+    called in a constructor, and those that are not trained (a teacher).
 
     Paths inside of these begin with their own class: a capture names paths by the first outermost call, also one without gradients.
     """
     names = {root_of(c.where) for c in choices if is_module(c.where)}
     found = [m for m in module.modules() if m is not module and m in called and type(m).__name__ in names]
-    return {is_made: [m for m in found if called[m] is is_made] for is_made in (False, True)}
+    leaves = [called[m] or not any(p.requires_grad for p in m.parameters()) for m in found]
+    return {each: [m for m, is_left in zip(found, leaves, strict=True) if is_left is each] for each in (False, True)}
 
 
 def _is_in_constructor() -> bool:
