@@ -6,7 +6,7 @@ import pytest
 
 import tightfit
 from tightfit import fit
-from tightfit.capture.steps import detector
+from tightfit.capture.steps import predictions
 from tightfit.capture.targets.target_kinds import Script
 from tightfit.capture.trace import Traced, trace
 from tightfit.errors import NoStep
@@ -88,5 +88,5 @@ def test_a_long_loop_is_left_and_the_verdict_says_so(tmp_path: Path) -> None:
     traced = _traced(tmp_path, turns=10_000)
     assert "stopped after" in traced.tape.coverage.stopped
     assert "answer.py:" in traced.tape.coverage.left_at
-    max_calls, max_operators = detector.MAX_PREDICTED
+    max_calls, max_operators = predictions.MAX_WITH_GRADIENTS
     assert traced.tape.operators.name.size >= max_operators > max_calls

@@ -128,12 +128,13 @@ class FastForward:
         if self.must_stop or self._gpu.recorder.num_operators > times * self._max_operators:
             self.stop(self.must_stop or _many(self._max_operators))
 
-    def stop(self, why: str) -> None:
-        """Ends the trace here.
+    def stop(self, why: str, *, at_call: int = 0) -> None:
+        """Ends the trace here; `at_call` is the number of the program's calls so far, where these are counted from its begin.
 
         Raises:
             EndOfCapture: always.
         """
+        self._num_calls = at_call or self._num_calls
         self.stopped(why, lines_of(sys._getframe(1)))
         self._settle()
         raise EndOfCapture

@@ -16,6 +16,7 @@ from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.capture.steps.category_marks import CategoryMarks
 from tightfit.capture.steps.effects.effect_watch import EffectWatch
 from tightfit.capture.steps.micro_batches.alike_batches import AlikeBatches
+from tightfit.capture.steps.predictions import is_long
 from tightfit.capture.steps.recurring_calls import REPEATED, merge_recurring_calls
 from tightfit.capture.steps.step_hooks import StepHooks
 from tightfit.capture.steps.wrapping_optimizers import holds_another
@@ -25,9 +26,6 @@ from tightfit.tape.step_ends import ends_step
 # More micro-batches than anybody accumulates; beyond it the optimizer that exists is taken for one that never
 # steps.
 MAX_BACKWARDS_WITHOUT_STEP = 256
-MAX_PREDICTED = (64, 60_000)
-"""A script that only predicts, with gradients enabled, is left after more than so many calls of a model and operators: each call is traced, as what it holds for
-a backward pass is freed where the program drops it."""
 
 
 class OptimizerSteps:
@@ -166,12 +164,21 @@ class StepWatch:
             return
         if with_gradients:
             self._marks.mark_activations()
-            self._num_predictions += 1
+        self._num_predictions += 1
         self.on_models()
-        max_calls, max_operators = MAX_PREDICTED
-        is_long = self._num_predictions > max_calls and self.gpu.recorder.num_operators > max_operators
-        if with_gradients and is_long and self.after is not None and self.is_one_step():
-            self.after.stop(f"stopped after {self._num_predictions:,} calls of a model")
+        after, number = self.after, self._num_predictions
+        if (
+            after is not None
+            and is_long(
+                after,
+                number,
+                self.gpu.recorder.num_operators,
+                with_gradients=with_gradients,
+                was_to_train=self._marks.had_optimizers,
+            )
+            and self.is_one_step()
+        ):
+            after.stop(f"stopped after {number:,} calls of a model", at_call=number)
 
     def is_one_step(self) -> bool:
         """A script is over in which no step has ended: whether all of it from the first call of a model on is taken for one, as it only called modules, of which
