@@ -3,8 +3,7 @@
 import contextlib
 import copy
 import functools
-import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -67,31 +66,6 @@ def late_dlpack_alias(t: Trial) -> None:
                 self.other_name[0].add_(0.1)
 
     train(t, Net([Shared(), Shared()]), num_steps=STEPS, before=_tick)
-
-
-def _counted_past_torch(t: Trial, count: Callable[[torch.Tensor], object]) -> None:
-    table = torch.zeros(5000, 4)
-
-    class Counted(Block):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if Clock.step >= LATE and self.training:
-                count(table)
-            return super().forward(x)
-
-    def after(_: int) -> None:
-        t.note("counted", table[3].clone())
-
-    train(t, Net([Counted(), Counted()]), num_steps=STEPS, before=_tick, after=after)
-
-
-@attack("parts", "from step 4 on a block counts in a large table through .data, which the loop reads", only=EXACT)
-def late_data_of_large_table(t: Trial) -> None:
-    _counted_past_torch(t, lambda table: table.data[3].add_(1))
-
-
-@attack("parts", "from step 4 on a block counts in a large table through an array of DLPack's", only=EXACT)
-def late_dlpack_of_large_table(t: Trial) -> None:
-    _counted_past_torch(t, lambda table: operator.iadd(np.from_dlpack(table)[3], 1))
 
 
 @attack("recomputation", "from step 4 on a block sets its buffer to another storage", only=EXACT)
