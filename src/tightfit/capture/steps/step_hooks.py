@@ -178,7 +178,7 @@ class StepHooks:
             self._gpu.fake.refuse_this_thread()
         if self._gpu.recorder.is_in_thread:
             raise CaptureError(
-                f"{self._gpu.attribution.where(otherwise='the program')} {does} in a thread of the program's own; a trace follows threads that move and transform batches, or run a model: "
+                f"{self._gpu.attribution.where(otherwise='the program')} {does} in a thread of its own; a trace only follows threads that move and transform batches, or run a model: "
                 "train in the main thread, at least while it is traced"
             )
 

@@ -53,6 +53,6 @@ def _verdict(found: SharedCard) -> Text:
     words = (
         f": {format_bytes(missing)} are missing even in turns"
         if found.is_known
-        else ": one of them does not fit by itself"
+        else ": one of them does not fit even alone"
     )
     return Text.assemble(("do not fit", "bold red"), words)
