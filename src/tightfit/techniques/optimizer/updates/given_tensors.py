@@ -45,7 +45,9 @@ class GivenTensors:
             # A node that the program keeps is of its latest call.
             node.metadata[_NOTE] = call
         # Without nodes the call is gone with this function.
-        reference = weakref.ref(call, self._gone.append)
+        # In C, as no Python code may run where something is collected.
+        note_gone = self._gone.append
+        reference = weakref.ref(call, note_gone)
         self._held[id(reference)] = reference, list(_tensors(given))
 
     def end_step(self) -> None:
