@@ -139,7 +139,7 @@ def test_an_estimate_and_the_recording_that_it_writes_are_the_same_run(
         (["doctor", "plain.npz", "--largest-batch"], 2, "it takes no --largest-batch"),
         (["diff", "plain.npz", "plain.npz", "--steps", "9"], 2, "it takes no --steps"),
         (["doctor", "plain.npz", "--device", "no such card"], 2, "no such card"),
-        (["doctor", "plain.npz", "--seconds", "0"], 2, "is not a time to search"),
+        (["doctor", "plain.npz", "--seconds", "0"], 2, "is not a valid search time"),
         (["diff", "plain.npz", "gone.pickle"], 2, "there is no file gone.pickle"),
         (["diff", "plain.npz"], 2, ""),
     ],

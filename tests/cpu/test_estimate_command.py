@@ -182,7 +182,7 @@ def test_an_option_of_another_command_is_said_to_be(words: tuple[str, ...], hint
 def test_words_that_a_program_ends_itself_with_are_no_number(refused: Refused, tmp_path: Path) -> None:
     (tmp_path / "ends.py").write_text("import sys\nsys.exit(ValueError('no data'))\n")
     line = refused("estimate", str(tmp_path / "ends.py"), "--device", "4090", code=3)
-    assert "ended itself before its steps were over: no data (--show-output" in line
+    assert "exited before its steps were complete: no data (--show-output" in line
 
 
 def test_a_folder_that_is_a_program_is_named_as_one(
@@ -214,7 +214,7 @@ def test_without_a_card_one_must_be_named(refused: Refused, tmp_path: Path, monk
     line = refused("estimate", "model.py:workload", code=2)
     assert line.startswith('which GPU? There is none on this machine: name one, such as --device "RTX 4090"')
     line = refused("estimate", "model.py", "--", "--device", "4090", code=2)
-    assert line.endswith("the --device that was given stands behind --, where options are the script's own")
+    assert line.endswith("your --device comes after --, where options belong to the script")
 
 
 def test_a_card_file_is_told_apart_from_no_file_and_from_another_file(refused: Refused, tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ def test_a_card_file_is_told_apart_from_no_file_and_from_another_file(refused: R
         ),
         (
             "exits.py",
-            "exits.py ended itself before its steps were over: exit code 4 (--show-output shows what it printed)",
+            "exits.py exited before its steps were complete: exit code 4 (--show-output shows what it printed)",
         ),
         (
             "reads.py",
@@ -261,12 +261,12 @@ def test_a_card_file_is_told_apart_from_no_file_and_from_another_file(refused: R
         ),
         (
             "resumes.py",
-            "the workload ended without a step: no optimizer stepped and no backward pass was run; it loaded last.pt: if that is of a run that is over, "
-            "let it train for longer, or start anew; for inference, give a generator function that yields once per step",
+            "the workload ended without a step: no optimizer stepped and no backward pass was run; it loaded last.pt: if that checkpoint is from a finished run, "
+            "let it train longer, or start from scratch; for inference, give a generator function that yields once per step",
         ),
         (
             "leaves.py",
-            "leaves.py ended itself before its steps were over: exit code 3 (--show-output shows what it printed)",
+            "leaves.py exited before its steps were complete: exit code 3 (--show-output shows what it printed)",
         ),
         (
             "on_the_host.py",

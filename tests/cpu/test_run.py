@@ -213,13 +213,13 @@ def test_a_script_without_a_model_is_told_so_where_nothing_was_planned(capfd: py
         (
             ["--plan", "plan.json", "--allow-writes", "train.py"],
             2,
-            "--allow-network and --allow-writes are for a program",
+            "--allow-network and --allow-writes are for tracing",
         ),
-        (["--guard", "--allow-network", "train.py"], 2, "--allow-network and --allow-writes are for a program"),
+        (["--guard", "--allow-network", "train.py"], 2, "--allow-network and --allow-writes are for tracing"),
         (
             ["--post-mortems", "post", "--plan", "plan.json", "train.py"],
             2,
-            "--post-mortems is the folder of a guarded run",
+            "--post-mortems is for a guarded run",
         ),
     ],
 )

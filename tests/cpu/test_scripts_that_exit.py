@@ -56,7 +56,7 @@ def test_it_has_its_steps(program: str, tmp_path: Path) -> None:
     "end", ["sys.exit(main())\n", "main()\nif model is not None:\n    exit(0)\nprint(1)\n"], ids=["inside", "between"]
 )
 def test_an_earlier_exit_is_said(end: str, tmp_path: Path) -> None:
-    with pytest.raises(CaptureError, match="ended itself before its steps were over"):
+    with pytest.raises(CaptureError, match="exited before its steps were complete"):
         _tape(tmp_path, _PREDICTS.format(leaves=end.startswith("sys")) + end)
 
 

@@ -72,7 +72,7 @@ def test_what_ran_before_it_counts(server: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("server", [_OF_PYTHON, _OF_A_LIBRARY], ids=["of Python", "of a library"])
 def test_one_that_has_called_nothing_is_told_what_to_do(server: str, tmp_path: Path) -> None:
     with pytest.raises(
-        CaptureError, match=r"\.py:\d+ starts a server and waits for requests.*call what answers a request once"
+        CaptureError, match=r"\.py:\d+ starts a server and waits for requests.*call the request handler once"
     ):
         _traced(tmp_path, server=server)
 

@@ -232,8 +232,8 @@ def test_the_command_says_what_to_start_and_changes_answers_only_where_allowed(
         (["--plan", "--price-per-hour", "T4=1"], "is none of the --device"),
         (["--plan", "--price-per-hour", "free"], "--price-per-hour free: write what a GPU costs"),
         (["--plan", "--at-once", "0"], "--at-once 0: at least 1"),
-        (["--plan", "--at-once", "4"], "--at-once is of --for memory and of --beside"),
-        (["--at-once", "4"], "--at-once is of --for memory and of --beside"),
+        (["--plan", "--at-once", "4"], "--at-once needs --for memory or --beside"),
+        (["--at-once", "4"], "--at-once needs --for memory or --beside"),
         (["--device", "H100"], "several --device: give --plan too"),
     ):
         assert run(["serve", str(folder), "--device", "L4", *wrong]) == 2

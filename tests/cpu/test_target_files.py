@@ -171,5 +171,5 @@ def test_a_folder_that_was_removed_is_named(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
-    with pytest.raises(UsageError, match="the folder that you are in was removed"):
+    with pytest.raises(UsageError, match="the current folder was removed"):
         parse_target(str(tmp_path / "train.py"))

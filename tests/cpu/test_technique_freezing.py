@@ -86,6 +86,17 @@ def test_adapters_hold_what_was_promised(plain: Tape) -> None:
     assert promised == pytest.approx(found, rel=0.1)
 
 
+@pytest.mark.parametrize(("ranks", "named"), [((8, 20_000), ["8"]), ((20_000,), [])])
+def test_ranks_that_would_hold_more_are_no_advice(
+    ranks: tuple[int, ...], named: list[str], plain: Tape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tightfit.techniques.trained import adapters
+
+    monkeypatch.setattr(adapters, "RANKS", ranks)
+    sentences = [each.sentence for each in Adapters().advice(Profile(plain, find(DEVICE)))]
+    assert re.findall(r"at rank (\d+)", " ".join(sentences)) == named
+
+
 def test_adapters_are_nothing_to_put_on_a_model(plain: Tape) -> None:
     assert list(Adapters().options(Profile(plain, find(DEVICE)))) == []
     with pytest.raises(ApplyError, match="write them into the program"):

@@ -92,9 +92,12 @@ def test_lines_are_relative_to_the_folder_that_the_program_began_in(
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"arguments": "--epochs 1"}, r"arguments is a list of texts, such as \['--epochs', '1'\], and no str"),
-        ({"arguments": ["--epochs", 1]}, r"arguments is a list of texts, such as .*: write '1' for 1"),
-        ({"parameters": {"batch_size": 4}}, r"parameters is a list of texts, such as \['batch_size=16'\], and no dict"),
+        ({"arguments": "--epochs 1"}, r"arguments must be a list of strings, such as \['--epochs', '1'\], not str"),
+        ({"arguments": ["--epochs", 1]}, r"arguments must be a list of strings, such as .*: write '1' for 1"),
+        (
+            {"parameters": {"batch_size": 4}},
+            r"parameters must be a list of strings, such as \['batch_size=16'\], not dict",
+        ),
     ],
 )
 def test_what_python_takes_for_a_list_of_texts_and_is_none_is_refused(given: dict[str, Any], said: str) -> None:

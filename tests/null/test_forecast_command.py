@@ -113,7 +113,7 @@ def test_a_job_that_fits_with_less_than_was_asked_for_is_said_to(
     monkeypatch.setattr("tightfit.cli.forecast.admit", lambda *_, **__: found)
     assert run(["forecast", str(file), "--job", "1GiB", "--capacity", "24GiB"]) == 1
     said = " ".join(capsys.readouterr().out.split())
-    assert "fits now, but over the horizon with 90 %, below the 97.5 % asked for" in said
+    assert "fits now, but its probability of fitting over the horizon is 90 %, below the requested 97.5 %" in said
 
 
 def test_a_job_needs_a_capacity(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

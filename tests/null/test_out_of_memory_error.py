@@ -60,7 +60,8 @@ def test_the_text_or_a_log_that_ends_with_it(tmp_path: Path, capsys: pytest.Capt
     for target in (text, str(tmp_path / "run.log")):
         assert run(["doctor", target]) == 0
         assert (
-            "2.00 GiB were asked for at once, and 1.00 GiB of 24.00 GiB were free: 1.00 GiB" in capsys.readouterr().out
+            "one allocation asked for 2.00 GiB, and 1.00 GiB of 24.00 GiB were free: 1.00 GiB"
+            in capsys.readouterr().out
         )
     assert run(["doctor", text, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["missing_bytes"] == GIB

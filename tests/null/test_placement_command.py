@@ -94,7 +94,7 @@ def test_a_wrong_file_is_one_line(file: Path, capsys: pytest.CaptureFixture[str]
     ("arguments", "message"),
     [
         (["FILE", "--capacity", "much"], "'much' is not a size"),
-        (["FILE", "--capacity", "10", "--seconds", "0"], "--seconds 0 is not a time to search"),
+        (["FILE", "--capacity", "10", "--seconds", "0"], "--seconds 0 is not a valid search time"),
         (["FILE", "--capacity", "10", "--alignment", "0"], "the alignment 0 is not a positive number"),
         (["FILE", "--capacity", "10", "--output", "FILE/x.csv"], "there is no folder"),
         (["FILE.nowhere", "--capacity", "10"], "there is no file"),

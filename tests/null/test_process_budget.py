@@ -66,4 +66,4 @@ def test_without_a_gpu_there_is_nothing_to_limit(
     monkeypatch.setenv("PATH", str(tmp_path))
     (tmp_path / "train.py").write_text(SCRIPT)
     assert run(["run", "--guard", "--budget", "20GiB", str(tmp_path / "train.py")]) == 2
-    assert "there is none on this machine" in capsys.readouterr().err
+    assert "there is no GPU on this machine" in capsys.readouterr().err

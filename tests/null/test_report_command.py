@@ -128,7 +128,7 @@ class TestWhatItRefuses:
         ("arguments", "code", "words"),
         [
             (["run.pickle", "--merge", "p.json"], 2, "--merge needs --format perfetto"),
-            (["run.npz", "--format", "perfetto", "--merge", "p.json"], 2, "a prediction has no clock to merge by"),
+            (["run.npz", "--format", "perfetto", "--merge", "p.json"], 2, "a prediction has no timestamps to merge by"),
             (["run.pickle", "--format", "perfetto", "--merge", "none.json"], 3, "none.json is not a trace"),
             (["run.pickle", "-p", "x=1"], 2, "run.pickle is a finished run"),
             (["run.npz", "--", "--epochs", "1"], 2, "run.npz is a finished run"),

@@ -135,20 +135,25 @@ def test_a_replay_with_less_than_the_recording_begins_with_says_so(
 @pytest.mark.parametrize(
     ("budget", "used", "taken", "said"),
     [
-        ("1TiB", None, None, "--budget 1TiB is more than a process can have of NVIDIA GeForce RTX 4060: 7.75 GiB are"),
+        (
+            "1TiB",
+            None,
+            None,
+            "--budget 1TiB is more than a process can use of NVIDIA GeForce RTX 4060: planning for 7.75 GiB",
+        ),
         (
             "7GiB",
             "3GiB",
             None,
-            "--budget 7GiB is more than a process can have of NVIDIA GeForce RTX 4060 beside the 3.00",
+            "--budget 7GiB is more than a process can use of NVIDIA GeForce RTX 4060 beside the 3.00",
         ),
         (
             "7GiB",
             3 << 30,
             None,
-            "--budget 7GiB is more than a process can have of NVIDIA GeForce RTX 4060 beside the 3.00",
+            "--budget 7GiB is more than a process can use of NVIDIA GeForce RTX 4060 beside the 3.00",
         ),
-        ("80", None, None, "--budget 80 has no unit; read as 80 GiB, it is more than a process can have of NVIDIA"),
+        ("80", None, None, "--budget 80 has no unit; read as 80 GiB, it is more than a process can use of NVIDIA"),
         ("4GiB", "3GiB", "4GiB", ""),
         ("100%", None, "100%", ""),
     ],
@@ -174,6 +179,6 @@ def test_a_second_program_is_said_to_be_an_argument_of_the_first(
     for name in ("a.py", "b.py"):
         Path(name).touch()
     run(["estimate", "a.py", "b.py", "--device", "no such card"])
-    assert "b.py is an argument of a.py: estimate takes one program" in capsys.readouterr().err
+    assert "b.py is passed to a.py as an argument: estimate takes one program" in capsys.readouterr().err
     run(["estimate", "a.py", "--device", "no such card", "--", "b.py"])
-    assert "is an argument" not in capsys.readouterr().err
+    assert "as an argument" not in capsys.readouterr().err

@@ -107,7 +107,7 @@ peak at           step 2, backward, mm, Net.head, project/train.py:41
 
 largest: activations 5.00 GiB, optimizer state 2.00 GiB, parameters 1.00 GiB
 to try:  a smaller batch, gradient checkpointing
-or:      tightfit plan finds what makes it fit, without a change of the program
+or:      tightfit plan finds what makes it fit, without changing the program
 
 memory at the peak, by category
 parameters        1.00 GiB  10%  █████████▋

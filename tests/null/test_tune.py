@@ -430,7 +430,7 @@ class TestCommand:
         for number, words in ((2, "Checked on 2 of 6 copies"), (0, "Checked on no copy")):
             monkeypatch.setattr(Trials, "num_copies_passed", lambda *_, **__: number)  # noqa: B023 - called in this turn
             assert replay_command(path, tune=True) == 0
-            assert f" {words} with other sizes: the time was over" in capsys.readouterr().out
+            assert f" {words} with other sizes: time ran out" in capsys.readouterr().out
 
     def test_a_bad_pair_is_said_to_be_one(self, path, capsys):
         assert replay_command(path, tune=True, alloc_conf="max_split_size_mb:64,expandable_segments:True") == 0

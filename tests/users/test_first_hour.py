@@ -149,7 +149,7 @@ MISTAKES = {
     "options that the script refuses": (
         ["estimate", *UNET, "--", "--epoch", "x"],
         3,
-        "unet.py ended itself before its steps were over: exit code 2; it said: unet.py: error: argument --epoch",
+        "unet.py exited before its steps were complete: exit code 2; it said: unet.py: error: argument --epoch",
     ),
 }
 

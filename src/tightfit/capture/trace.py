@@ -298,7 +298,7 @@ def no_step(label: str, said: str, timeout_seconds: float, *, takes_turns: bool 
             f"{label}: no step ended within {timeout_seconds:g} s{where}, while a thread of its own was at {other}: in a trace a thread runs until it waits "
             "for another one, so a thread that never waits keeps the others from running; leave it out, at least while it is traced"
         )
-    return f"{label}: no step ended within {timeout_seconds:g} s{where}; if it only needs longer, give it more with --timeout SECONDS"
+    return f"{label}: no step ended within {timeout_seconds:g} s{where}; if it only needs more time, give it --timeout SECONDS"
 
 
 def _is_full(folder: str) -> bool:
@@ -310,10 +310,10 @@ def _death(label: str, code: int, said: str) -> str:
     # The kernel says the same of too many namespaces.
     is_full = os.strerror(errno.ENOSPC) in why and _is_full(tempfile.gettempdir())
     if code == NOT_CLOSED_IN and not is_full:
-        return f"{label} could not be closed in on this machine ({why or 'see above'}); set TIGHTFIT_CONTAINMENT=python, or give --allow-writes and --allow-network"
+        return f"{label} could not be isolated on this machine ({why or 'see above'}); set TIGHTFIT_CONTAINMENT=python, or give --allow-writes and --allow-network"
     if code in {NO_ROOM, NOT_CLOSED_IN}:
         return (
-            f"what {label} did could not be written to the folder for temporary files, {tempfile.gettempdir()} ({why or 'it is full'}); "
+            f"the trace of {label} could not be written to the folder for temporary files, {tempfile.gettempdir()} ({why or 'it is full'}); "
             "set TMPDIR to a folder with room, also for what the program writes"
         )
     reason = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -26,9 +26,9 @@ class TraceSettings:
     show_output
         Show the output of the workload, on stderr.
     allow_writes
-        Let the program write files for real. Without this it sees what it writes, and that is dropped after the trace.
+        Let the program write files for real. Otherwise it sees its own writes, and they are dropped after the trace.
     allow_network
-        Let the program reach other machines: for downloads that are not in a cache yet.
+        Let the program reach other machines, for downloads that are not cached yet.
     """
 
     steps: Steps = DEFAULT_NUM_STEPS

@@ -46,7 +46,7 @@ def doctor(
     """
     # Not `seconds <= 0`: this refuses NaN too.
     if not seconds > 0:
-        raise UsageError(f"--seconds {seconds:g} is not a time to search; give a number above 0")
+        raise UsageError(f"--seconds {seconds:g} is not a valid search time; give a number above 0")
     if error := error_in(target):
         return _explained(error, json=json)
     subject = subject_of(

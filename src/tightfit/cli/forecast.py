@@ -87,15 +87,17 @@ def _sentence(admission: Admission, quantile: float) -> str:
         format_bytes(size)
         for size in (admission.job_bytes, admission.capacity_bytes, admission.now_bytes, admission.upper_bytes)
     )
-    facts = f"all series use {now} of {capacity} now, and stay within {upper} with {100 * quantile:g} %"
+    facts = (
+        f"all series use {now} of {capacity} now, and stay within {upper} with a probability of {100 * quantile:g} %"
+    )
     if not admission.fits_now:
         return f"a job of {job} does not fit now: {facts}"
     if admission.probability is None:
-        return f"a job of {job} fits now, but over the horizon with less than 50 %: {facts}"
+        return f"a job of {job} fits now, but its probability of fitting over the horizon is below 50 %: {facts}"
     probability = f"{100 * admission.probability:g} %"
     if not admission.fits:
-        return f"a job of {job} fits now, but over the horizon with {probability}, below the {100 * quantile:g} % asked for: {facts}"
-    return f"a job of {job} fits now, and over the horizon with {probability}: {facts}"
+        return f"a job of {job} fits now, but its probability of fitting over the horizon is {probability}, below the requested {100 * quantile:g} %: {facts}"
+    return f"a job of {job} fits now, and over the horizon with a probability of {probability}: {facts}"
 
 
 def _as_json(found: SeriesForecast) -> dict[str, Any]:

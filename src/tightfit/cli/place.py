@@ -38,7 +38,7 @@ def place(
         json: print one JSON object instead of text.
     """
     if not seconds > 0:
-        raise UsageError(f"--seconds {seconds:g} is not a time to search; give a number above 0")
+        raise UsageError(f"--seconds {seconds:g} is not a valid search time; give a number above 0")
     # The problem itself may be the output: it gets the column `offset` then.
     check_outputs({"--output": output})
     capacity_bytes = _bytes_of("--capacity", capacity)
@@ -101,5 +101,5 @@ def _why(solution: PlacementSolution, capacity: int) -> str:
         return f"{crowd.num_bytes} bytes live at moment {crowd.moment}, {crowd.num_bytes - capacity} too many: {who}"
     # A search that ended by itself is a proof; one that ran out of time is not.
     if solution.is_proven_infeasible:
-        return "no placement exists at this capacity; the search went through all of them"
-    return f"not found in the time given; the best is {solution.height - capacity} bytes too high (more --seconds may help)"
+        return "no placement exists at this capacity; the search was exhaustive"
+    return f"none found within the time limit; the best is {solution.height - capacity} bytes too high (more --seconds may help)"

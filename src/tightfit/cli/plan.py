@@ -99,13 +99,13 @@ def plan(
     search
         Find the largest batch size: the name of the parameter of the generator function, or of the script's option, that sets it (batch_size). The answer has the largest size that fits without changes, the largest with techniques, and the fastest.
     ladder
-        Make so many plans, from the fastest to the one that holds least, for tightfit run --guard: with -o plan.json the files plan-1.json and so on.
+        Make this many plans, from the fastest to the one that uses the least memory, for tightfit run --guard; -o plan.json writes plan-1.json and so on.
     output
         Write the plan to this file (JSON), for tightfit run --plan; with --export that tool's file.
     json
         Print the plan as JSON.
     as_code
-        Print the plan as lines to paste into the program, which then needs no tightfit run; with -o they read that file, else they have the plan.
+        Print the plan as lines to paste into the program, which then needs no tightfit run; with -o the lines read that file, otherwise they contain the plan.
     redact
         Write ~ in place of home folders in every path, for a report that is sent to somebody.
     no_prove

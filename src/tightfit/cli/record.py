@@ -54,9 +54,9 @@ def record(
     steps
         End the run after this many steps. Default for a script: when it ends; for a function and on a virtual GPU: 3.
     device
-        Record on a virtual GPU of this name ("4090", or its TOML file), also where there is a real one. Default without a real one: H200.
+        Record on a virtual GPU of this name ("4090", or its TOML file), even if there is a real one. Default without a real one: H200.
     host
-        Run it here and record the tensors in this machine's memory, where there is no GPU.
+        Run it on this machine without a GPU, and record the tensors in host memory.
     timeout
         On a virtual GPU: seconds to wait for the first step, and from each to the next, 120 if not given.
     no_stacks

@@ -91,7 +91,9 @@ def report(
     # The two clocks can be compared only for a recording: a tape's times are estimates.
     if merge is not None:
         if not is_recording:
-            raise UsageError(f"--merge needs a recording, and {target} is none: a prediction has no clock to merge by")
+            raise UsageError(
+                f"--merge needs a recording, and {target} is not one: a prediction has no timestamps to merge by"
+            )
         return _to_file_or_stdout(path, lambda: sys.stdout.write(_merged(target, merge)), redact=redact)
     tape = None if is_recording else _tape(target, arguments, device, parameter, tracing)
     if redact:
@@ -117,7 +119,7 @@ def _merged(target: str, profile: Path) -> str:
     times = device_of(recording, None).time_us
     text, overlaps = merged(history_of_recording(recording), profile, began_us=int(times[0]) if len(times) else 0)
     if not overlaps:
-        sys.stderr.write(f"tightfit: {profile} and {target} do not overlap in time; are they of the same run?\n")
+        sys.stderr.write(f"tightfit: {profile} and {target} do not overlap in time; are they from the same run?\n")
     return text
 
 

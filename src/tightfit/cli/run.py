@@ -51,9 +51,9 @@ def run(
     plan
         The file that tightfit plan -o wrote. Without it, a plan is made first.
     budget
-        GPU memory that the process may use, such as 22GiB or 80%: for the plan that is made, or with --guard as a limit that holds. Default: all of it.
+        GPU memory that the process may use, such as 22GiB or 80%: for the plan that is made; with --guard, a hard limit. Default: all of it.
     used
-        GPU memory in use by other processes, such as 3GiB, if a plan is made. Default: for the GPU of this machine what its driver says.
+        GPU memory in use by other processes, such as 3GiB, if a plan is made. Default: what the driver reports for the GPU of this machine.
     device
         The GPU to plan for. Default: the GPU of this machine.
     allow
@@ -65,7 +65,7 @@ def run(
     disk_folder
         The folder for what the plan keeps on disk, in a file without a name. Default: the folder for temporary files (TMPDIR).
     cache
-        For a script that calls generate of transformers, instead of a plan: the cache to use where it names none, static, offloaded or fp8 (lossy). Its first tokens are compared with the plain ones.
+        For a script that calls generate of transformers, instead of a plan: the cache to use if the script names none (static, offloaded or fp8, which is lossy). The first tokens are compared with those of a plain run.
     """
     parsed = _checked(script, arguments, check_steps, disk_folder, guarding, ranks)
     _check_permissions(permissions, is_traced=virtual or not (plan or guarding.guard or cache or ranks.gpus))
@@ -135,7 +135,7 @@ def _does_not_fit(chosen: Plan, script: str, file: Path | None) -> DoesNotFit:
     if chosen.margin == "safe" and peak.device_bytes <= chosen.budget_bytes:
         return DoesNotFit(
             f"{subject} fits {limit} only without the safety margin: its likely peak is {format_bytes(peak.device_bytes)}, the upper bound {needed}; "
-            "tightfit plan --margin likely -o plan.json makes a plan that runs so"
+            "tightfit plan --margin likely -o plan.json makes a plan without that margin"
         )
     return DoesNotFit(f"{subject} does not fit {limit}: it needs {needed}; tightfit plan lists what would help")
 
@@ -154,22 +154,22 @@ def _checked(
     if disk_folder is not None and not disk_folder.is_dir():
         raise UsageError(f"--disk-folder {disk_folder}: there is no such folder")
     if check_steps < 0:
-        raise UsageError(f"--check-steps is {check_steps}: give how many steps are to be checked, 0 for none")
+        raise UsageError(f"--check-steps is {check_steps}: give the number of steps to check, 0 for none")
     if ranks.on != "gpu" and ranks.gpus is None:
         raise UsageError("--on cpu goes with --gpus, the number of processes")
     if guarding.ballast is not None and not guarding.guard:
-        raise UsageError("--ballast is held by a guarded run: give --guard too")
+        raise UsageError("--ballast is for a guarded run: give --guard too")
     if guarding.fallback and not guarding.guard:
-        raise UsageError("--fallback names plans for a guarded run: give --guard too")
+        raise UsageError("--fallback is for a guarded run: give --guard too")
     if guarding.post_mortems != UNGUARDED.post_mortems and not guarding.guard:
-        raise UsageError("--post-mortems is the folder of a guarded run: give --guard too")
+        raise UsageError("--post-mortems is for a guarded run: give --guard too")
     return parsed
 
 
 def _check_permissions(permissions: Permissions, *, is_traced: bool) -> None:
     if permissions != CLOSED_IN and not is_traced:
         raise UsageError(
-            "--allow-network and --allow-writes are for a program that is traced, which is closed in; this run is the program's own, and may do what it does"
+            "--allow-network and --allow-writes are for tracing, which isolates the program; this run is not isolated: leave them out"
         )
 
 

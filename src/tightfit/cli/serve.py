@@ -71,7 +71,7 @@ def serve(
     gpus
         GPUs that share each layer (tensor parallelism).
     lengths
-        Tokens of prompt and answer of a request, 2000:300, or a .csv of past requests with a column for each. By default those that the script generates, or the longest that is allowed.
+        Tokens of prompt and answer of a request, 2000:300, or a .csv of past requests with a column for each. Default: those that the script generates, or the longest that is allowed.
     engine
         vllm, sglang, transformers (generate of a batch), or llama.cpp (its server).
     engine_version
@@ -81,7 +81,7 @@ def serve(
     price_per_hour
         What one GPU costs per hour, 0.8 or L4=0.8, for the cost of a million tokens; repeatable.
     launch
-        Print what starts the server, and nothing else: the command of vllm, sglang, tgi or llama.cpp, or a manifest for kubernetes.
+        Only print how to start the server: the command of vllm, sglang, tgi or llama.cpp, or a manifest for kubernetes.
     call
         Which call of generate of a script, 1 if not given.
     output
@@ -173,7 +173,7 @@ def _planned(
         models = [served.source, *plan.beside]
         return _beside(models, cards, asked, plan, served.lengths, names, others, as_json=as_json)
     if others["--output"] is not None:
-        raise UsageError("--output is of one server; leave out --plan, --for and --allow")
+        raise UsageError("--output shows one server; leave out --plan, --for and --allow")
     chosen = served.answered(_chosen(served, cards, asked, plan, load, names))
     return _answer(chosen, launch, as_json=as_json, started=started)
 
@@ -197,7 +197,7 @@ def _beside(
     refused = [name for name, value in others.items() if value]
     if refused or not lengths or len(cards) > 1 or plan.at_once < 1:
         words = f"leave out {', '.join(refused)}" if refused else "give --lengths and one --device"
-        raise UsageError(f"--beside is of several models on one GPU: {words}")
+        raise UsageError(f"--beside is for several models on one GPU: {words}")
     started = time.monotonic()
     wanted = Wanted(
         objective="memory", lengths=lengths, at_once=plan.at_once, level=level_of(LoadArguments()), load=None
@@ -235,7 +235,7 @@ def _refuse_unused_requests(plan: PlanArguments) -> None:
     if plan.at_once < 1:
         raise UsageError(f"--at-once {plan.at_once}: at least 1")
     if plan.at_once > 1 and plan.objective != "memory" and not plan.beside:
-        raise UsageError("--at-once is of --for memory and of --beside: give one of them, or leave it out")
+        raise UsageError("--at-once needs --for memory or --beside: give one of them, or leave it out")
 
 
 def _refuse_what_nothing_uses(

@@ -112,17 +112,18 @@ class CallTrail:
         self._calls.append(content)
 
     def written_outside(self, known: Iterable[torch.Tensor]) -> bool:
-        """Whether the run has written in place to a tensor that was there before it, besides those that are known."""
+        """Whether the run has written in place to a tensor that was there before it, besides those that are known, or may have, past torch."""
         others = set(map(id, known))
         met = [(tensor, version) for each, version in self._outside if (tensor := each()) is not None]
         # Of one that was made in inference mode, nobody counts writes.
         if any(version == _UNCOUNTED for _, version in met):
             return True
-        written = [tensor for tensor, version in met if tensor._version != version]
-        written += [
-            tensor for each, data in self._data_of_outside if data._version > 0 and (tensor := each()) is not None
-        ]
-        return any(id(tensor) not in others for tensor in written)
+        # What is written past a version is in no snapshot where the tensor is large.
+        if any(data._version > 0 and each() is not None for each, data in self._data_of_outside):
+            return True
+        if any(map(self.lent.is_handed_out, (tensor for tensor, _ in met))):
+            return True
+        return any(tensor._version != version and id(tensor) not in others for tensor, version in met)
 
     def has_made(self, tensor: torch.Tensor) -> bool:
         """Whether a call has returned a tensor that the code did not have from before."""

@@ -25,6 +25,8 @@ from tightfit.effects.values.contents import SMALL_BYTES, content_of
 
 DRAWN = "was drawn from"
 """What is said of a generator of random numbers."""
+# Up to which size a tensor is read where all are: 10 ms.
+_LARGEST_READ_BYTES = 1 << 26
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +46,7 @@ class StateDifference:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """The state at one time, in the order of `reach`."""
+    """The state at one time, in the order of `reach`; `reads_all` as in `RegionState.snapshot`."""
 
     reach: Reach
     contents: list[Any]
@@ -53,6 +55,7 @@ class Snapshot:
     drawn: list[Any]
     python_random: Any
     numpy_random: Any
+    reads_all: bool = False
 
     @property
     def has_graphs(self) -> bool:
@@ -83,13 +86,17 @@ class RegionState:
     def __init__(self) -> None:
         self._reach: Reach | None = None
 
-    def snapshot(self, module: torch.nn.Module, *, is_kept: bool = False, reads_weights: bool = True) -> Snapshot:
+    def snapshot(
+        self, module: torch.nn.Module, *, is_kept: bool = False, reads_weights: bool = True, reads_all: bool = False
+    ) -> Snapshot:
         """The state now. `is_kept`: for a snapshot that may outlive the step; it does not keep graphs of earlier calls alive.
 
-        `reads_weights`: whether large weights at the host are read, to see writes that torch does not count; both snapshots that are compared must say the same.
+        `reads_weights`: whether large weights at the host are read, to see writes that torch does not count, and with `reads_all` whatever else is large,
+        which takes too long for each call; both snapshots that are compared must say the same.
         """
         with Unwatched():
-            return _taken(*self._looked_through(module, is_kept=is_kept), reads_weights=reads_weights)
+            reach, contents = self._looked_through(module, is_kept=is_kept)
+            return _taken(reach, contents, reads_weights=reads_weights, reads_all=reads_all)
 
     def is_still(self, snapshot: Snapshot) -> bool:
         """Whether the state is that of a snapshot of this region, without making another one; False too where that takes one to tell: where a function was replaced
@@ -153,11 +160,12 @@ def with_replaced(snapshot: Snapshot, others: Mapping[int, torch.Tensor]) -> Sna
     return dataclasses.replace(snapshot, contents=[h.with_replaced(content, others) for h, content in holders])
 
 
-def _taken(reach: Reach, contents: list[Any], *, reads_weights: bool) -> Snapshot:
+def _taken(reach: Reach, contents: list[Any], *, reads_weights: bool, reads_all: bool = False) -> Snapshot:
     return Snapshot(
         reach=reach,
         contents=contents,
-        versions=[_version(tensor, reads_weights=reads_weights) for tensor in reach.tensors],
+        reads_all=reads_all,
+        versions=[_version(tensor, reads_weights=reads_weights, reads_all=reads_all) for tensor in reach.tensors],
         storages=[_storage(tensor) for tensor in reach.tensors],
         drawn=[each.state() for each in reach.drawn],
         python_random=python_state(),
@@ -251,7 +259,7 @@ def _different_tensors(before: Snapshot, after: Snapshot) -> Iterator[StateDiffe
     later = dict(zip(map(id, after.reach.tensors), zip(after.versions, after.storages, strict=True), strict=True))
     places = zip(before.reach.tensor_paths, before.reach.tensors, before.versions, before.storages, strict=True)
     for path, tensor, version, storage in places:
-        now = later.get(id(tensor)) or (_version(tensor), _storage(tensor))
+        now = later.get(id(tensor)) or (_version(tensor, reads_all=before.reads_all), _storage(tensor))
         if now[1] is not storage:
             yield StateDifference(path=path, what="was given other data", is_in_place=True, tensor=tensor)
         elif now[0] != version:
@@ -284,16 +292,16 @@ _PLAIN_TENSORS = (torch.nn.Parameter, torch.Tensor)
 MOVED = WeakTensorKeyDictionary()
 
 
-def _version(tensor: torch.Tensor, *, reads_weights: bool = True) -> Any:
+def _version(tensor: torch.Tensor, *, reads_weights: bool = True, reads_all: bool = False) -> Any:
     """The number of writes to a tensor that torch knows of; of a small one and of a weight at the host, which numpy and `.data` write to past torch, also the content."""
     number = _number_of_writes(tensor)
     if tensor.is_cuda:
         return number
-    # Of what is large only weights are read: a forward may keep any number of other tensors.
+    # Of what is large only weights are read in each call: a forward may keep any number of other tensors.
     # Sparse tensors, and others that are no range of memory, do not know their bytes.
     is_readable = number >= 0 and tensor.layout == torch.strided
     is_weight = reads_weights and tensor.is_leaf and tensor.requires_grad
-    is_read = is_readable and (is_weight or tensor.nbytes <= SMALL_BYTES)
+    is_read = is_readable and (is_weight or tensor.nbytes <= (_LARGEST_READ_BYTES if reads_all else SMALL_BYTES))
     content = content_of(tensor) if is_read else None
     return number if content is None else (number, content)
 

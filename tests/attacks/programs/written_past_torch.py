@@ -1,10 +1,13 @@
-"""What is written past torch's count of versions between the forward and the backward pass, as older optimizers and loaders write."""
+"""What is written past torch's count of versions, between the forward and the backward pass, as older optimizers and loaders write, and in blocks."""
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
-from tests.attacks.models import Net, sgd, tokens
+from tests.attacks.models import Block, Net, sgd, tokens, train
+from tests.attacks.places import EXACT
 from tests.attacks.registry import attack
 from tests.attacks.trial import Trial
 from torch import nn
@@ -145,3 +148,38 @@ def loss_written_between(t: Trial) -> None:
         optimizer.step()
         t.note("losses", [loss, total])
         t.end_step()
+
+
+class Clock:
+    """The number of the step, as a training script has it at hand."""
+
+    step = 0
+
+
+def _tick(step: int) -> None:
+    Clock.step = step
+
+
+def _counted_past_torch(t: Trial, count: Callable[[torch.Tensor], object]) -> None:
+    table = torch.zeros(5000, 4)
+
+    class Counted(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if Clock.step >= 4 and self.training:
+                count(table)
+            return super().forward(x)
+
+    def after(_: int) -> None:
+        t.note("counted", table[3].clone())
+
+    train(t, Net([Counted(), Counted()]), num_steps=7, before=_tick, after=after)
+
+
+@attack("parts", "from step 4 on a block counts in a large table through .data, which the loop reads", only=EXACT)
+def late_data_of_large_table(t: Trial) -> None:
+    _counted_past_torch(t, lambda table: table.data[3].add_(1))
+
+
+@attack("parts", "from step 4 on a block counts in a large table through an array of DLPack's", only=EXACT)
+def late_dlpack_of_large_table(t: Trial) -> None:
+    _counted_past_torch(t, lambda table: operator.iadd(np.from_dlpack(table)[3], 1))

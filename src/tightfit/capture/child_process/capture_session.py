@@ -64,9 +64,9 @@ def _why_no_step(target: Target) -> str:
     if isinstance(target, Script) and (hint := hint_for(target.path)) is not None:
         return hint
     if _SPAWNING & sys.modules.keys():
-        return "the processes that it started are not traced: call what they run, in this one"
+        return "the processes that it started are not traced: run their code in this process"
     if saving.loaded_files:
-        return f"it loaded {saving.loaded_files[-1]}: if that is of a run that is over, let it train for longer, or start anew; {_OF_INFERENCE}"
+        return f"it loaded {saving.loaded_files[-1]}: if that checkpoint is from a finished run, let it train longer, or start from scratch; {_OF_INFERENCE}"
     return _OF_INFERENCE
 
 
@@ -151,8 +151,8 @@ class CaptureSession:
         assert after is not None
         if not after.is_on and not self.watch.num_ended and not self.watch.is_one_step():
             raise CaptureError(
-                f"{self.gpu.attribution.where(otherwise='the program')} starts a server and waits for requests, which a trace has none of, and nothing has called a model "
-                "before: call what answers a request once with an example, before the server starts, or in a generator function that yields after it"
+                f"{self.gpu.attribution.where(otherwise='the program')} starts a server and waits for requests, but a trace has none, and no model was called "
+                "before: call the request handler once with an example before the server starts, or in a generator function that yields after it"
             )
         after.stop("it waits for requests")
 
@@ -301,5 +301,5 @@ def _note_allocator_settings(recorder: Recorder, before: str) -> None:
     if own != before:
         recorder.assume(
             "the program",
-            f"it sets PYTORCH_CUDA_ALLOC_CONF={own} itself, which is not followed here: give --alloc-conf {own}",
+            f"it sets PYTORCH_CUDA_ALLOC_CONF={own} itself, which a trace does not apply: give --alloc-conf {own}",
         )

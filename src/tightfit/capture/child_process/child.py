@@ -279,7 +279,7 @@ def _refuse_in_forks(session: "CaptureSession", label: str, path: str) -> None:
     def refuse(*_: object) -> NoReturn:
         where = session.gpu.attribution.where()
         error = CaptureError(
-            f"{where} uses the GPU in a process that the program has forked, and a trace follows one: call in the main process what it runs, at least while it is traced"
+            f"{where} uses the GPU in a forked process, and a trace follows only the main process: run that code in the main process, at least while it is traced"
         )
         _write(path, {**_failure(label, error, ""), "notes": []})
         # The traced process may wait for this one.
@@ -441,7 +441,7 @@ def ended_itself(label: str, code: object, said: str) -> str:
     said = f"; it said: {said}" if said and code and has_number else ""
     if said and code == _CODE_OF_USAGE and not sys.argv[1:]:
         said += "; the program's own arguments go after --"
-    return f"{label} ended itself before its steps were over: {how}{said} (--show-output shows what it printed)"
+    return f"{label} exited before its steps were complete: {how}{said} (--show-output shows what it printed)"
 
 
 if __name__ == "__main__":

@@ -143,5 +143,5 @@ def _global_rank(rank: int | None, group: Any, group_rank: int | None, *, first:
     if group_rank is not None:
         return dist.get_process_group_ranks(group)[group_rank]
     if rank is None and not first:
-        raise CaptureError(f"{user_line()} receives from any rank, of which one is traced; name the rank that sends")
+        raise CaptureError(f"{user_line()} receives from any rank, but only one rank is traced; name the sending rank")
     return 0 if rank is None else rank

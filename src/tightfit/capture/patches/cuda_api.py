@@ -99,7 +99,7 @@ class MemoryApi:
         if fraction < 1:
             self.recorder.assume(
                 user_line(),
-                f"the program allows torch's allocator {fraction:g} of the GPU's memory (set_per_process_memory_fraction), which is all that this process can have of it",
+                f"the program allows torch's allocator {fraction:g} of the GPU's memory (set_per_process_memory_fraction), which limits this process",
             )
 
     def answers(self) -> dict[str, Callable[..., Any]]:

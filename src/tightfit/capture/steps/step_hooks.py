@@ -178,14 +178,14 @@ class StepHooks:
             self._gpu.fake.refuse_this_thread()
         if self._gpu.recorder.is_in_thread:
             raise CaptureError(
-                f"{self._gpu.attribution.where(otherwise='the program')} {does} in a thread of the program's own; a trace follows threads that move and transform batches, or run a model: "
+                f"{self._gpu.attribution.where(otherwise='the program')} {does} in a thread of its own; a trace only follows threads that move and transform batches, or run a model: "
                 "train in the main thread, at least while it is traced"
             )
 
     def _refuse_graphs_of_threads(self) -> None:
         if self._graphs_of_threads:
             raise CaptureError(
-                f"{self._graphs_of_threads} runs a model in a thread of the program's own, with gradients enabled, and the program trains: train in the main thread, or "
+                f"{self._graphs_of_threads} runs a model in a thread of its own, with gradients enabled, and the program trains: train in the main thread, or "
                 "call the model within `torch.no_grad()` there (each thread begins with gradients enabled), at least while it is traced"
             )
 

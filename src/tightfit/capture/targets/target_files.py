@@ -152,13 +152,13 @@ def refuse_other_files(text: str) -> None:
         os.getcwd()
     except FileNotFoundError as error:
         # Programs and what they are closed in need one.
-        raise UsageError("the folder that you are in was removed: go to one that is there (cd)") from error
+        raise UsageError("the current folder was removed: change to one that exists (cd)") from error
     refuse_no_name(text)
     path = Path(text)
     if not text.strip():
         raise UsageError("the name of the target is empty: give a script (FILE.py) or a model, such as gpt2")
     if text.endswith(("/", os.sep)) and path.is_file():
-        raise UsageError(f"{text} ends as a folder does, and {path} is a file: leave out the last character")
+        raise UsageError(f"{text} ends like a folder, but {path} is a file: leave out the last character")
     refuse_launcher(text)
     if path.is_dir() and not (path / "config.json").is_file():
         name = ".".join(path.parts)
@@ -192,7 +192,7 @@ def _kind(path: Path) -> str:
         (bool(command), command),
         (
             start.startswith(b"#!") and b"python" in start.partition(b"\n")[0],
-            f"a Python script without the ending that tells it from others: copy it to {script}, and give that",
+            f"a Python script without the ending .py: copy it to {script}, and give that",
         ),
         (
             path.suffix == ".ipynb",
@@ -200,11 +200,11 @@ def _kind(path: Path) -> str:
         ),
         (
             path.suffix == ".npz",
-            "a trace that --save-tape wrote, or an archive of numpy's: tightfit estimate, doctor, report and diff read traces; other commands take the script",
+            "a trace that --save-tape wrote, or a numpy archive: tightfit estimate, doctor, report and diff read traces; other commands take the script",
         ),
         (
             start.startswith(_ZIP) or path.suffix in _WEIGHTS,
-            "a checkpoint or an archive, which says nothing of a run: give the script that trains or runs the model",
+            "a checkpoint or an archive, which contains no run: give the script that trains or runs the model",
         ),
         (start.startswith(_COMPRESSED), "compressed: unpack it first (gunzip, unxz, zstd -d or tar)"),
         (
@@ -213,7 +213,7 @@ def _kind(path: Path) -> str:
         ),
         (
             path.suffix in _SETTINGS,
-            "a file of settings: give the script that reads it, with its own arguments after --",
+            "a settings file: give the script that reads it, with its own arguments after --",
         ),
         (
             path.suffix == ".sh",

@@ -118,10 +118,10 @@ def parse_target(
 def _refuse_no_texts(name: str, value: object, example: str) -> None:
     # A text is a sequence too, of its letters.
     if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
-        raise UsageError(f"{name} is a list of texts, such as {example}, and no {type(value).__name__}")
+        raise UsageError(f"{name} must be a list of strings, such as {example}, not {type(value).__name__}")
     others = [each for each in value if not isinstance(each, str)]
     if others:
-        raise UsageError(f"{name} is a list of texts, such as {example}: write '{others[0]}' for {others[0]!r}")
+        raise UsageError(f"{name} must be a list of strings, such as {example}: write '{others[0]}' for {others[0]!r}")
 
 
 def parse_script(text: str, arguments: Sequence[str]) -> Script | None:

@@ -29,7 +29,7 @@ class ModelOptions:
     sequence_length
         Tokens per sequence, by default 512 or the maximum of the model.
     image_size
-        Pixels per side, where the config leaves it open.
+        Pixels per side, if the config does not say.
     dtype
         Data type of the weights: float32, bfloat16 or float16.
     optimizer
@@ -87,9 +87,9 @@ class Permissions:
     Parameters
     ----------
     allow_writes
-        When it is traced: let the program write files for real. Without this it sees what it writes, and that is dropped after the trace.
+        While tracing, let the program write files for real. Otherwise it sees its own writes, and they are dropped after the trace.
     allow_network
-        When it is traced: let the program reach other machines, for downloads that are not in a cache yet.
+        While tracing, let the program reach other machines, for downloads that are not cached yet.
     """
 
     allow_writes: bool = False
@@ -104,7 +104,7 @@ class GpuOptions:
     Parameters
     ----------
     used
-        GPU memory in use by other processes, such as 3GiB. Default: for the GPU of this machine what its driver says, else none.
+        GPU memory in use by other processes, such as 3GiB. Default: what the driver reports for the GPU of this machine, otherwise none.
     alloc_conf
         Allocator settings, as in PYTORCH_CUDA_ALLOC_CONF. Default: that variable.
     calibration
@@ -128,7 +128,7 @@ class RankOptions:
     nodes
         Machines that the GPUs are spread over evenly. Default: as many as their kind needs.
     rank
-        The rank to trace. Default: 0, and where ranks are stages of a pipeline also the last and one in the middle.
+        The rank to trace. Default: 0; for pipeline stages also the last one and one in the middle.
     node
         The kind of node by name (DGX H100, p5.48xlarge) or its TOML file, for the time of collectives. Default: the first one with such GPUs.
     """

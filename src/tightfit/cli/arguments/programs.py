@@ -112,6 +112,6 @@ def _shown(error: BaseException, path: str, lowered_by: str) -> int:
         )
     if lowered_by and "bfloat16" in str(error).lower():
         sys.stderr.write(
-            f"tightfit: {lowered_by} has the weights in bfloat16: leave it out of the plan if this comes of that (tightfit plan --without {lowered_by})\n"
+            f"tightfit: {lowered_by} keeps the weights in bfloat16; if that is the cause, leave it out of the plan (tightfit plan --without {lowered_by})\n"
         )
     return 1

@@ -34,7 +34,7 @@ class EngineArguments:
     max_num_batched_tokens
         Tokens in one batch at most.
     gpu_memory_utilization
-        Share of the GPU that the engine takes.
+        Share of the GPU's memory that the engine uses.
     enforce_eager
         Without CUDA graphs.
     cache
@@ -42,7 +42,7 @@ class EngineArguments:
     lora
         Adapters: the largest rank, and how many at once, 16:4.
     draft
-        A second model that drafts tokens (speculative decoding), as MODEL is given: its weights and its cache.
+        A second model that drafts tokens (speculative decoding), given like MODEL; its weights and cache count too.
     kv_offload
         Host memory for a cache beside that of the GPUs, of all of them together: 20GiB.
     """
@@ -72,13 +72,13 @@ class LoadArguments:
     requests
         How many of them are simulated.
     seed
-        Of the draws.
+        Seed of the random arrivals.
     arrivals
-        A .csv of past requests with their times instead, as the traces of Azure: TIMESTAMP,ContextTokens,GeneratedTokens.
+        Instead, a .csv of past requests with their times, in the format of Azure's traces: TIMESTAMP,ContextTokens,GeneratedTokens.
     slo_ttft
-        The longest time to the first token that is still good: 500ms. With it the largest rate is found at which 99 % of the requests are within the limits.
+        The longest acceptable time to the first token, such as 500ms. With it the largest rate is found at which 99 % of the requests are within the limits.
     slo_tpot
-        The longest time per token after the first: 30ms.
+        The longest acceptable time per token after the first, such as 30ms.
     """
 
     rate: float | None = None
@@ -97,7 +97,7 @@ class PlanArguments:
     Parameters
     ----------
     plan
-        Choose the card, how many share the model, the formats of weights and cache, and the size of the batch. --gpus is then at most so many.
+        Choose the card, how many share the model, the formats of weights and cache, and the size of the batch. --gpus is then the upper limit.
     objective
         What is best: throughput, latency (of a request alone), cost (of a million tokens; with --price-per-hour) or memory (the smallest share of the GPU that serves the lengths asked for).
     allow

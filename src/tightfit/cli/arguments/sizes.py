@@ -52,6 +52,6 @@ def budget_on(budget: str, device: str, used: str | int | None = None) -> str | 
     beside = f" beside the {format_bytes(held)} of others" if held else ""
     read = f" has no unit; read as {budget.strip()} GiB, it" if lacks_unit(budget) else ""
     sys.stderr.write(
-        f"tightfit: --budget {budget}{read} is more than a process can have of {card.name}{beside}: {format_bytes(room)} are planned for\n"
+        f"tightfit: --budget {budget}{read} is more than a process can use of {card.name}{beside}: planning for {format_bytes(room)}\n"
     )
     return None

@@ -23,7 +23,7 @@ def check_words(words: Sequence[str]) -> None:
     match list(words[:3]):
         case [command, first, second] if command in _OF_ONE_PROGRAM and _is_program(first) and _is_program(second):
             sys.stderr.write(
-                f"tightfit: {second} is an argument of {first}: {command} takes one program (several: a command each)\n"
+                f"tightfit: {second} is passed to {first} as an argument: {command} takes one program; give each its own command\n"
             )
         case _:
             pass

@@ -61,7 +61,7 @@ def name_of(card: LocalCard) -> str:
     if card.known_as is None:
         size = f" with {format_bytes(card.total_bytes)}" if card.total_bytes else ""
         raise UsageError(
-            f"the GPU of this machine, {card.name}{size}, is not in the catalogue: name one that is like it (tightfit devices lists them), or describe it in a TOML file, --device mycard.toml"
+            f"the GPU of this machine, {card.name}{size}, is not in the catalogue: name a similar one (tightfit devices lists them), or describe it in a TOML file, --device mycard.toml"
         )
     return card.known_as
 
@@ -76,7 +76,7 @@ def own_card(arguments: Sequence[str] = ()) -> str:
     if not cards:
         where = ""
         if any(each.partition("=")[0] == "--device" for each in arguments):
-            where = "; the --device that was given stands behind --, where options are the script's own"
+            where = "; your --device comes after --, where options belong to the script"
         raise UsageError(
             f'which GPU? There is none on this machine: name one, such as --device "RTX 4090" (tightfit devices lists them){where}'
         )

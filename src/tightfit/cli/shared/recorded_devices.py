@@ -31,8 +31,8 @@ def shown_device(recording: "Recording", names: Sequence[str | None]) -> int:
     others = [f"cuda:{one.device}" for one in recording.busy if one.device != shown.device]
     if others and asked is None:
         has_failed = bool((shown.action == Action.OOM).any())
-        why = "ran out of memory" if has_failed else "has most events"
+        why = "ran out of memory" if has_failed else "has the most events"
         sys.stderr.write(
-            f"tightfit: shown is cuda:{shown.device}, which {why}; --device {others[0]} shows another (there: {', '.join(others)})\n"
+            f"tightfit: showing cuda:{shown.device}, which {why}; --device {others[0]} shows another (available: {', '.join(others)})\n"
         )
     return shown.device

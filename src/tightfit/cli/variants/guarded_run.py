@@ -34,11 +34,11 @@ class Guarding:
     Parameters
     ----------
     guard
-        Take a training step that runs out of memory back, and run it again. No plan is made then; --plan may name one.
+        Undo a training step that runs out of memory, and run it again. No plan is made; --plan may name one.
     fallback
-        A plan to change to where memory does not suffice, from the fastest to the one that holds least; repeatable.
+        A plan to switch to when memory does not suffice; repeatable, from the fastest to the one that uses the least memory.
     ballast
-        GPU memory to hold without need, such as 512MiB, and to give up when a step finds none, before anything else is tried.
+        GPU memory to reserve, such as 512MiB, and to release first when a step runs out of memory.
     post_mortems
         The folder for the file about a step that failed for good. Default: the current one.
     """
@@ -73,7 +73,7 @@ def run_guarded(
     given = [name for name, value in others.items() if value]
     if given:
         raise UsageError(
-            f"--guard makes no plan, and takes no {given[0]}: make the plan with tightfit plan, and give it by --plan"
+            f"--guard makes no plan, and takes no {given[0]}: make the plan with tightfit plan, and pass it with --plan"
         )
     try:
         guarding.post_mortems.mkdir(exist_ok=True)
@@ -111,7 +111,7 @@ def _limit(budget: str) -> None:
 
     cards = seen_cards()
     if not cards:
-        raise UsageError("--budget is what the process may hold on a GPU, and there is none on this machine")
+        raise UsageError("--budget limits the GPU memory of the process, and there is no GPU on this machine")
     if installed_torch() < (2, 10):
         raise UsageError(
             "--budget needs torch 2.10 or later: the allocator of earlier versions has no setting for the share of a process; leave it out"

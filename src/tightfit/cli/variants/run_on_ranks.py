@@ -31,7 +31,7 @@ class Ranks:
     Parameters
     ----------
     gpus
-        Run the script as so many processes, one per GPU, and divide each of its batches over them. --plan is then what tightfit plan --gpus --export tightfit has written; by default all states are on each GPU.
+        Run the script as this many processes, one per GPU, and divide each of its batches among them. --plan is then a file that tightfit plan --gpus --export tightfit wrote; by default all states are on each GPU.
     on
         gpu, or cpu for processes on this machine without GPUs, to try it.
     """
@@ -99,7 +99,7 @@ def _layout_of(plan: Path, ranks: Ranks, *, is_said: bool) -> RankPlan:
     layout = _layout_in(found)
     if layout is None:
         raise UsageError(
-            f"--plan {plan} has no layout: with --gpus it is what tightfit plan --gpus N --export tightfit writes, and a plan of techniques is for one GPU"
+            f"--plan {plan} has no layout: with --gpus, give a file that tightfit plan --gpus N --export tightfit wrote; a plan of techniques is for one GPU"
         )
     reason = ranks_refusal(layout)
     if layout.dp != ranks.gpus and not reason.startswith("it is for"):

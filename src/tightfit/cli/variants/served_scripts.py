@@ -73,7 +73,7 @@ def served_model(
         if arguments:
             raise UsageError(f"{' '.join(arguments)}: one model is served, and {model} takes no arguments")
         if call is not None or permissions != Permissions():
-            raise UsageError("--call, --allow-writes and --allow-network are of a script that calls generate")
+            raise UsageError("--call, --allow-writes and --allow-network are for a script that calls generate")
         yield ServedModel(source=model, dtype=dtype, lengths=lengths)
         return
     number = 1 if call is None else call

@@ -133,7 +133,9 @@ def prove(subject: Computation, num_rows: int, parts: Iterable[int], reads: Sequ
     if told:
         why = depends_on_rows(flow, lefts, joins_left=subject.joins_left)
         if why:
-            raise Mixes(f"{why} in a forward, where each part would find what another one has left")
+            # What is written past torch only a proof sees, and no snapshot of a call.
+            kind = Unsteady if any(each.is_in_place for each in left.found) else Mixes
+            raise kind(f"{why} in a forward, where each part would find what another one has left")
         is_of_draws = all(each.is_of_draws() for each in lefts)
         proof = dataclasses.replace(proof, left=left.tensors)
         raise Leaves(
@@ -302,7 +304,7 @@ def _buffers_in_copies(subject: Computation, run: FakeRun) -> Iterator[None]:
 def _as_it_was(module: torch.nn.Module) -> Iterator[Left]:
     """Restores the state that the module can reach. The yielded object then has what was changed, if anything."""
     state, left = RegionState(), Left()
-    before = state.snapshot(module)
+    before = state.snapshot(module, reads_all=True)
     left.tensors_before = before.reach.tensors
     caches = [(path, cache, cache.cache_info().misses) for path, cache in before.reach.caches]
     # Factories on the host draw for real, and the program's own draws must not be moved.
@@ -310,7 +312,7 @@ def _as_it_was(module: torch.nn.Module) -> Iterator[Left]:
     try:
         yield left
     finally:
-        left.take(before, state.snapshot(module))
+        left.take(before, state.snapshot(module, reads_all=True))
         restore(before)
         for path, cache, misses in caches:
             if cache.cache_info().misses != misses:

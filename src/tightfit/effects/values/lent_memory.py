@@ -48,6 +48,12 @@ class LentMemory:
             self._handed_out.add(tensor.untyped_storage()._cdata)
         self.know(tensor)
 
+    def is_handed_out(self, tensor: torch.Tensor) -> bool:
+        """Whether the code has asked for a tensor's memory in a way that leaves no trace in the tensor."""
+        if not self._handed_out or tensor.layout is not torch.strided:
+            return False
+        return unwrapped(tensor).untyped_storage()._cdata in self._handed_out
+
     def know(self, tensor: torch.Tensor) -> None:
         """Keeps what is there."""
         tensor = unwrapped(tensor)

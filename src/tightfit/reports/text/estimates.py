@@ -80,7 +80,7 @@ class EstimateText:
         if not estimate.fits:
             yield ""
             yield Text(f"largest: {largest_allocations(estimate)}\nto try:  {to_try(estimate)}")
-            yield Text("or:      tightfit plan finds what makes it fit, without a change of the program")
+            yield Text("or:      tightfit plan finds what makes it fit, without changing the program")
         yield ""
         yield category_table(estimate.at_peak, estimate.peak.device_bytes, width, is_ascii=options.ascii_only)
         if estimate.allocation_sites:
@@ -190,7 +190,7 @@ def _input_pipeline(estimate: Estimate) -> Iterator[tuple[str, str, str]]:
         yield (
             "waits at copies",
             format_seconds(waits),
-            f"of each step: before it goes on, the host waits until the GPU has done its work and copied {what}",
+            f"of each step: the host waits until the GPU has finished its work and copied {what}",
         )
 
 

@@ -17,7 +17,7 @@ def write_ladder(plans: Sequence[Plan], paths: Sequence[Path], *, target: str) -
 def ladder_text(plans: Sequence[Plan], paths: Sequence[Path], *, target: str) -> str:
     """The lines; `paths` are the files of the plans."""
     lines = [
-        f"{target} on {plans[0].device}: {len(plans)} {'plan' if len(plans) == 1 else 'plans'}, from the fastest to the one that holds least",
+        f"{target} on {plans[0].device}: {len(plans)} {'plan' if len(plans) == 1 else 'plans'}, from the fastest to the one that uses the least memory",
         "",
     ]
     width = max(len(str(path)) for path in paths)

@@ -152,4 +152,8 @@ def _mostly(plan: LayoutPlan, found: PricedLayout) -> str:
     mine, best = found.seconds.parts(), plan.best.seconds.parts()
     name = max(mine, key=lambda part: mine[part] - best[part])
     more = mine[name] - best[name]
-    return f"{name} +{format_seconds(more)}" if more > 0 else "as fast, on more cards or with more degrees"
+    return (
+        f"{name} +{format_seconds(more)}"
+        if more > 0
+        else "equally fast, on more GPUs or with more kinds of parallelism"
+    )

@@ -18,7 +18,7 @@ def write_error(found: OutOfMemoryText) -> None:
     out.print(
         Text.assemble(
             ("out of memory", "bold red"),
-            f": {asked} were asked for at once, and {free} of {format_bytes(found.capacity_bytes)} were free{too_little}",
+            f": one allocation asked for {asked}, and {free} of {format_bytes(found.capacity_bytes)} were free{too_little}",
         )
     )
     out.print()

@@ -96,7 +96,7 @@ def memory_rows(found: ServingEstimate) -> Iterator[tuple[str, str, str]]:
         yield "host memory", format_bytes(kept.pinned_bytes), words
     if found.sleep is not None:
         asleep = found.sleep
-        words = f"{format_bytes(asleep.host_bytes)} at the host (pinned: up to twice that), awake again in {format_seconds(asleep.wake_seconds)}"
+        words = f"{format_bytes(asleep.host_bytes)} on the host (pinned: up to twice that), awake again in {format_seconds(asleep.wake_seconds)}"
         yield "asleep", format_bytes(asleep.gpu_bytes), words
 
 
@@ -122,15 +122,15 @@ def speed_rows(found: ServingEstimate, price_per_hour: float | None) -> Iterator
     yield (
         "first token",
         _range(speed.first_token),
-        f"of a prompt of {speed.prompt_tokens:,} tokens, of a request that waits for no other",
+        f"for a prompt of {speed.prompt_tokens:,} tokens, without waiting for other requests",
     )
     requests = f"{speed.num_requests:,} requests at once" if speed.num_requests > 1 else "one request"
     yield "each token", _range(speed.each_token), f"with {requests}"
     slow, fast = speed.tokens_per_second
-    yield "throughput", f"{slow:,.0f}-{fast:,.0f}", "tokens of answers per second, where requests never run out"
+    yield "throughput", f"{slow:,.0f}-{fast:,.0f}", "output tokens per second, with requests always waiting"
     cost = None if price_per_hour is None else found.cost_of_a_million(price_per_hour)
     if cost is not None:
-        yield "cost", f"{cost[0]:.2f}-{cost[1]:.2f}", "of a million tokens of answers"
+        yield "cost", f"{cost[0]:.2f}-{cost[1]:.2f}", "per million output tokens"
 
 
 def load_rows(found: ServingEstimate) -> Iterator[tuple[str, str, str]]:
@@ -143,21 +143,21 @@ def load_rows(found: ServingEstimate) -> Iterator[tuple[str, str, str]]:
     cut = f", {load.num_cut:,} answers cut" if load.num_cut else ""
     yield "load", f"{load.rate:.3g}/s", f"{load.num_requests:,} requests in {load.seconds:,.0f} s{refused}{cut}"
     for name, times in (("first token", load.first_token), ("each token", load.each_token), ("whole", load.whole)):
-        others = f"of half of the requests; of 90 % {format_seconds(times.p90)}, of 99 % {format_seconds(times.p99)}"
+        others = f"for half of the requests; for 90 % {format_seconds(times.p90)}, for 99 % {format_seconds(times.p99)}"
         yield name, format_seconds(times.p50), others
     yield "at once", f"{load.mean_requests:.1f}", f"requests on average, {load.most_requests:,} at most"
     yield "cache", f"{load.most_cache:.0%}", "of it in use at most"
     yield "preempted", f"{load.num_preempted:,}", f"requests, {load.num_preemptions:,} times"
-    yield "throughput", f"{load.answer_tokens_per_second:,.0f}", "tokens of answers per second"
+    yield "throughput", f"{load.answer_tokens_per_second:,.0f}", "output tokens per second"
     if load.share_within is not None and load.goodput is not None:
         yield "within limits", f"{load.share_within:.1%}", f"of the requests: {load.goodput:.3g} per second"
     if load.largest_rate is not None:
         yield (
             "largest rate",
             f"{load.largest_rate:.3g}/s" if load.largest_rate else "none",
-            f"of such requests with {SHARE_WITHIN:.0%} within the limits, however long they come"
+            f"of such requests, with {SHARE_WITHIN:.0%} within the limits however long the load lasts"
             if load.largest_rate
-            else f"found: not even one at a time are {SHARE_WITHIN:.0%} within the limits",
+            else f"found: fewer than {SHARE_WITHIN:.0%} are within the limits even one at a time",
         )
 
 

@@ -62,13 +62,13 @@ def _figures(best: Offer) -> Iterator[tuple[str, str, str]]:
     each = " on each GPU" if best.kind.degree > 1 else ""
     yield "weights", format_bytes(estimate.weights_bytes), each.strip()
     yield "cache", format_bytes(estimate.kv_bytes), f"{each.strip()}{': ' if each else ''}{estimate.kv_tokens:,} tokens"
-    yield "first token", format_seconds(speed.first_token.middle), f"of a prompt of {speed.prompt_tokens:,} tokens"
+    yield "first token", format_seconds(speed.first_token.middle), f"for a prompt of {speed.prompt_tokens:,} tokens"
     yield "each token", format_seconds(speed.each_token.middle), f"with {speed.num_requests:,} requests at once"
-    yield "alone", format_seconds(best.seconds_alone), f"a whole request with {speed.answer_tokens:,} tokens of answer"
+    yield "alone", format_seconds(best.seconds_alone), f"a whole request with {speed.answer_tokens:,} output tokens"
     servers = f" of {best.kind.replicas} such servers" if best.kind.replicas > 1 else ""
-    yield "throughput", f"{best.tokens_per_second:,.0f}", f"tokens of answers per second{servers}"
+    yield "throughput", f"{best.tokens_per_second:,.0f}", f"output tokens per second{servers}"
     if best.cost_of_a_million is not None:
-        yield "cost", f"{best.cost_of_a_million:.2f}", "of a million tokens of answers"
+        yield "cost", f"{best.cost_of_a_million:.2f}", "per million output tokens"
     if best.load is not None:
         refused = f"; {best.load.num_refused:,} are refused as too long" if best.load.num_refused else ""
         yield (

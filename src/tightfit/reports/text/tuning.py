@@ -58,7 +58,7 @@ def recommendation(tuning: Tuning) -> str:
     cost = ""
     if tuning.num_copies is not None and tuning.num_copies < NUM_COPIES:
         number = f"on {tuning.num_copies} of {NUM_COPIES} copies" if tuning.num_copies else "on no copy"
-        cost = f" Checked {number} with other sizes: the time was over, or the others do not fit by default."
+        cost = f" Checked {number} with other sizes: time ran out, or the other copies do not fit with the default settings."
     # Expandable segments are the one setting without a value that was chosen for these sizes.
     if any(key != "expandable_segments" for key in keys_of(row.settings)):
         cost += " Values fitted to one recording: check them on another."

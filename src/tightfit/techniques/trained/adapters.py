@@ -53,7 +53,11 @@ class Adapters(AbstractTechnique):
         head = list(found)[-1].partition(".")[2]
         excluded = f', exclude_modules=["{head}"]' if head else ""
         peak_bytes = parts.peak_with(())
-        left_bytes = {rank: peak_with_adapters(profile, rank) for rank in RANKS}
+        # Of narrow layers a large rank may hold more than they do: its inner results are saved too.
+        tried = ((rank, peak_with_adapters(profile, rank)) for rank in RANKS)
+        left_bytes = {rank: num_bytes for rank, num_bytes in tried if num_bytes < peak_bytes}
+        if not left_bytes:
+            return []
         held = [
             f"{format_bytes(num_bytes)} at rank {rank} ({sum(linear.numbers(rank) for linear in linears):,} trainable parameters)"
             for rank, num_bytes in left_bytes.items()

@@ -147,7 +147,7 @@ def load_config(source: str) -> Any:
         config = model_types[found].from_dict(fields)
     except (AttributeError, ValueError, TypeError, strict) as error:
         reason = " ".join(str(error).split())
-        raise UsageError(f"{source} is not a config that a {found} model can have: {reason}") from error
+        raise UsageError(f"{source} is not a valid config for a {found} model: {reason}") from error
     if is_file:
         LEFT_OPEN.extend(_left_open(file, fields, config))
     return config
