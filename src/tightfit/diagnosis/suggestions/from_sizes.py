@@ -48,7 +48,9 @@ def suggestions_on_sizes(profile: Profile) -> Iterator[Suggestion]:
         saves_bytes=0,
         adds_seconds=-saved,
         effect=f"would take about {format_seconds(saved)} off a step of {format_seconds(now)}",
-        note="a padded vocabulary is one whose last tokens are never used" if tape.strings[module] in of_classes else "",
+        note="a padded vocabulary is one whose last tokens are never used"
+        if tape.strings[module] in of_classes
+        else "",
     )
 
 
