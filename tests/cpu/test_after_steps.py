@@ -18,6 +18,7 @@ from tests.cpu.after_steps_programs import (
 )
 
 from tightfit import estimate
+from tightfit.capture.after_steps import differing_batches
 from tightfit.capture.after_steps.rewriting import SEEN, Branch, Rewriter
 from tightfit.reports.results import Estimate
 from tightfit.reports.verdicts import verdict_words
@@ -139,6 +140,13 @@ for number in range(100):
         assert "those of the traced steps have 2.2 KiB to 2.8 KiB" in told[0]
         assert "larger batches at" in found.coverage.words
         assert "grow from 2.2 KiB to 2.8 KiB" in found.coverage.words
+
+
+def test_batches_grow_from_the_smaller_size_to_the_larger(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The two micro-batches of the first step have one size.
+    steps = [differing_batches._Batch(4, 24), differing_batches._Batch(5, 18), differing_batches._Batch(7, 21)]
+    monkeypatch.setattr(differing_batches, "_batches", lambda recorder: [steps])
+    assert differing_batches.growing_batches(None).endswith("grow from 21 B to 24 B")
 
 
 def test_conditional_expressions_keep_their_values_and_their_order() -> None:

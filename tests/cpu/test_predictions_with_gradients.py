@@ -87,6 +87,9 @@ def test_a_script_with_an_optimizer_was_to_train(before: str, then: str, tmp_pat
 def test_a_long_loop_is_left_and_the_verdict_says_so(tmp_path: Path) -> None:
     traced = _traced(tmp_path, turns=10_000)
     assert "stopped after" in traced.tape.coverage.stopped
-    assert "answer.py:" in traced.tape.coverage.left_at
+    # Not after a step: what it is left in is the only one, and its time that of a part.
+    assert traced.tape.coverage.left_at.endswith("answer.py:9")
+    number = traced.tape.coverage.stopped.removeprefix("stopped after ").removesuffix(" calls of a model")
+    assert any(f"its time is that of its first {number} calls" in each.what for each in traced.tape.assumptions)
     max_calls, max_operators = predictions.MAX_WITH_GRADIENTS
     assert traced.tape.operators.name.size >= max_operators > max_calls

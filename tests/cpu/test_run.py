@@ -126,7 +126,7 @@ def test_the_exit_code_is_the_scripts_own(ending: str, code: int, capfd: pytest.
     [
         (
             "print('nothing to train')",
-            "the plan names Net, which the program never called with gradients (it called no",
+            "the plan names Net, which the program never called with gradients (it called no model with them); make a plan",
         ),
         (
             "from tests.cpu.applied import *\nmodel = Block()\nmodel(batch_of(0)[0]).sum().backward()",
@@ -166,7 +166,7 @@ def test_what_found_no_place_is_told_when_the_script_has_ended(capfd: pytest.Cap
     plan_of([*CHOICES, choice("checkpointing", "Critic.layers.0")]).save("plan.json")
     assert run(["run", "--plan", "plan.json", script(SCRIPT), "--", "1"]) == 0
     assert capfd.readouterr().err.splitlines()[3:] == [
-        "tightfit: the plan names Critic, which the program never called with gradients (it called Net); make a plan for it"
+        "tightfit: the plan names Critic, which the program never called with gradients (it called Net with them); make a plan for it"
     ]
 
 

@@ -186,7 +186,7 @@ def test_an_exception_in_a_thread_that_is_waited_for_is_the_programs(tmp_path: P
 
 
 def test_a_thread_that_trains_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CaptureError, match=r"threads\.py:\d+ runs a model in a thread of the program's own"):
+    with pytest.raises(CaptureError, match=r"threads\.py:\d+ runs a model in a thread of its own"):
         traced(tmp_path, TRAINS)
 
 
@@ -222,7 +222,7 @@ def test_a_thread_that_computes_with_what_is_there_is_followed(tmp_path: Path) -
 
 def test_a_thread_that_runs_a_model_beside_a_backward_pass_is_refused(tmp_path: Path) -> None:
     program = EVALUATES.replace("held @ model.weight.T", "model(held)").replace("except Exception", "except KeyError")
-    with pytest.raises(CaptureError, match=r"threads\.py:\d+ runs a model in a thread of the program's own"):
+    with pytest.raises(CaptureError, match=r"threads\.py:\d+ runs a model in a thread of its own"):
         traced(tmp_path, program)
 
 
@@ -289,14 +289,14 @@ for batch in data():
 
 def test_a_model_that_a_thread_is_in_while_a_step_begins_is_refused(tmp_path: Path) -> None:
     program = BESIDE.replace("late.CALLED", "lambda: late(held)").replace(", args=(held,)", "")
-    with pytest.raises(CaptureError, match=r"threads\.py:\d+ runs a model in a thread of the program's own"):
+    with pytest.raises(CaptureError, match=r"threads\.py:\d+ runs a model in a thread of its own"):
         traced(tmp_path, program)
 
 
 # No line of the program is on the stack of such a thread.
 @pytest.mark.parametrize("called", ["late", "late.__call__"])
 def test_a_model_that_is_a_threads_target_is_refused(tmp_path: Path, called: str) -> None:
-    with pytest.raises(CaptureError, match=r"^the program runs a model in a thread of the program's own"):
+    with pytest.raises(CaptureError, match=r"^the program runs a model in a thread of its own"):
         traced(tmp_path, BESIDE.replace("late.CALLED", called))
 
 

@@ -165,7 +165,7 @@ def test_the_tape_is_that_of_the_main_thread(program: str, plain: str, tmp_path:
 def test_what_works_beside_it_is_refused(program: str, tmp_path: Path) -> None:
     with pytest.raises(
         CaptureError,
-        match=r"runs a model in a thread of the program's own, while another thread uses the GPU.*thread\.join",
+        match=r"runs a model in a thread of its own, while another thread uses the GPU.*thread\.join",
     ):
         traced(tmp_path, program)
 
@@ -185,7 +185,7 @@ thread.start()
 answer()
 thread.join()
 """
-    with pytest.raises(CaptureError, match="runs a model in a thread of the program's own, while another thread"):
+    with pytest.raises(CaptureError, match="runs a model in a thread of its own, while another thread"):
         traced(tmp_path, program)
 
 
@@ -216,7 +216,7 @@ outs.pop().backward()
 def test_a_graph_that_a_thread_has_made_is_not_trained_with(before: str, tmp_path: Path) -> None:
     with pytest.raises(
         CaptureError,
-        match="runs a model in a thread of the program's own, with gradients enabled, and the program trains",
+        match="runs a model in a thread of its own, with gradients enabled, and the program trains",
     ):
         traced(tmp_path, TRAINED.replace("BEFORE", before))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tightfit.capture import trace
-from tightfit.capture.child_process.child import line_that_says_most
+from tightfit.capture.child_process.child import ended_itself, line_that_says_most
 from tightfit.capture.processes.fork_server import NOT_CLOSED_IN
 from tightfit.errors.package_folders import package_folders
 from tightfit.errors.program_errors import one_line
@@ -93,6 +93,15 @@ def test_packages_are_found_wherever_the_path_has_them(tmp_path: Path, monkeypat
 )
 def test_the_error_that_a_program_printed_is_told(printed: str, said: str) -> None:
     assert line_that_says_most(printed.splitlines()) == said
+
+
+@pytest.mark.parametrize(("arguments", "code", "is_told"), [([], 2, True), (["--lr", "x"], 2, False), ([], 1, False)])
+def test_a_program_that_misses_its_arguments_is_told_where_they_go(
+    arguments: list[str], code: int, is_told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+    line = ended_itself("train.py", code, "train.py: error: the following arguments are required: --data")
+    assert ("--data; the program's own arguments go after -- (" in line) == is_told
 
 
 def test_a_full_folder_for_temporary_files_is_told_as_that(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -433,7 +433,7 @@ def _check_all_applied(choices: Sequence[Choice], applied: set[tuple[str, str]],
     missing = {root_of(c.where) for c in left if is_module(c.where)} - names
     if missing:
         raise ApplyError(
-            f"the plan names {' and '.join(sorted(missing))}, which the program never called with gradients (it called {called}); make a plan for it"
+            f"the plan names {' and '.join(sorted(missing))}, which the program never called with gradients (it called {called} with them); make a plan for it"
         )
     if left:
         raise ApplyError(

@@ -36,7 +36,9 @@ def growing_batches(recorder: Recorder) -> str:
     for batches in _batches(recorder):
         is_sorted = all(b.distinct_bytes >= _LARGER * a.distinct_bytes for a, b in itertools.pairwise(batches))
         if len(batches) >= _MIN_SORTED and is_sorted:
-            return f"those of the traced steps grow from {format_bytes(batches[0].num_bytes)} to {format_bytes(batches[-1].num_bytes)}"
+            # A step of fewer, larger tensors has fewer bytes in all.
+            low, high = sorted((batches[0].num_bytes, batches[-1].num_bytes))
+            return f"those of the traced steps grow from {format_bytes(low)} to {format_bytes(high)}"
     return ""
 
 

@@ -136,6 +136,9 @@ class FastForward:
         """
         self._num_calls = at_call or self._num_calls
         self.stopped(why, lines_of(sys._getframe(1)))
+        if at_call and self._stack:
+            # The step that it is said to be ends there.
+            self._stopped_at = _words(self._stack[0])
         self._settle()
         raise EndOfCapture
 
@@ -146,7 +149,7 @@ class FastForward:
             self.program.ask_in_each_turn()
             self._stopped, self._stack = why, tuple(places)
             if places:
-                self._stopped_at = f"{short(places[0].file)}:{places[0].line} after step {self.training.num_ended}"
+                self._stopped_at = f"{_words(places[0])} after step {self.training.num_ended}"
 
     def coverage(self) -> Coverage:
         """What the trace covers so far."""
@@ -200,6 +203,10 @@ class FastForward:
             return False
         training.leave(number, around)
         return True
+
+
+def _words(place: RunningLine) -> str:
+    return f"{short(place.file)}:{place.line}"
 
 
 def _many(num_operators: int) -> str:

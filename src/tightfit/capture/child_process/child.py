@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 _end_process = os._exit
 _MOST_BYTES_SAID = 4096
+# What parsers of arguments (argparse, click) exit with.
+_CODE_OF_USAGE = 2
 # As rich draws them, also where only ASCII can be printed.
 _TOPS_OF_BOXES, _ENDS_OF_BOXES, _SIDES_OF_BOXES = "╭┌+", "╰└+", "│┃| "
 BATCHES_DIFFER = "micro-batches that looked alike turned out to differ"
@@ -170,7 +172,7 @@ def _failure(label: str, error: BaseException, said: str) -> dict[str, Any]:
     own: TightfitError | None = faults.noted() or apply_error() or faults.our_error(error, "the capture")
     if own is None:
         if isinstance(error, SystemExit):
-            own = CaptureError(_ended_itself(label, error.code, said) + programs.assumed(error) + program_stdin.hint())
+            own = CaptureError(ended_itself(label, error.code, said) + programs.assumed(error) + program_stdin.hint())
         else:
             line = programs.one_line(label, error)
             own = ProgramError(line if programs.NO_STDIN in line else line + program_stdin.hint())
@@ -430,12 +432,15 @@ def line_that_says_most(lines: Sequence[str]) -> str:
     return said[-1] if said else ""
 
 
-def _ended_itself(label: str, code: object, said: str) -> str:
+def ended_itself(label: str, code: object, said: str) -> str:
+    """What is said of a program that exited with `code`, and `said` that last."""
     # What is no number is printed by Python, which exits with 1.
     has_number = code is None or isinstance(code, int)
     how = f"exit code {code or 0}" if has_number else " ".join(str(code).split())[:_MOST_BYTES_SAID]
     # A parser of arguments says what it does not understand, and exits.
     said = f"; it said: {said}" if said and code and has_number else ""
+    if said and code == _CODE_OF_USAGE and not sys.argv[1:]:
+        said += "; the program's own arguments go after --"
     return f"{label} exited before its steps were complete: {how}{said} (--show-output shows what it printed)"
 
 

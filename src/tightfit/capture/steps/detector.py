@@ -176,13 +176,13 @@ class StepWatch:
                 with_gradients=with_gradients,
                 was_to_train=self._marks.had_optimizers,
             )
-            and self.is_one_step()
+            and self.is_one_step(until_call=number)
         ):
             after.stop(f"stopped after {number:,} calls of a model", at_call=number)
 
-    def is_one_step(self) -> bool:
-        """A script is over in which no step has ended: whether all of it from the first call of a model on is taken for one, as it only called modules, of which
-        it had no gradients computed, or as an optimizer stepped while another one, which never has, was waited for."""
+    def is_one_step(self, *, until_call: int = 0) -> bool:
+        """A script is over in which no step has ended, or is left at call `until_call` of a model: whether all of it from the first call of a model on is taken for
+        one, as it only called modules, of which it had no gradients computed, or as an optimizer stepped while another one, which never has, was waited for."""
         # Models that a function made are gone by now.
         self.on_models = lambda: None
         if self._has_stepped:
@@ -206,7 +206,8 @@ class StepWatch:
         self.gpu.recorder.assume(
             "",
             "nothing is trained here: from the first call of a model on, the script is assumed to be one step"
-            + (", whose time leaves out the calls that repeat themselves" if is_cut else ""),
+            + (", whose time leaves out the calls that repeat themselves" if is_cut else "")
+            + (f"; its time is that of its first {until_call:,} calls alone" if until_call else ""),
         )
         self.end_step()
         return True

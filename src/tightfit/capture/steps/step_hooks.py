@@ -185,7 +185,7 @@ class StepHooks:
     def _refuse_graphs_of_threads(self) -> None:
         if self._graphs_of_threads:
             raise CaptureError(
-                f"{self._graphs_of_threads} runs a model in a thread of the program's own, with gradients enabled, and the program trains: train in the main thread, or "
+                f"{self._graphs_of_threads} runs a model in a thread of its own, with gradients enabled, and the program trains: train in the main thread, or "
                 "call the model within `torch.no_grad()` there (each thread begins with gradients enabled), at least while it is traced"
             )
 

@@ -100,7 +100,8 @@ def _batch(base: Estimate) -> Iterable[Suggestion]:
     held = base.at_peak
     grows = held["activations"] + held["temporaries"] + held["inputs"]
     if grows > base.peak.device_bytes // 20:
-        effect = f"would need about {format_bytes(base.peak.device_bytes - grows // 2)} {_PLAIN}"
+        # Of the cached blocks, too, which are many where sizes vary, there are fewer.
+        effect = f"would need about {format_bytes(base.peak.device_bytes - grows // 2)} or less {_PLAIN}"
         yield Suggestion(
             what="half the batch size", changes="batch", saves_bytes=grows // 2, effect=effect, splits_batch=True
         )

@@ -39,6 +39,7 @@ def suggestions_on_sizes(profile: Profile) -> Iterator[Suggestion]:
     module = int(np.argmax(lost))
     sizes = _padded(tape, aligned, begin + np.flatnonzero((modules == module) & (by_operator > 0)))
     others = " and others" if (lost > _LEAST_SHARE * lost[module]).sum() > 1 else ""
+    of_classes = {head.path for head in profile.loss_heads}
     pairs = ", ".join(f"{after:,} in place of {before:,}" for before, after in sizes)
     yield Suggestion(
         what=f"sizes that are multiples of eight: {pairs}",
@@ -47,7 +48,9 @@ def suggestions_on_sizes(profile: Profile) -> Iterator[Suggestion]:
         saves_bytes=0,
         adds_seconds=-saved,
         effect=f"would take about {format_seconds(saved)} off a step of {format_seconds(now)}",
-        note="a padded vocabulary is one whose last tokens are never used",
+        note="a padded vocabulary is one whose last tokens are never used"
+        if tape.strings[module] in of_classes
+        else "",
     )
 
 

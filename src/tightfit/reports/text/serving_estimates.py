@@ -96,7 +96,7 @@ def memory_rows(found: ServingEstimate) -> Iterator[tuple[str, str, str]]:
         yield "host memory", format_bytes(kept.pinned_bytes), words
     if found.sleep is not None:
         asleep = found.sleep
-        words = f"{format_bytes(asleep.host_bytes)} at the host (pinned: up to twice that), awake again in {format_seconds(asleep.wake_seconds)}"
+        words = f"{format_bytes(asleep.host_bytes)} on the host (pinned: up to twice that), awake again in {format_seconds(asleep.wake_seconds)}"
         yield "asleep", format_bytes(asleep.gpu_bytes), words
 
 

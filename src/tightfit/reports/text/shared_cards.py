@@ -17,7 +17,7 @@ def write_shared_card(found: SharedCard, *, elapsed_seconds: float) -> None:
     out.print()
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, GAP, 0, 0))
     table.add_column("model", overflow="fold")
-    for heading in ("share", "awake", "asleep", "at the host", "wakes in"):
+    for heading in ("share", "awake", "asleep", "on the host", "wakes in"):
         table.add_column(heading, justify="right", no_wrap=True)
     for server in found.servers:
         if server.estimate is None:
@@ -47,7 +47,7 @@ def _verdict(found: SharedCard) -> Text:
     if found.fits_together:
         return Text.assemble(("fit together", "bold green"), ": all of them awake")
     if found.fits:
-        words = f": one awake while the others sleep, {format_bytes(found.host_bytes)} of weights at the host (pinned: up to twice that)"
+        words = f": one awake while the others sleep, {format_bytes(found.host_bytes)} of weights on the host (pinned: up to twice that)"
         return Text.assemble(("fit in turns", "bold yellow"), words)
     missing = found.in_turns_bytes - found.capacity_bytes
     words = (

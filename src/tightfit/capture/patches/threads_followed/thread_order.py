@@ -136,7 +136,7 @@ class ThreadOrder:
         strings, lines = self._recorder.strings.texts, self._recorder.operators["line"]
         place = strings[int(lines[-1])] if lines else ""
         self.failed = CaptureError(
-            f"{self._model_line or 'the program'} runs a model in a thread of the program's own, while another thread uses the GPU{f' ({place})' if place else ''}: what "
+            f"{self._model_line or 'the program'} runs a model in a thread of its own, while another thread uses the GPU{f' ({place})' if place else ''}: what "
             "both hold at once depends on how fast each is; wait for the thread first (`thread.join()`), at least while it is traced"
         )
         self._on_failed(self.failed)

@@ -195,7 +195,7 @@ class ThreadsFollowed:
         if self._is_over():
             return
         raise CaptureError(
-            f"{self._gpu.attribution.where()} waits, in a thread of the program's own, for a thread of a library: the order of what they do is not known; "
+            f"{self._gpu.attribution.where()} waits in a thread of its own for a thread of a library, and their order is not known; "
             "copy to the GPU in the main thread, at least while it is traced"
         )
 
