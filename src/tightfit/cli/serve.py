@@ -71,11 +71,11 @@ def serve(
     gpus
         GPUs that share each layer (tensor parallelism).
     lengths
-        Tokens of prompt and answer of a request, 2000:300, or a .csv of past requests with a column for each. Default: those that the script generates, or the longest that is allowed.
+        Prompt and output tokens of a request, 2000:300, or a .csv of past requests with a column for each. Default: what the script generates, or the longest request that is allowed.
     engine
         vllm, sglang, transformers (generate of a batch), or llama.cpp (its server).
     engine_version
-        Its version ("0.8.5"); by default the newest that is known.
+        Version of the engine ("0.8.5"). Default: the newest known one.
     dtype
         Type of the weights: bfloat16 or float16; by default that of the config.
     price_per_hour

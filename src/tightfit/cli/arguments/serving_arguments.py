@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tightfit.serving.traced_server import AskedLoad
 
 
-@Parameter(name="*", group=Group("What the engine is told", sort_key=1))
+@Parameter(name="*", group=Group("Engine settings", sort_key=1))
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineArguments:
     """Arguments of the engine; by default its own defaults.
@@ -70,7 +70,7 @@ class LoadArguments:
     rate
         Requests per second that arrive at random (Poisson), with the lengths of --lengths.
     requests
-        How many of them are simulated.
+        Number of requests to simulate.
     seed
         Seed of the random arrivals.
     arrivals
@@ -99,7 +99,7 @@ class PlanArguments:
     plan
         Choose the card, how many share the model, the formats of weights and cache, and the size of the batch. --gpus is then the upper limit.
     objective
-        What is best: throughput, latency (of a request alone), cost (of a million tokens; with --price-per-hour) or memory (the smallest share of the GPU that serves the lengths asked for).
+        The objective: throughput, latency (of a single request), cost (of a million tokens; with --price-per-hour) or memory (the smallest share of the GPU that serves the lengths asked for).
     allow
         A format of weights that changes answers but may be used, fp8-cache, or lossy for all of them; repeatable.
     at_once

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tightfit.layouts.answers.layout_plan import LayoutPlan
 
 
-@Parameter(name="*", group=Group("Many cards", sort_key=0))
+@Parameter(name="*", group=Group("Many GPUs", sort_key=0))
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Cards:
     """How many cards a program of one card is to be spread over.

@@ -23,7 +23,7 @@ from tightfit.ranks.rank_plan import RankPlan
 _DRAWS = "micro_batches"
 
 
-@Parameter(name="*", group=Group("Many cards", sort_key=1))
+@Parameter(name="*", group=Group("Many GPUs", sort_key=1))
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
     """How many cards a script of one card is run on.
