@@ -58,3 +58,14 @@ def test_after_a_step_only_graphs_are_left() -> None:
     given.end_step()
     assert result.grad_fn is not None and second is not first
     assert is_one(given.take(), first)
+
+
+def test_many_calls_before_one_pass_are_let_go_in_any_order() -> None:
+    given = GivenTensors()
+    calls = [called(given, returns_graph=True) for _ in range(200)]
+    batches = [batch for batch, *_ in calls]
+    calls[::2] = [None] * 100
+    given.end_step()
+    # Those without a graph are known to the end of the step.
+    assert {id(tensor) for tensor in given.take()} == {id(batch) for batch in batches[1::2]}
+    assert not given.take()

@@ -54,3 +54,25 @@ def test_a_number_that_changes_in_each_step_is_said_once(technique: str, in_tens
             optimizer.step()
         said = [note for note in session.notes if note.startswith(f"{technique} proves in one step after the other")]
     assert len(said) == (0 if in_tensor else 1)
+
+
+class Sized(Block):
+    """Depends on the number of rows from the second call on."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * (1 + 0.01 * x.numel()) if self.rate < 1 else x)
+
+
+@pytest.mark.parametrize("technique", CHOICES)
+def test_batches_of_many_sizes_that_run_whole_are_said_once(technique: str) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    model.block = Sized()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with apply_choices([CHOICES[technique]], model, [optimizer]) as session:
+        for size in (4, 6, 8, 10):
+            optimizer.zero_grad()
+            model(torch.randn(size, size, WIDTH), torch.randint(0, CLASSES, (size, size))).backward()
+            optimizer.step()
+            model.block.rate = 0.5
+        assert len([note for note in session.notes if " ran a later " in note]) == 1, session.notes

@@ -1,7 +1,9 @@
 """Gradients that are freed where they would be zeroed: the same training, also for a parameter that gets none in some steps."""
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -31,6 +33,22 @@ class Switching(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, turn: int) -> torch.Tensor:
         return self.layers[turn % 2](x)
+
+
+def test_a_layer_that_is_replaced_is_not_kept():
+    model = Switching()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    ZeroGrad().apply(Session(model=model, optimizers=[optimizer]), [choice("zero_grad", "gradients")])
+    for _ in range(3):
+        optimizer.zero_grad(set_to_none=False)
+        model(torch.randn(3, 4), 0).sum().backward()
+        optimizer.step()
+    known = weakref.ref(model.layers[0].weight)
+    model.layers[0] = torch.nn.Linear(4, 4)
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    optimizer.state.clear()
+    gc.collect()
+    assert known() is None
 
 
 @pytest.mark.parametrize("by_closure", [False, True])

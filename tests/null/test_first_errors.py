@@ -41,4 +41,4 @@ def test_an_error_about_bfloat16_names_the_technique_that_has_weights_in_it(caps
         raise TypeError("Got unsupported ScalarType BFloat16")
 
     assert exit_code_of(run, "train.py", lowered_by="pure_bf16") == 1
-    assert capsys.readouterr().err.splitlines()[-1].startswith("tightfit: pure_bf16 has the weights in bfloat16")
+    assert capsys.readouterr().err.splitlines()[-1].startswith("tightfit: pure_bf16 keeps the weights in bfloat16")

@@ -113,6 +113,9 @@ class _Freed:
             for parameter, zeros in standing.items():
                 if parameter.grad is None:
                     parameter.grad = zeros
+                elif deferred_gradient(parameter) is None:
+                    # Until it is freed again: the program may drop the parameter before that.
+                    self._zeroed.pop(parameter, None)
 
     def end(self) -> None:
         """Materialises the zeros."""

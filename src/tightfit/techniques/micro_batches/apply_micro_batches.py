@@ -9,7 +9,7 @@ from tightfit.errors import ApplyError, apply_errors_said, forget_apply_errors_s
 from tightfit.techniques.lazy_tensors.asked_gradients import watch_inputs_of_backward
 from tightfit.techniques.micro_batches.split_forward import WRAPPERS, SplitForward
 from tightfit.techniques.micro_batches.split_step import split_step
-from tightfit.techniques.session import Session
+from tightfit.techniques.session import Session, without_numbers
 from tightfit.techniques.technique import ChosenOption, parse_bool, the_only
 from tightfit.torch_hooks.backward import leaves_with_hooked_accumulators
 
@@ -54,7 +54,7 @@ def apply_micro_batches(session: Session, chosen: Sequence[ChosenOption]) -> Non
         split_step(session, loop, num_parts, allows_randomness=may_draw, counted=counted, refuse=refuse)
         return
 
-    verdict, notes = session.verdict, session.notes
+    verdict, notes, said_before = session.verdict, session.notes, set[str]()
 
     def takes_back() -> Callable[[str], None]:
         failure, said = verdict.failure, apply_errors_said()
@@ -63,7 +63,8 @@ def apply_micro_batches(session: Session, chosen: Sequence[ChosenOption]) -> Non
             verdict.failure = failure
             forget_apply_errors_since(said)
             note = f"micro_batches ran a later batch whole: {why.removesuffix('; leave micro_batches out')}"
-            if note not in notes:
+            if without_numbers(note) not in said_before:
+                said_before.add(without_numbers(note))
                 notes.append(note)
 
         return take_back

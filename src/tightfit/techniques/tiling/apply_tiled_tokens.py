@@ -16,7 +16,7 @@ from tightfit.effects.values.fingerprints import paused
 from tightfit.effects.values.value_checks import has_values
 from tightfit.errors import ApplyError, TightfitError, apply_errors_said, forget_apply_errors_since
 from tightfit.errors.faults import is_ours
-from tightfit.techniques.session import Session, Verdict
+from tightfit.techniques.session import Session, Verdict, without_numbers
 from tightfit.techniques.technique import ChosenOption, check_each
 from tightfit.techniques.tiling.tile_checks import TileProofs
 from tightfit.techniques.tiling.tile_function import Tile, Tiling, run_tiled
@@ -78,6 +78,7 @@ class _Tiles:
         self._proofs: WeakTable[torch.nn.Module, TileProofs] = WeakTable()
         self._repeats = RepeatedProofs(_NAME, notes)
         self._notes = notes
+        self._said: set[str] = set()
         self._has_run = False
         self._has_reached_outside = False
 
@@ -115,7 +116,8 @@ class _Tiles:
         if proofs is not None and proofs.put_back():
             return False
         note = f"tiled_tokens ran a later call whole: {str(error).partition('; leave it out')[0]}"
-        if note not in self._notes:
+        if without_numbers(note) not in self._said:
+            self._said.add(without_numbers(note))
             self._notes.append(note)
         return True
 

@@ -6,6 +6,7 @@ writes to one has it.
 """
 
 import weakref
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 _NOTE = "tightfit: a call of the model"
+# Up to how many are not looked through for those that are gone.
+_FEW = 64
 
 
 class _Call:
@@ -25,9 +28,12 @@ class GivenTensors:
     """The tensors of the calls of a step."""
 
     def __init__(self) -> None:
-        # Of calls whose graphs there are, in whose results a node was found, and of the others.
-        self._held: list[tuple[weakref.ref[_Call], list[torch.Tensor]]] = []
+        # Of calls whose graphs there are, in whose results a node was found, by `id` of the reference; and the references of those that are gone. Nothing looks at
+        # all that there are at each call: many may come before one backward pass.
+        self._held: dict[int, tuple[weakref.ref[_Call], list[torch.Tensor]]] = {}
+        self._gone: deque[weakref.ref[_Call]] = deque()
         self._known: list[weakref.ref[torch.Tensor]] = []
+        self._most_known = _FEW
 
     def add(self, given: Any, result: Any) -> None:
         """Remembers the tensors in `given`, the arguments of a call with this result."""
@@ -39,7 +45,10 @@ class GivenTensors:
             # A node that the program keeps is of its latest call.
             node.metadata[_NOTE] = call
         # Without nodes the call is gone with this function.
-        self._held.append((weakref.ref(call), list(_tensors(given))))
+        # In C, as no Python code may run where something is collected.
+        note_gone = self._gone.append
+        reference = weakref.ref(call, note_gone)
+        self._held[id(reference)] = reference, list(_tensors(given))
 
     def end_step(self) -> None:
         """The optimizer steps: what was called before is over, but for graphs that there are."""
@@ -49,16 +58,19 @@ class GivenTensors:
     def take(self) -> list[torch.Tensor]:
         """All that there are, which are forgotten."""
         self._let_go()
-        held, self._held = self._held, []
+        held, self._held = self._held, {}
         known, self._known = self._known, []
         alive = (reference() for reference in known)
-        return [*(tensor for _, tensors in held for tensor in tensors), *(t for t in alive if t is not None)]
+        return [*(tensor for _, tensors in held.values() for tensor in tensors), *(t for t in alive if t is not None)]
 
     def _let_go(self) -> None:
-        gone = [tensors for call, tensors in self._held if call() is None]
-        self._held = [each for each in self._held if each[0]() is not None]
-        self._known = [each for each in self._known if each() is not None]
-        self._known += [weakref.ref(tensor) for tensors in gone for tensor in tensors]
+        while self._gone:
+            # One that was taken is in neither.
+            _, tensors = self._held.pop(id(self._gone.popleft()), (None, ()))
+            self._known += map(weakref.ref, tensors)
+        if len(self._known) > self._most_known:
+            self._known = [each for each in self._known if each() is not None]
+            self._most_known = 2 * max(_FEW, len(self._known))
 
 
 def _tensors(values: Any) -> Iterable[torch.Tensor]:
