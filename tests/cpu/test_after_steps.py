@@ -2,6 +2,7 @@
 
 import ast
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.cpu import ends_of_programs
@@ -146,7 +147,8 @@ def test_batches_grow_from_the_smaller_size_to_the_larger(monkeypatch: pytest.Mo
     # The two micro-batches of the first step have one size.
     steps = [differing_batches._Batch(4, 24), differing_batches._Batch(5, 18), differing_batches._Batch(7, 21)]
     monkeypatch.setattr(differing_batches, "_batches", lambda recorder: [steps])
-    assert differing_batches.growing_batches(None).endswith("grow from 21 B to 24 B")
+    recorder: Any = None
+    assert differing_batches.growing_batches(recorder).endswith("grow from 21 B to 24 B")
 
 
 def test_conditional_expressions_keep_their_values_and_their_order() -> None:
