@@ -338,7 +338,6 @@ def test_what_changes_later_is_proved_again_or_runs_whole(name: str, chosen: Cho
 
 
 SECOND_ORDER = {
-    "tiles": choice("tiled_tokens", "Net.inner", num_tiles=2),
     "parts": choice("micro_batches", "batch", num_parts=2, draws_anew=False),
     "loss in chunks, forward": choice("chunked_loss", "Net.head", num_chunks=2, gradients_in="forward"),
     "loss in chunks, backward": choice("chunked_loss", "Net.head", num_chunks=2, gradients_in="backward"),

@@ -146,7 +146,7 @@ def test_a_program_that_comes_to_no_further_step_ends_with_a_line(
     assert run(["estimate", "train.py", "--device", "RTX 4090", "--timeout", "2", "--", steps]) == 3
     said = capfd.readouterr().err
     assert re.fullmatch(
-        r"tightfit: train\.py: no step ended within 2 s(; it was at train\.py:\d)?; if it only needs longer, .* --timeout SECONDS\n",
+        r"tightfit: train\.py: no step ended within 2 s(; it was at train\.py:\d)?; if it only needs more time, .* --timeout SECONDS\n",
         said,
     )
     assert list((tmp_path / "temporary").iterdir()) == []
