@@ -49,7 +49,7 @@ REFUSED: dict[tuple[str, str], str] = {
         (("never_clears", "steps_twice"), IN_TWO, "used up"),
         (("zeroes_through_an_alias",), IN_TWO[1:], "used up"),
         (("weight_decay_by_hand_before_the_step",), IN_TWO, "was written to"),
-        (("weight_decay_through_data_before_the_step",), IN_TWO, "was written to between"),
+        (("weight_decay_through_data_before_the_step",), IN_TWO, "was modified between"),
         (
             (
                 "goes_on_with_a_deepcopy",

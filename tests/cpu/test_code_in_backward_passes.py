@@ -139,7 +139,7 @@ def test_gradients_are_kept_where_the_context_of_a_function_has_a_module() -> No
     _, session = trained_with("function", in_backward(clips=False))
     assert session is not None
     assert session.statistics["backward passes with all gradients kept"] == 5
-    assert "code at hand" in session.notes[0]
+    assert "can reach code" in session.notes[0]
 
 
 @pytest.mark.parametrize("kind", ["norm", "draws", "drops", "counts"])

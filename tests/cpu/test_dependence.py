@@ -258,7 +258,7 @@ def test_refusals_name_the_operator_and_the_line() -> None:
     with pytest.raises(Mixes, match=r"aten\.mean\.dim works along the rows at test_dependence\.py:\d+"):
         _layout(STEPS["mean first"], _fixed(4, 3, 6), 0)
     with pytest.raises(
-        Mixes, match=r"hands other numbers to aten\.mul\.Tensor for 4 rows than for 2 at test_dependence\.py"
+        Mixes, match=r"passes other numbers to aten\.mul\.Tensor for 4 rows than for 2 at test_dependence\.py"
     ):
         _layout(STEPS["scale by size"], _fixed(4, 3, 6), 0)
     with pytest.raises(Mixes, match="no rule"):
@@ -301,7 +301,7 @@ def test_hooks_and_foreign_gradients_are_seen() -> None:
         check_hooks(module)
     handle.remove()
     other = torch.ones(2, requires_grad=True)
-    with pytest.raises(Mixes, match="what is not its own"):
+    with pytest.raises(Mixes, match="tensors that are not its own"):
         check_graph(module(torch.ones(1, 2)) * other, list(module.parameters()))
 
 

@@ -139,5 +139,5 @@ def test_a_second_choice_of_a_technique_for_the_whole_model_is_refused(name):
     choices, _ = _put_on(name)
     other = dataclasses.replace(choices[0], where="Net.other")
     model = Net([Attending(), Attending()])
-    with pytest.raises(ApplyError, match="the plan has 2 of it, and one can be applied"):
+    with pytest.raises(ApplyError, match="the plan has it 2 times, and it can be applied once"):
         apply_choices([choices[0], other], model, [adamw(model)])

@@ -90,7 +90,7 @@ TAKEN_BACK = {
             losses.append(world.step())
             update(mean_square(x, y))
         """,
-    "generators of numpy's": """
+    "separate numpy generators": """
         new, old, bits = np.random.default_rng(1), np.random.RandomState(2), np.random.Philox(3)
         for x, y in DataLoader(data, batch_size=8, shuffle=True):
             optimizer.zero_grad()
@@ -292,7 +292,7 @@ TAKEN_BACK = {
         """,
 }
 REFUSED = {
-    "counts[4096:] was drawn from or written to": """
+    "counts[4096:] was advanced or written to": """
         counts = [{"seen": 0} for _ in range(5_000)]
         for x, y in DataLoader(data, batch_size=8):
             counts[-1]["seen"] += 1
@@ -305,7 +305,7 @@ REFUSED = {
                 log.write("a line")
                 update(mean_square(x, y))
         """,
-    "compressed was drawn from or written to": """
+    "compressed was advanced or written to": """
         import zlib
         compressed = zlib.compressobj()
         for x, y in DataLoader(data, batch_size=8):
@@ -338,7 +338,7 @@ REFUSED = {
             writer.put(1)
             update(mean_square(x, y))
         """,
-    "written was drawn from": """
+    "written was advanced": """
         written = queue.SimpleQueue()
         for x, y in DataLoader(data, batch_size=8):
             written.put(1)
@@ -351,7 +351,7 @@ REFUSED = {
         for step in range(3):
             update(mean_square(*batch()))
         """,
-    "lines was drawn from": """
+    "lines was advanced": """
         import csv
         lines = csv.reader(str(number) for number in range(100))
         def line():
@@ -359,38 +359,38 @@ REFUSED = {
         for x, y in DataLoader(data, batch_size=8):
             update(mean_square(x * line(), y))
         """,
-    "rows was drawn from": """
+    "rows was advanced": """
         import sqlite3
         rows = sqlite3.connect(":memory:").execute("select 1 union all select 2 union all select 3 union all select 4")
         for x, y in DataLoader(data, batch_size=8):
             update(mean_square(x * rows.fetchone()[0], y))
         """,
-    "numbers was drawn from": """
+    "numbers was advanced": """
         import struct
         numbers = struct.iter_unpack("B", bytes(range(100)))
         for x, y in DataLoader(data, batch_size=8):
             update(mean_square(x * numbers.__next__()[0], y))
         """,
-    "memory was drawn from": """
+    "memory was advanced": """
         import mmap
         memory = mmap.mmap(-1, 100)
         for x, y in DataLoader(data, batch_size=8):
             update(mean_square(x + memory.read(1)[0], y))
         """,
-    "rng was drawn from": """
+    "rng was advanced": """
         rng = np.random.default_rng(1)
         for x, y in DataLoader(data, batch_size=8):
             x = x * rng.spawn(1)[0].random()
             update(mean_square(x, y))
         """,
-    "world.inner.emulator was drawn from": """
+    "world.inner.emulator was advanced": """
         sys.path.append(os.path.join(os.path.dirname(__file__), "site-packages"))
         import worlds
         world = worlds.World(worlds.Emulated())
         for x, y in DataLoader(data, batch_size=8):
             update(mean_square(x * world.step(), y))
         """,
-    "Numbers.values was drawn from": """
+    "Numbers.values was advanced": """
         numbers = (number for number in range(100))
         class Numbers:
             values = numbers

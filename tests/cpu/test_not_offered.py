@@ -32,5 +32,5 @@ def test_a_recurrent_model_is_told_why_it_gets_nothing(tmp_path: Path) -> None:
     plan = tightfit.plan(str(tmp_path / "train.py"), "RTX 4090", budget="1MiB", prove=False)
     why = {alternative.name: alternative.why for alternative in plan.alternatives}
     assert "a recurrent layer is one kernel" in why["checkpointing"]
-    assert "a bias that is added apart" in why["chunked_loss"]
+    assert "a separate bias" in why["chunked_loss"]
     assert [name for name, reason in why.items() if "--host" in reason] == ["optimizer_offload"]

@@ -107,5 +107,5 @@ def test_gradients_that_are_made_a_second_time_are_rounded_as_the_first() -> Non
 
 def test_micro_batches_refuse_a_backward_pass_of_another_precision() -> None:
     parts = ("micro_batches", "batch", {"num_parts": 2, "draws_anew": False})
-    with pytest.raises(ApplyError, match="rounded otherwise in the backward pass"):
+    with pytest.raises(ApplyError, match="precision was changed between forward and backward"):
         _gradients(parts, order=("medium", "highest", "highest"), whole=True)

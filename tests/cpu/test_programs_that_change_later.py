@@ -206,7 +206,7 @@ def test_a_streamed_weight_that_its_block_writes_past_autograd_in_a_later_step_i
         optimizer.step()
         optimizer.zero_grad()
     before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(ApplyError, match="differs from what is at the host"):
+    with pytest.raises(ApplyError, match="differs from its copy in host memory"):
         model(100 * torch.randn(4, 8)).square().mean().backward()
     assert all(map(torch.equal, before[2:], list(model.parameters())[2:]))
 

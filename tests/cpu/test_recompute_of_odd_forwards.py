@@ -248,7 +248,7 @@ def test_an_error_that_only_a_second_run_meets_names_the_block() -> None:
             raise KeyError("a program that looks at where it is run")
         return x + torch.tanh(layer(x))
 
-    with pytest.raises(ApplyError, match=r"Net\.blocks\.2 raised KeyError when it was run a second time"):
+    with pytest.raises(ApplyError, match=r"Net\.blocks\.2 raised KeyError when it was recomputed"):
         trained(lambda: Doing(act), is_planned=True)
 
 
@@ -384,7 +384,7 @@ def test_a_kept_result_that_is_written_to_past_torch_is_refused() -> None:
 
     with pytest.raises(
         ApplyError,
-        match=r"Net\.blocks\.[\w.]+ got another result from aten.addmm.default when it was run a second time",
+        match=r"Net\.blocks\.[\w.]+ got another result from aten.addmm.default when it was recomputed",
     ):
         trained(lambda: Doing(act), is_planned=True, choices=KEPT)
 

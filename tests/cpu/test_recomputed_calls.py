@@ -182,7 +182,7 @@ def test_a_second_run_that_saves_more_or_less_is_refused(tmp_path: Path, num_lat
         net(ROWS.clone().requires_grad_()).sum().backward()
     loss = net(ROWS.clone().requires_grad_()).sum()
     path.write_text(str(num_later))
-    with pytest.raises(ApplyError, match=r"Net\.one .* when it was run a second time"):
+    with pytest.raises(ApplyError, match=r"Net\.one .* when it was recomputed"):
         loss.backward()
 
 

@@ -122,7 +122,7 @@ def test_a_forward_that_writes_nothing_has_no_differences() -> None:
     ("write", "what"),
     [
         (lambda m: m.average.mul_(0.9), "Writer.average was written to"),
-        (swap_data, "Writer.inner.0.weight was given other data"),
+        (swap_data, "Writer.inner.0.weight had its data replaced"),
         (lambda m: m.inner[1](torch.randn(2, 3)), "Writer.inner.1.num_batches_tracked was written to"),
     ],
 )

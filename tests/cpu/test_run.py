@@ -101,7 +101,7 @@ def test_what_a_run_shows_later_is_said_when_it_shows(capfd: pytest.CaptureFixtu
     plan_of((parts,), roots=()).save("plan.json")
     assert run(["run", "--plan", "plan.json", script(ANNEALED)]) == 0
     said = capfd.readouterr().err.splitlines()
-    assert sum(line.startswith("tightfit: micro_batches proves in one step after the other") for line in said) == 1
+    assert sum(line.startswith("tightfit: micro_batches repeats its check in every step") for line in said) == 1
 
 
 def test_a_plan_made_with_other_libraries_is_a_line(capfd: pytest.CaptureFixture[str]) -> None:

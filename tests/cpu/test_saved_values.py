@@ -101,7 +101,7 @@ def test_a_kept_result_that_is_written_past_torch_is_refused(path: Path, *, is_n
         if number == 4:
             kept = model.block.kept
             kept.detach().numpy().fill(3) if is_numpy else kept.data.fill_(3)
-            with pytest.raises(ApplyError, match="was written to past torch"):
+            with pytest.raises(ApplyError, match="was modified without torch seeing it"):
                 loss.backward()
         else:
             loss.backward()

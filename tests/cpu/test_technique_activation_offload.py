@@ -154,7 +154,7 @@ def test_host_memory_that_changes_is_found_before_anything_is_trained(monkeypatc
     model = small()
     session = apply_choices([offload(0), offload(1)], model, [])
     monkeypatch.setattr(copy_engines, "_copy", broken)
-    with pytest.raises(ApplyError, match="came back from the host with other values"):
+    with pytest.raises(ApplyError, match="came back from host memory with other values"):
         step_of(model)
     session.undo()
 

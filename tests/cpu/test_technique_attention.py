@@ -130,7 +130,7 @@ def test_a_result_that_is_written_to_in_place_is_refused_in_words():
     plain, other, _ = _pair(model, "Sequential.1")
     x = torch.randn(2, 3, 12, 32)
     plain(x).sum().backward()
-    with pytest.raises(ApplyError, match="the result of attention is written to in place"):
+    with pytest.raises(ApplyError, match="the output of attention is modified in place"):
         other(x).sum().backward()
 
 

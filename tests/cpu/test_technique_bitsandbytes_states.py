@@ -164,5 +164,5 @@ def test_an_older_version_counts_as_none(monkeypatch):
 def test_kernels_that_do_not_restore_are_refused(monkeypatch):
     decode = BitsandbytesCodec.decode
     monkeypatch.setattr(BitsandbytesCodec, "decode", lambda *args: decode(*args) + 0.1)
-    with pytest.raises(ApplyError, match="does not restore on cpu what it has coded"):
+    with pytest.raises(ApplyError, match="does not decode on cpu what it encoded"):
         BitsandbytesCodec(torch.zeros(1))

@@ -307,7 +307,7 @@ def test_code_that_asks_by_identity_for_the_class_of_a_tensor_is_refused_with_it
 
     _, other, _ = _pair(Asking(), "Asking.head")
     with pytest.raises(
-        ApplyError, match=r"test_technique_chunked_loss.py:\d+ asks whether a tensor's class is torch.Tensor"
+        ApplyError, match=r"test_technique_chunked_loss.py:\d+ compares a tensor's type with torch.Tensor"
     ):
         other(*batch(0))
 

@@ -46,7 +46,7 @@ def stand_in(bits, *, loses_nan=False, fails=False):
     ("faults", "said"),
     [
         ({}, ""),
-        ({"loses_nan": True}, "they code torch.float32 otherwise"),
+        ({"loses_nan": True}, "they encode torch.float32 differently"),
         ({"fails": True}, "Failed to find C compiler.)"),
     ],
 )

@@ -63,7 +63,7 @@ def test_freezing_is_refused_where_it_is_too_late_or_all() -> None:
         apply_choices([chosen], model, [])
     model.zero_grad()
     model.blocks[0].requires_grad_(True)
-    with pytest.raises(ApplyError, match="all that is trained"):
+    with pytest.raises(ApplyError, match="all trained parameters"):
         apply_choices([chosen], model, [])
 
 
@@ -99,5 +99,5 @@ def test_ranks_that_would_hold_more_are_no_advice(
 
 def test_adapters_are_nothing_to_put_on_a_model(plain: Tape) -> None:
     assert list(Adapters().options(Profile(plain, find(DEVICE)))) == []
-    with pytest.raises(ApplyError, match="write them into the program"):
+    with pytest.raises(ApplyError, match="add them in the program"):
         apply_choices([choice("adapters", "Vision.blocks", rank=8)], models.Vision(), [])

@@ -177,7 +177,7 @@ def test_parameters_on_several_devices_are_refused() -> None:
     model[0].to("meta")
     with pytest.raises(ApplyError, match="the parameters of the optimizers are on cpu, meta"):
         offloaded(model, OPTIMIZERS["AdamW"](model.parameters()))
-    with pytest.raises(ApplyError, match="no optimizer has weights of the model when it is called first"):
+    with pytest.raises(ApplyError, match="no optimizer holds weights of the model at its first call"):
         offloaded(model_of(), None)
 
 

@@ -113,7 +113,7 @@ def test_a_segment_that_writes_over_its_input_fails_instead_of_training_wrongly(
     model = Chain()
     with (
         apply_choices([choice(NAME, "Chain.features", begin=2, end=7)], model, []),
-        pytest.raises(ApplyError, match="writes over its own input"),
+        pytest.raises(ApplyError, match="modifies its own input in place"),
     ):
         loss_of(model, 0)
 

@@ -311,7 +311,7 @@ def test_a_small_decay_between_backward_pass_and_step_is_no_rounding_where_gradi
         optimizer.step()
 
     step(0.0)
-    with pytest.raises(ApplyError, match="was written to between"):
+    with pytest.raises(ApplyError, match="was modified between"):
         step(1e-5)
 
 
@@ -557,7 +557,7 @@ def test_gradients_are_kept_where_a_mode_of_the_programs_sees_the_backward_pass(
         loss.backward()
     optimizer.step()
     assert session.statistics["parameters updated in backward"] == 0
-    assert any("a mode of the program's sees each operator" in note for note in session.notes)
+    assert any("a mode of the program sees every operator" in note for note in session.notes)
 
 
 def test_a_gradient_that_is_not_computed_and_is_given_to_compiled_code_is_read_in_python():

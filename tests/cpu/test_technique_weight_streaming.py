@@ -348,7 +348,7 @@ def test_a_weight_that_is_trained_later_stays_on_the_card() -> None:
 def test_transforms_of_torch_func_are_refused() -> None:
     model = small()
     session = streamed(model)
-    with pytest.raises(ApplyError, match=r"blocks\.1 is run inside of a transform of torch\.func"):
+    with pytest.raises(ApplyError, match=r"blocks\.1 runs inside a torch\.func transform"):
         torch.func.grad(lambda hidden: model.blocks[1](hidden).square().mean())(torch.randn(2, 5, 16))
     session.undo()
 
@@ -362,7 +362,7 @@ def test_writes_without_a_version_inside_of_a_forward_are_found() -> None:
     model = small()
     model.blocks[1].out = Writing(16, 16).requires_grad_(False)
     session = streamed(model)
-    with pytest.raises(ApplyError, match="differs from what is at the host, and no version tells of a write"):
+    with pytest.raises(ApplyError, match="differs from its copy in host memory, and its version was not increased"):
         model(tokens())
     session.undo()
 

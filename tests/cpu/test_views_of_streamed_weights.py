@@ -59,7 +59,7 @@ def test_a_frozen_weight_may_be_cached_until_it_is_written_to() -> None:
         model(torch.randn(4, 8))
         model(torch.randn(4, 8))
         model[0].weight.add_(1.0)
-        with pytest.raises(ApplyError, match="does not see what is written"):
+        with pytest.raises(ApplyError, match="does not see later writes"):
             model(torch.randn(4, 8))
 
 

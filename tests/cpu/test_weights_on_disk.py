@@ -111,7 +111,7 @@ def test_a_file_that_another_tensor_sees_too_is_refused(loaded: Decoder) -> None
     weight = loaded.blocks[1].qkv.weight
     # As a second tensor that is asked for of one open file.
     seen = torch.frombuffer((ctypes.c_byte * weight.nbytes).from_address(weight.data_ptr()), dtype=torch.float32)
-    with pytest.raises(ApplyError, match=r"blocks\.1\.qkv\.weight lies in a file that another tensor"):
+    with pytest.raises(ApplyError, match=r"blocks\.1\.qkv\.weight is in a file that another tensor"):
         on_disk(loaded)
     assert len(seen) == weight.numel()
 

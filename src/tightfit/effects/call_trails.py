@@ -24,7 +24,7 @@ from tightfit.effects.users_code import FILES_OF_OURS
 from tightfit.effects.values.contents import content_of
 from tightfit.effects.values.lent_memory import HANDS_OUT, LentMemory, is_lent
 
-WRITTEN_OUTSIDE = "a tensor that is no state of the model's was written to"
+WRITTEN_OUTSIDE = "a tensor outside the model's state was written to"
 """What `CallTrail.written_outside` has found, in words."""
 # What a call says of how rows are taken: sizes, dimensions, indices, equations. Factors too, for the code may take them from the number of rows.
 _TOLD = frozenset({int, bool, str, type(None)})

@@ -52,7 +52,8 @@ def dispatched(func: Callable[..., Any]) -> Callable[..., Any]:
     forgotten = _FORGETS.get(asks)
     if forgotten is not None and passed_on.f_back.f_locals.get(forgotten) is not None:
         raise ApplyError(
-            f"torch drops the {forgotten} of {asks.co_name} where calls of torch are watched, as here: call it with reduction='none', and multiply by it"
+            f"torch ignores the {forgotten} of {asks.co_name} under a __torch_function__ mode, which is active here: "
+            f"call it with reduction='none', and multiply by the {forgotten}"
         )
     # A function of the program's own that asks for itself, and torch's functions, some of which ask for one another.
     if (
@@ -64,6 +65,6 @@ def dispatched(func: Callable[..., Any]) -> Callable[..., Any]:
     found = _WRITTEN_IN_PYTHON.get(asks)
     if found is None:
         raise ApplyError(
-            f"the program has put a function of its own in the place of torch's {asks.co_name}; do that after tightfit is imported"
+            f"the program has replaced torch's {asks.co_name} before tightfit was imported; replace it after that"
         )
     return found

@@ -67,7 +67,7 @@ for _module, _names in _BY_MODULE.items():
 _ALIASES = {"nt": "posix", "dbm": "gdbm"}
 # Which threads of Python's own hand on work and results, what logs, and we ourselves.
 _ALLOWED = re.compile(r"(concurrent\.futures|asyncio|logging|threading|multiprocessing\.pool|weakref|tightfit)(\.|$)")
-_ONCE_MORE = "which would be done once more outside of the process's memory"
+_ONCE_MORE = "whose effect outside the process would be repeated"
 _WRITES = re.compile(r"[rbt]{0,2}([wax][bt]?\+?[bt]?|\+[bt]?)$")
 
 NAMES = frozenset(

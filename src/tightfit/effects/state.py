@@ -23,7 +23,7 @@ from tightfit.effects.reachable.collected import Reach
 from tightfit.effects.reachable.reach import reach_of, reach_of_arguments
 from tightfit.effects.values.contents import SMALL_BYTES, content_of
 
-DRAWN = "was drawn from"
+DRAWN = "was advanced"
 """What is said of a generator of random numbers."""
 # Up to which size a tensor is read where all are: 10 ms.
 _LARGEST_READ_BYTES = 1 << 26
@@ -261,7 +261,7 @@ def _different_tensors(before: Snapshot, after: Snapshot) -> Iterator[StateDiffe
     for path, tensor, version, storage in places:
         now = later.get(id(tensor)) or (_version(tensor, reads_all=before.reads_all), _storage(tensor))
         if now[1] is not storage:
-            yield StateDifference(path=path, what="was given other data", is_in_place=True, tensor=tensor)
+            yield StateDifference(path=path, what="had its data replaced", is_in_place=True, tensor=tensor)
         elif now[0] != version:
             yield StateDifference(path=path, what="was written to", is_in_place=True, tensor=tensor)
 
@@ -271,7 +271,7 @@ def written_since(before: Snapshot) -> Iterator[StateDifference]:
     places = zip(before.reach.tensor_paths, before.reach.tensors, before.versions, before.storages, strict=True)
     for path, tensor, version, storage in places:
         if _storage(tensor) is not storage:
-            yield StateDifference(path=path, what="was given other data", is_in_place=True, tensor=tensor)
+            yield StateDifference(path=path, what="had its data replaced", is_in_place=True, tensor=tensor)
         elif _version(tensor) != version:
             yield StateDifference(path=path, what="was written to", is_in_place=True, tensor=tensor)
 

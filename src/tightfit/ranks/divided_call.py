@@ -24,7 +24,10 @@ from tightfit.ranks.values.divided_outputs import Kind
 from tightfit.techniques.wrappers.first_order import Refuse, first_order
 from tightfit.torch_hooks.backward import BackwardPass, keeps_graph, of_a_part
 
-BESIDE_LOSS = "the program asks for the gradient of what the model returns beside its loss (a hook, retain_grad, autograd.grad), and that of the loss does not go through it here"
+BESIDE_LOSS = (
+    "the program asks for the gradient of a model output other than the loss (a hook, retain_grad, "
+    "autograd.grad), and here the gradient of the loss does not flow through it"
+)
 BESIDE_OTHERS = "the program asks for the gradient of one of several results of the model (a hook, retain_grad, autograd.grad), and that of the others does not go through it here"
 WRITTEN = "the program writes to what the model has returned, which in a plain run is the memory of another of its results or arguments, and is a copy here"
 SPARSE = "a gradient is sparse, and sums over ranks are of dense ones"
@@ -125,7 +128,8 @@ class DividedCall:
         })  # fmt: skip
         if self.returned is not None and self.returned.is_any():
             raise self.refuse(
-                "what the model returned was written to past autograd (through .data, say) before the backward pass, and the parts that it was made of were not"
+                "an output of the model was modified without autograd seeing it (through .data, say) before the "
+                "backward pass, and the parts that it was joined from were not"
             )
         if self.memory is not None and self.memory.is_any_written():
             raise self.refuse(WRITTEN)

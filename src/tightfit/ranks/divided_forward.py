@@ -53,7 +53,7 @@ Forward = Callable[..., Any]
 # At the host every call is compared between ranks. A card would be waited for: there it is the first calls and then one in so many.
 _FIRST_CALLS, _CALLS_BETWEEN = 10, 50
 # What is refused so may be for arguments that are read otherwise than they are meant.
-_MAY_BE_OF_ARGUMENTS = ("parts of the batch may not give", "the model raises", "a look at whether parts")
+_MAY_BE_OF_ARGUMENTS = ("parts of the batch may not give", "the model raises", "the check that parts")
 # So often another reading of the arguments is tried where the model raises an exception: a program may catch one in each epoch.
 _READINGS = 8
 
@@ -161,7 +161,7 @@ class DividedForward(OnlyHere):
         except RaisesInPart as raised:
             return self._raised(forward, args, kwargs, raised.error)
         if not torch.is_grad_enabled():
-            raise self._refuse("the model leaves gradients switched off, and its parts are joined after it")
+            raise self._refuse("the model leaves gradients disabled, and its parts are joined afterwards")
         leaves, own, proved = run.leaves(), parts[self._group.rank], run.proved
         if whole is not None and len(whole.outputs) != len(leaves):
             raise self._refuse("the model returns or leaves behind another number of results for the whole batch")

@@ -117,7 +117,7 @@ class OwnPart:
             found = None if number < 0 else self._proofs.decisions_of_whole(forward, batch, number)
             if found is None or len(found) <= len(led):
                 raise self._refuse(
-                    "the model decides by values of the batch, and does so otherwise for one part of it than for another"
+                    "the model branches on values of the batch, and takes different branches for different parts"
                 )
             led = found
 

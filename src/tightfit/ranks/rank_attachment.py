@@ -186,9 +186,7 @@ class RankAttachment:
             if self.num_models:
                 # Beside a model that is trained: it runs whole, on all ranks alike.
                 return
-            raise self.refuse(
-                f"{type(module).__name__} is scripted (torch.jit), and nothing can be put around its forward"
-            )
+            raise self.refuse(f"{type(module).__name__} is scripted (torch.jit), and its forward cannot be wrapped")
         name, paths = type(module).__name__, {path for path, _ in module.named_modules()}
         for verb, where in self._asked.places():
             if root_of(where) == name and where.partition(".")[2] not in paths:

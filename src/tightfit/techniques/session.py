@@ -95,8 +95,8 @@ class Verdict(OnlyHere):
         self.check()
         if self.updates_by and (modes := names_of_modes()):
             raise self.refuse(
-                f"an optimizer steps inside of {modes[0]}, which sees each operator, and {self.updates_by} has others there; "
-                f"leave {self.updates_by} out of the plan",
+                f"an optimizer steps under {modes[0]}, a mode that sees every operator, and {self.updates_by} runs "
+                f"different ones; leave {self.updates_by} out of the plan",
                 technique=self.updates_by,
             )
 
@@ -240,8 +240,8 @@ class Session:
             path = next((path for path, part in self.model.named_modules() if part is module), "")
             where = f"{type(self.model).__name__}.{path}" if path else "the model"
             raise ApplyError(
-                f"{where} is scripted or traced (torch.jit), and nothing can be put around its forward; "
-                f"leave out what is put there (tightfit plan --without TECHNIQUE@{where})"
+                f"{where} is scripted or traced (torch.jit), and its forward cannot be wrapped; leave out what wraps "
+                f"it (tightfit plan --without TECHNIQUE@{where})"
             )
         wrapped = wrap_forward(module, around, is_of_model=is_of_model)
         self.when_undone(wrapped.take_off)

@@ -117,7 +117,9 @@ def the_only(chosen: Sequence[ChosenOption]) -> ChosenOption:
         ApplyError: it has several, as a plan that was edited may.
     """
     if len(chosen) > 1:
-        raise ApplyError(f"the plan has {len(chosen)} of it, and one can be applied", places=[c.where for c in chosen])
+        raise ApplyError(
+            f"the plan has it {len(chosen)} times, and it can be applied once", places=[c.where for c in chosen]
+        )
     return chosen[0]
 
 

@@ -42,7 +42,10 @@ def question_in(backward: types.FunctionType) -> str:
 
 def told(question: str) -> str:
     """Why a region with such a function is refused."""
-    return f"has a function whose backward pass asks which object, of which class or with which attributes a saved tensor is (at {question}): hooks for saved tensors give it another one"
+    return (
+        "has an autograd function whose backward checks the identity, class or attributes of a saved tensor (at "
+        f"{question}), and saved-tensor hooks return another object"
+    )
 
 
 def called(function: types.FunctionType) -> Iterator[tuple[types.FunctionType, int]]:

@@ -32,9 +32,9 @@ class Functions(TorchFunctionMode):
         func = dispatched(func)
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") in ("register_hook", "register_post_accumulate_grad_hook"):
-            raise self._run.fail(f"puts a hook on a gradient{at_line()}")
+            raise self._run.fail(f"registers a hook on a gradient{at_line()}")
         if func in _OF_THE_GRAPH and not (self._run._is_atom or is_called_by_library(sys._getframe())):
-            raise self._run.fail(f"asks for {_OF_THE_GRAPH[func]} of a tensor, which parts have others of,{at_line()}")
+            raise self._run.fail(f"asks for {_OF_THE_GRAPH[func]} of a tensor, which differs for parts,{at_line()}")
         atom = self._atoms.get(func)
         if atom is None or self._run._is_atom:
             return func(*args, **kwargs)

@@ -18,9 +18,9 @@ def gather(flow: Flow, call: OperatorCall) -> Result:
     found = {flow.rows.layout(t) for t in sized}
     layout = next((each for each in found if each is not None), None)
     if layout is None or found != {layout} or layout.dim == dim:
-        raise Mixes("looks rows up among others")
+        raise Mixes("gathers from other rows")
     if any(t.shape[layout.dim] != call.outputs[0].shape[layout.dim] for t in tensors):
-        raise Mixes("leaves rows out")
+        raise Mixes("drops rows")
     return layout
 
 
@@ -30,11 +30,11 @@ def select(flow: Flow, call: OperatorCall) -> Result:
     table, index, dim = call["self"], call["index"], call["dim"] % max(1, call["self"].dim())
     mine, its = flow.rows.layout(table), flow.rows.layout(index)
     if any(map(flow.rows.is_uniform, (table, index))) or flow.rows.counts_rows(index):
-        raise Mixes("looks up what there is for each row")
+        raise Mixes("indexes with or into a tensor sized by the number of rows")
     if mine is None and its is not None:
         return its.at(dim)
     if mine is None or its is not None or mine.dim == dim:
-        raise Mixes("looks rows up among others")
+        raise Mixes("gathers from other rows")
     return mine
 
 
@@ -48,7 +48,7 @@ def indexed(flow: Flow, subject: torch.Tensor, indices: Sequence[torch.Tensor | 
     if any(index.dtype in (torch.bool, torch.uint8) for index in given.values()):
         raise Mixes("has a size that depends on values")
     if any(map(flow.rows.is_uniform, (subject, *given.values()))) or flow.rows.counts_rows(subject):
-        raise Mixes("looks up what there is for each row")
+        raise Mixes("indexes with or into a tensor sized by the number of rows")
     num_index = max(index.dim() for index in given.values())
     dims = sorted(given)
     # Advanced indexing puts the indexed dimensions where the first of them was if they are neighbours, and in
@@ -65,7 +65,7 @@ def indexed(flow: Flow, subject: torch.Tensor, indices: Sequence[torch.Tensor | 
         if rows is None and of_index is not None:
             return of_index.at(place + of_index.dim), num_dims
         if rows is None or of_index is not None or rows.dim in given:
-            raise Mixes("looks rows up among others")
+            raise Mixes("gathers from other rows")
         before = sum(dim < rows.dim for dim in given)
         at = rows.dim - before + (num_index if place <= rows.dim - before else 0)
         return rows.at(at), num_dims
@@ -73,11 +73,11 @@ def indexed(flow: Flow, subject: torch.Tensor, indices: Sequence[torch.Tensor | 
     own = next(d for d, size in enumerate(count.shape) if size == count.numel())
     layout = RowLayout(dim=own + num_index - count.dim())
     if rows != RowLayout(dim=dim) or (of_index is not None and of_index != layout):
-        raise Mixes("looks rows up among others")
+        raise Mixes("gathers from other rows")
     for index in given.values():
         at = layout.dim - (num_index - index.dim())
         if index is not count and of_index is None and at >= 0 and index.shape[at] != 1:
-            raise Mixes("looks rows up by something that varies along them")
+            raise Mixes("gathers rows by an index that varies along them")
     return layout.at(place + layout.dim), num_dims
 
 
@@ -93,11 +93,11 @@ def index_put(flow: Flow, call: OperatorCall) -> Result:
     layout, num_dims = indexed(flow, call["self"], call["indices"])
     rows, values = flow.rows.layout(call["self"]), call["values"]
     if rows is None:
-        raise Mixes("writes rows to what they share")
+        raise Mixes("writes rows into a tensor that they share")
     along = flow.rows.broadcast([values], num_dims)
     dim = layout.dim - (num_dims - values.dim())
     if along != layout if along is not None else dim >= 0 and values.shape[dim] != 1 and values.stride(dim) != 0:
-        raise Mixes("writes rows over others")
+        raise Mixes("overwrites other rows")
     return rows
 
 
@@ -106,12 +106,12 @@ def search(flow: Flow, call: OperatorCall) -> Result:
     """Searches in one table for all rows, or in each row's own."""
     table, values = call["sorted_sequence"], call["self"]
     if not isinstance(values, torch.Tensor):
-        raise Mixes("looks rows up among others")
+        raise Mixes("gathers from other rows")
     mine, its = flow.rows.layout(table), flow.rows.layout(values)
     if its is None or (mine is None and table.dim() != 1) or (mine is not None and mine != its):
-        raise Mixes("looks rows up among others")
+        raise Mixes("gathers from other rows")
     if mine is not None and mine.dim == table.dim() - 1:
-        raise Mixes("looks rows up among others")
+        raise Mixes("gathers from other rows")
     return its
 
 
@@ -120,7 +120,7 @@ def bucketize(flow: Flow, call: OperatorCall) -> Result:
     """Looks each element up in one table for all rows."""
     only(flow, call, "self")
     if flow.rows.counts_rows(call["boundaries"]):
-        raise Mixes("looks up what there is for each row")
+        raise Mixes("indexes with or into a tensor sized by the number of rows")
     return flow.rows.layout(call["self"])
 
 
@@ -136,7 +136,7 @@ def index_fill(flow: Flow, call: OperatorCall) -> Result:
     """Writes one number to what `index` would give; torch 2.15 makes this of `x[torch.arange(len(x)), 0] = 0`."""
     rows, dim = flow.rows.layout(call["self"]), call["dim"] % call["self"].dim()
     if rows is None or (isinstance(call["value"], torch.Tensor) and flow.rows.layout(call["value"]) is not None):
-        raise Mixes("writes rows over others")
+        raise Mixes("overwrites other rows")
     indexed(flow, call["self"], [*[None] * dim, call["index"]])
     return rows
 
@@ -147,7 +147,7 @@ def write_along(flow: Flow, call: OperatorCall) -> Result:
     layout, dim = flow.rows.layout(call["self"]), call["dim"] % call["self"].dim()
     source = call.get("source")
     if layout is None or layout.dim == dim or flow.rows.layout(call["index"]) is not None:
-        raise Mixes("writes rows over others")
+        raise Mixes("overwrites other rows")
     if isinstance(source, torch.Tensor) and flow.rows.layout(source) != layout and source.shape[layout.dim] != 1:
-        raise Mixes("writes rows over others")
+        raise Mixes("overwrites other rows")
     return layout

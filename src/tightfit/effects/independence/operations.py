@@ -277,26 +277,27 @@ def compare_one(mine: Operation, its: Operation, num_mine: int, num_its: int, *,
     """
     rows = f"for {num_mine} rows than for {num_its}"
     if mine.func is its.func and num_mine != num_its and [len(mine.shapes), len(its.shapes)] == [num_mine, num_its]:
-        raise Mixes(f"loops over the rows, which has to compute them all at once, by {_name(mine.func)}")
+        raise Mixes(f"loops over the rows by {_name(mine.func)}; it has to compute all rows at once")
     if mine.func is not its.func or len(mine.sizes) != len(its.sizes) or len(mine.shapes) != len(its.shapes):
         raise Mixes(
-            f"runs {_name(mine.func)} {rows}, where the other runs {_name(its.func)}: other operators, as of a loop over them or a branch on their number"
+            f"runs {_name(mine.func)} {rows}, where the other runs {_name(its.func)}: it loops over the rows, or "
+            "branches on their number"
         )
     if len(mine.values) != len(its.values) or not all(map(_same, mine.values, its.values)):
-        raise Mixes(f"hands other numbers to {_name(mine.func)} {rows}")
+        raise Mixes(f"passes other numbers to {_name(mine.func)} {rows}")
     for (shape, content), (its_shape, its_content) in zip(mine.made_of, its.made_of, strict=False):
         # One of another length may have a number for each row.
         if shape == its_shape and content != its_content:
             raise Mixes(f"makes a tensor of other numbers {rows}")
     if not all(are_alike(a, b, is_renumbered=is_renumbered) for a, b in zip(mine.sources, its.sources, strict=False)):
-        raise Mixes(f"hands another tensor to {_name(mine.func)} {rows}")
+        raise Mixes(f"passes another tensor to {_name(mine.func)} {rows}")
     pairs = [*zip(mine.sizes, its.sizes, strict=True)]
     for first, second in zip(mine.shapes, its.shapes, strict=True):
         if len(first) != len(second):
             raise Mixes(f"gives {_name(mine.func)} other dimensions {rows}")
         pairs += zip(first, second, strict=True)
     if not all(_fits(a, b, num_mine, num_its) for a, b in pairs):
-        raise Mixes(f"hands other sizes to {_name(mine.func)} {rows}")
+        raise Mixes(f"passes other sizes to {_name(mine.func)} {rows}")
 
 
 def _fits(one: int, other: int, num_one: int, num_other: int) -> bool:

@@ -15,12 +15,12 @@ _CONTRACTS = "sums over the rows"
 def _product(flow: Flow, left: torch.Tensor, right: torch.Tensor, num_batch: int) -> RowLayout | None:
     """The layout of the rows in a matrix product whose first `num_batch` dimensions are batch dimensions."""
     if flow.rows.is_uniform(left) or flow.rows.is_uniform(right):
-        raise Mixes("multiplies what is the same for all rows")
+        raise Mixes("multiplies a tensor sized by the number of rows")
     mine, its = flow.rows.layout(left), flow.rows.layout(right)
     last = num_batch + 1
     if mine is not None and its is not None:
         if mine != its or mine.dim >= num_batch:
-            raise Mixes(_CONTRACTS if mine.dim == last or its.dim == num_batch else "combines rows with others")
+            raise Mixes(_CONTRACTS if mine.dim == last or its.dim == num_batch else "combines rows with other rows")
         return mine
     found = mine or its
     if found is None:
@@ -28,7 +28,7 @@ def _product(flow: Flow, left: torch.Tensor, right: torch.Tensor, num_batch: int
     other = right if mine is not None else left
     if found.dim < num_batch:
         if other.shape[found.dim] != 1 and other.stride(found.dim) != 0:
-            raise Mixes("combines rows with something that varies along them")
+            raise Mixes("combines rows with a tensor that varies along them")
         return found
     if found.dim == (last if mine is not None else num_batch):
         raise Mixes(_CONTRACTS)
@@ -71,14 +71,14 @@ def addmm(flow: Flow, call: OperatorCall) -> Result:
     summed = call.outputs[0].dim()
     dims = flow.rows.broadcast([added], summed)
     if found is None:
-        raise Mixes("adds what there is for each row")
+        raise Mixes("adds a tensor sized by the number of rows")
     if dims is not None:
         if dims != found:
-            raise Mixes("combines rows with others")
+            raise Mixes("combines rows with other rows")
         return found
     dim = found.dim - (summed - added.dim())
     if not flow.rows.is_uniform(added) and dim >= 0 and added.shape[dim] != 1 and added.stride(dim) != 0:
-        raise Mixes("combines rows with something that varies along them")
+        raise Mixes("combines rows with a tensor that varies along them")
     return found
 
 
@@ -96,11 +96,11 @@ def distances(flow: Flow, call: OperatorCall) -> Result:
     mine, its = flow.rows.layout(x1), flow.rows.layout(x2)
     if mine is not None and its is not None:
         if mine != its or mine.dim >= x1.dim() - 2 or x1.dim() != x2.dim():
-            raise Mixes("compares rows with others")
+            raise Mixes("compares rows with other rows")
         return mine
     if mine is not None and mine.dim == x1.dim() - 2 and x2.dim() == x1.dim():
         return mine
-    raise Mixes("compares rows with others")
+    raise Mixes("compares rows with other rows")
 
 
 @rule(
@@ -129,12 +129,12 @@ def solve(flow: Flow, call: OperatorCall) -> Result:
     if its is not None:
         its = its.at(its.dim + num_dims - (matrix.dim() - is_vectors))
         if found not in (None, its):
-            raise Mixes("combines rows with others")
+            raise Mixes("combines rows with other rows")
     layout = found or its
     for tensor, is_smaller in ((matrix, is_vectors), (right, False)):
         at = -1 if layout is None else layout.dim - (num_dims - (tensor.dim() - is_smaller))
         if flow.rows.layout(tensor) is None and at >= 0 and tensor.shape[at] != 1 and tensor.stride(at) != 0:
-            raise Mixes("combines rows with something that varies along them")
+            raise Mixes("combines rows with a tensor that varies along them")
     factors = [its if its is not None and o.dim() > its.dim else None for o in call.outputs[1:]]
     return [layout, *factors]
 
@@ -174,7 +174,7 @@ def diagonal_matrices(flow: Flow, call: OperatorCall) -> Result:
     """A matrix for each vector, in the last two dimensions."""
     num_dims = call.outputs[0].dim()
     if {call["dim1"] % num_dims, call["dim2"] % num_dims} != {num_dims - 2, num_dims - 1}:
-        raise Mixes("puts matrices elsewhere than in the last two dimensions")
+        raise Mixes("has matrices in other dimensions than the last two")
     return behind(flow, call["self"], 1)
 
 
@@ -192,10 +192,10 @@ def attention(flow: Flow, call: OperatorCall) -> Result:
     mask = next((t for n in ("attn_bias", "attn_mask") if isinstance(t := call.get(n), torch.Tensor)), None)
     num_dims = query.dim()
     if any(flow.rows.is_uniform(t) for t in (query, key, value)):
-        raise Mixes("attends to what is the same for all rows")
+        raise Mixes("attends to a tensor sized by the number of rows")
     if layout is not None and layout.dim < num_dims - 2:
         if any(other != layout for other in others):
-            raise Mixes("attends to what varies along the rows")
+            raise Mixes("attends to keys or values that vary along the rows")
     # Queries may be the rows (tiles over tokens with shared keys), but not under a causal mask, which counts
     # positions from the first query of the call.
     elif layout is None or others != (None, None) or layout.dim != num_dims - 2 or call.get("is_causal", False):
@@ -205,7 +205,7 @@ def attention(flow: Flow, call: OperatorCall) -> Result:
         dim = layout.dim - (num_dims - mask.dim())
         is_aligned = along == layout if along is not None else dim < 0 or mask.shape[dim] == 1 or mask.stride(dim) == 0
         if not is_aligned and not flow.rows.is_uniform(mask):
-            raise Mixes("combines rows with a mask of others")
+            raise Mixes("combines rows with a mask of other rows")
     return [layout if o.dim() > layout.dim and o.dim() >= num_dims - 1 and o.numel() else None for o in call.outputs]
 
 
@@ -216,7 +216,7 @@ def recurrent(flow: Flow, call: OperatorCall) -> Result:
     batch = 0 if call["batch_first"] else 1
     # Packed sequences mix all of them in one dimension, sorted by length.
     if layout is None or layout.dim != batch or call["batch_sizes"] or call["input"].dim() != 3:
-        raise Mixes("takes rows for steps of a sequence")
+        raise Mixes("treats rows as steps of a sequence")
     for name in ("hx", "cx"):
         state = call.get(name)
         if (
@@ -224,7 +224,7 @@ def recurrent(flow: Flow, call: OperatorCall) -> Result:
             and not flow.rows.is_uniform(state)
             and flow.rows.layout(state) != layout.at(1)
         ):
-            raise Mixes("combines rows with others")
+            raise Mixes("combines rows with other rows")
     # (layers, batch, width), whatever `batch_first` says.
     states = [layout.at(1) if o.dim() == 3 and o.numel() else None for o in call.outputs[1:3]]
     return [layout, *states, *[None] * (len(call.outputs) - 3)]
@@ -236,12 +236,12 @@ def recurrent_on_host(flow: Flow, call: OperatorCall) -> Result:
     layout = flow.rows.layout(call["input"])
     # The steps come first, whatever `batch_first` says: its caller has transposed the input (aten/src/ATen/native/mkldnn/RNN.cpp).
     if layout is None or layout.dim != 1 or call["batch_sizes"]:
-        raise Mixes("takes rows for steps of a sequence")
+        raise Mixes("treats rows as steps of a sequence")
     found: list[RowLayout | Uniform | None] = [layout]
     for name in ("hx_", "cx_"):
         state = call[name]
         if not flow.rows.is_uniform(state) and flow.rows.layout(state) != layout.at(state.dim() - 2):
-            raise Mixes("combines rows with others")
+            raise Mixes("combines rows with other rows")
         found.append(layout.at(call.outputs[len(found)].dim() - 2))
     return [*found, *[None] * (len(call.outputs) - 3)]
 
@@ -253,5 +253,5 @@ def cell(flow: Flow, call: OperatorCall) -> Result:
     state = call.get("cx") if call.get("cx") is not None else call.get("hx")
     layout = flow.rows.broadcast([*gates, *([state] if isinstance(state, torch.Tensor) else [])], 2)
     if layout is None or layout.dim:
-        raise Mixes("combines rows with others")
+        raise Mixes("combines rows with other rows")
     return [layout if o.dim() == 2 else None for o in call.outputs]

@@ -362,7 +362,7 @@ def _in_uniform(
     """What `result` is for memory whose elements were all equal, of which `output` may be a part."""
     if isinstance(result, Uniform) and call.name not in MAKES_UNIFORM:
         if call.func._schema.is_mutable:
-            raise Mixes("writes over rows")
+            raise Mixes("overwrites rows")
         return result
     is_whole = output.numel() * output.element_size() == output.untyped_storage().nbytes()
     if is_whole or result is None:
@@ -373,7 +373,7 @@ def _in_uniform(
         return result
     # One element of each row, say: the others are still equal for all rows.
     if len(grown) != 1 or output.shape[grown[0]] != flow.num_rows:
-        raise Mixes("writes over rows")
+        raise Mixes("overwrites rows")
     return RowLayout(dim=grown[0])
 
 
@@ -431,7 +431,7 @@ class Flow(FakeRun):
         votes = is_vote(self, call)
         is_of_rows = divides_by_rows(self, call) and not is_sum(self.rows.state(call["self"]))
         if is_of_rows or (compares_with_rows(self, call) and not votes):
-            raise self.fail(f"hands other numbers to {call.func} for {self.num_rows} rows{at_line()}")
+            raise self.fail(f"passes other numbers to {call.func} for {self.num_rows} rows{at_line()}")
         if votes:
             for target in targets:
                 self.rows.set(target, Mixed(reason=f"{call.func} counts along the rows{at_line()}", is_vote=True))
@@ -466,7 +466,7 @@ class Flow(FakeRun):
         unreturned = [t for t in _written(call.func, call.arguments) if key_of(t) not in returned]
         inputs = call.tensors
         if unreturned and any(self.rows.state(t) is not None or self.rows.is_scaled(t) for t in inputs):
-            state = _poisoned(self.rows, call, "has no rule that says what it does to rows")
+            state = _poisoned(self.rows, call, "has no rule for its effect on rows")
             for target in unreturned:
                 self.rows.set(target, state)
 
@@ -478,7 +478,7 @@ class Flow(FakeRun):
         if rule is None and torch.Tag.pointwise in call.func.tags:
             rule = self._rules["pointwise"]
         if rule is None:
-            raise Mixes("has no rule that says what it does to rows")
+            raise Mixes("has no rule for its effect on rows")
         if (
             rule is not self._rules["pointwise"]
             and call.name not in TAKES_COUNT
@@ -556,11 +556,11 @@ class Flow(FakeRun):
             if state is None:
                 self.rows.set(output, UNIFORM if len(grown) < 2 else UNIFORM_SQUARE)
             elif not isinstance(state, Uniform):
-                raise Mixes("writes over rows")
+                raise Mixes("overwrites rows")
             return
         if result is None:
             if state is not None:
-                raise Mixes("writes over rows")
+                raise Mixes("overwrites rows")
             if grown and call.name in KEEPS_COUNT and self.rows.counts_rows(call.tensors[0]):
                 self.rows.scale(output, grown, counts=True)
             elif (grown and not self.rows.is_scaled(output)) or _is_of_counts(self.rows, output, call):
@@ -570,6 +570,6 @@ class Flow(FakeRun):
             raise Mixes("has a result with other dimensions for another number of rows")
         if isinstance(state, Pattern):
             if state.layout_in(output) != result:
-                raise Mixes("writes rows over others")
+                raise Mixes("overwrites other rows")
             return
         self.rows.set(output, pattern_of(output, result, self.num_rows))

@@ -107,7 +107,7 @@ def prove(subject: Computation, num_rows: int, parts: Iterable[int], reads: Sequ
     # Parts of every length that will run: a last part that is shorter may take another path in Python.
     sizes = sorted({size for size in parts if size != num_rows}) or [max(1, num_rows // 2)]
     if num_rows < 2:
-        raise Mixes("has one row, which is no part of anything")
+        raise Mixes("has one row, and cannot be split")
     tensors = [*subject.inputs, *subject.module.parameters(), *subject.module.buffers()]
     first_node = torch.autograd._get_sequence_nr()
     settings = {
@@ -135,7 +135,7 @@ def prove(subject: Computation, num_rows: int, parts: Iterable[int], reads: Sequ
         if why:
             # What is written past torch only a proof sees, and no snapshot of a call.
             kind = Unsteady if any(each.is_in_place for each in left.found) else Mixes
-            raise kind(f"{why} in a forward, where each part would find what another one has left")
+            raise kind(f"{why} in a forward, and each part would see what the part before it left")
         is_of_draws = all(each.is_of_draws() for each in lefts)
         proof = dataclasses.replace(proof, left=left.tensors)
         raise Leaves(
@@ -177,7 +177,9 @@ def _check_steady(subject: Computation, first: FakeRun, again: FakeRun, num_rows
         with Unwatched():
             compare(first, again)
     except Mixes:
-        raise Unsteady(f"does something else at every run, by a state that cannot be put back ({error})") from None
+        raise Unsteady(
+            f"does something else in every run, because of state that cannot be restored ({error})"
+        ) from None
 
 
 def _compare_results(one: FakeRun, result: Any, other: FakeRun, its: Any) -> None:
@@ -430,7 +432,7 @@ def check_graph(result: Any, allowed: Iterable[torch.Tensor], *, since: int | No
     leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
     reached = {id(leaf) for leaf in leaves if leaf.is_leaf and leaf.requires_grad}
     if reached - known:
-        raise Mixes("it returns a leaf that is not its own")
+        raise Mixes("it returns a leaf tensor that is not its own")
     waiting = [leaf.grad_fn for leaf in leaves]
     seen: set[Any] = set()
     while waiting:
@@ -442,17 +444,18 @@ def check_graph(result: Any, allowed: Iterable[torch.Tensor], *, since: int | No
         if variable is not None:
             reached.add(id(variable))
             if id(variable) not in known and since is None:
-                raise Mixes("gradients go through it to what is not its own")
+                raise Mixes("gradients flow through it to tensors that are not its own")
         elif since is not None and node._sequence_nr() < since:
             raise Mixes(
-                "gradients go through it to what was computed before (a weight that is made of others): compute that within its forward"
+                "gradients flow through it to a tensor computed before it (a weight made of other weights): compute "
+                "that tensor within its forward"
             )
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             function: type = vars(type(node))["_forward_cls"]
             if function is torch.utils.checkpoint.CheckpointFunction:
-                raise Mixes("it has a re-entrant checkpoint, which takes no backward pass to chosen inputs")
+                raise Mixes("it uses a reentrant checkpoint, which does not support backward passes to selected inputs")
             if is_users_class(function):
-                raise Mixes(f"its backward pass is {function.__name__}, a function of the program's own")
+                raise Mixes(f"its backward pass is that of {function.__name__}, a custom autograd function")
         waiting.extend(following for following, _ in node.next_functions)
     return reached
 
@@ -475,12 +478,12 @@ def _embedding_bag(
 ) -> RowLayout | None:
     """Each row of indices is a bag; bags that `offsets` cut out of one row are followed by no rule."""
     if indices.dim() != 2 or offsets is not None or others or scale_grad_by_freq or flow.rows.is_uniform(indices):
-        raise Mixes("takes bags that are not followed")
+        raise Mixes("takes bags of indices that cannot be followed")
     layout = flow.rows.layout(indices)
     if layout is None or layout.dim or flow.rows.depends(weight):
-        raise Mixes("takes bags that are not followed")
+        raise Mixes("takes bags of indices that cannot be followed")
     if per_sample_weights is not None and flow.rows.layout(per_sample_weights) != layout:
-        raise Mixes("combines rows with others")
+        raise Mixes("combines rows with other rows")
     return layout
 
 

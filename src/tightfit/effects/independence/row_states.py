@@ -121,14 +121,14 @@ class RowStates:
                 continue
             layout = layout.at(layout.dim + num_dims - tensor.dim())
             if found is not None and found != layout:
-                raise Mixes("combines rows with others")
+                raise Mixes("combines rows with other rows")
             found = layout
         if found is None:
             return None
         for tensor in tensors:
             dim = found.dim - (num_dims - tensor.dim())
             if self.layout(tensor) is None and dim >= 0 and tensor.shape[dim] != 1 and tensor.stride(dim) != 0:
-                raise Mixes("combines rows with something that varies along them")
+                raise Mixes("combines rows with a tensor that varies along them")
         return found
 
     def put(self, tensor: torch.Tensor, layout: RowLayout) -> None:

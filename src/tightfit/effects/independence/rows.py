@@ -60,11 +60,11 @@ class Pattern:
             # each cycle.
             inner = run // step if step < run else 1
             if inner * step != run or size % (inner * self.num_rows) or found is not None:
-                raise Mixes("takes rows apart")
+                raise Mixes("splits rows")
             inside += (inner - 1) * step
             found = RowLayout(dim=dim, outer=size // (inner * self.num_rows), inner=inner)
         if found is None or inside + item > run or offset // run % self.num_rows:
-            raise Mixes("takes rows apart")
+            raise Mixes("splits rows")
         return found
 
 
@@ -77,5 +77,5 @@ def pattern_of(tensor: torch.Tensor, layout: RowLayout, num_rows: int) -> Patter
     run_bytes = layout.inner * tensor.stride(layout.dim) * tensor.element_size()
     pattern = Pattern(run_bytes=run_bytes, num_rows=num_rows) if run_bytes else None
     if pattern is None or pattern.layout_in(tensor) != layout:
-        raise Mixes("lays rows out in a way that is not followed")
+        raise Mixes("lays rows out in a way that cannot be followed")
     return pattern

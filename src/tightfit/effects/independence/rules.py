@@ -40,7 +40,7 @@ def pointwise(flow: Flow, call: OperatorCall) -> Result:
     if found is None:
         others = [t for t in call.tensors if not flow.rows.is_uniform(t) and t.dim()]
         if others and any(flow.rows.is_uniform(t) for t in call.tensors):
-            raise Mixes("combines what there is for each row with something else")
+            raise Mixes("combines a tensor sized by the number of rows with another")
         return UNIFORM if any(flow.rows.is_uniform(t) for t in call.tensors) else None
     return [found if o.dim() == out.dim() else None for o in call.outputs]
 
@@ -77,7 +77,7 @@ def worked_on(
     """
     tensor = call[subject]
     if any(flow.rows.is_uniform(t) for t in call.tensors):
-        raise Mixes("takes together what is the same for all rows")
+        raise Mixes("reduces a tensor sized by the number of rows")
     dims = dims_of(call.get(name), tensor.dim())
     dims = list(range(tensor.dim())) if dims is None else dims
     layout = flow.rows.layout(tensor)
@@ -155,7 +155,7 @@ def triangle(flow: Flow, call: OperatorCall) -> Result:
 def behind(flow: Flow, tensor: torch.Tensor, num_last: int) -> RowLayout | None:
     """The layout of the rows in a tensor whose last `num_last` dimensions are worked along."""
     if flow.rows.is_uniform(tensor):
-        raise Mixes("works on what is the same for all rows")
+        raise Mixes("works on a tensor sized by the number of rows")
     layout = flow.rows.layout(tensor)
     if layout is not None and layout.dim >= tensor.dim() - num_last:
         raise Mixes("works along the rows")
@@ -205,9 +205,9 @@ def cat(flow: Flow, call: OperatorCall) -> Result:
     tensors = [t for t in call["tensors"] if t.dim() > 1 or t.numel()]
     found = flow.rows.broadcast(tensors, call.outputs[0].dim())
     if found is not None and call.get("dim", 0) % call.outputs[0].dim() == found.dim:
-        raise Mixes("puts rows together")
+        raise Mixes("concatenates along the rows")
     if found is None:
-        raise Mixes("puts together what there is for each row")
+        raise Mixes("joins tensors sized by the number of rows")
     return found
 
 
@@ -217,7 +217,7 @@ def stack(flow: Flow, call: OperatorCall) -> Result:
     tensors = call["tensors"]
     found = flow.rows.broadcast(tensors, tensors[0].dim())
     if found is None:
-        raise Mixes("puts together what there is for each row")
+        raise Mixes("joins tensors sized by the number of rows")
     return found.at(found.dim + (call.get("dim", 0) % (tensors[0].dim() + 1) <= found.dim))
 
 
@@ -226,7 +226,7 @@ def repeat(flow: Flow, call: OperatorCall) -> Result:
     """Along other dimensions."""
     layout, times = flow.rows.layout(call["self"]), call["repeats"]
     if layout is None:
-        raise Mixes("repeats what there is for each row")
+        raise Mixes("repeats a tensor sized by the number of rows")
     dim = layout.dim + len(times) - call["self"].dim()
     if times[dim] != 1:
         raise Mixes("repeats rows")
@@ -276,7 +276,7 @@ def batch_norm(flow: Flow, call: OperatorCall) -> Result:
     if layout.dim == 1:
         for tensor in rest:
             if flow.rows.layout(tensor) != layout.at(0) and len(tensor) != 1:
-                raise Mixes("combines rows with something that varies along them")
+                raise Mixes("combines rows with a tensor that varies along them")
     elif trains or any(flow.rows.layout(t) is not None for t in rest):
         raise Mixes("takes statistics over the rows")
     # Instance norm is a batch norm of (1, batch * channels, ...) in torch (Normalization.cpp, `instance_norm`):
@@ -292,10 +292,10 @@ def convolution(flow: Flow, call: OperatorCall) -> Result:
     only(flow, call, "input", "self")
     layout, weight = flow.rows.layout(subject), call["weight"]
     if layout is None or flow.rows.is_uniform(subject):
-        raise Mixes("convolves what there is for each row")
+        raise Mixes("convolves a tensor sized by the number of rows")
     # An input without a batch dimension, or rows that a grouped convolution would take for channels.
     if subject.dim() != weight.dim() or layout.dim == 1:
-        raise Mixes("takes channels together")
+        raise Mixes("mixes channels")
     if layout.dim > 1:
         at = layout.dim - 2
         geometry = [
@@ -304,7 +304,7 @@ def convolution(flow: Flow, call: OperatorCall) -> Result:
             if call.get(n)
         ]
         if weight.shape[layout.dim] != 1 or any(g != d for g, d in zip(geometry, (1, 0, 0), strict=False)):
-            raise Mixes("takes neighbouring rows together")
+            raise Mixes("mixes neighbouring rows")
     return layout
 
 
@@ -317,7 +317,7 @@ def embedding(flow: Flow, call: OperatorCall) -> Result:
         raise Mixes("divides gradients by how often a row is looked up")
     layout = flow.rows.layout(call["indices"])
     if layout is None:
-        raise Mixes("looks up what there is for each row")
+        raise Mixes("indexes with or into a tensor sized by the number of rows")
     return layout
 
 
@@ -335,11 +335,11 @@ def nll_loss(flow: Flow, call: OperatorCall) -> Result:
     # A reduced loss takes rows together; sums and means that parts can be put together for are met before the
     # rules (`totals`).
     if call["reduction"] != 0 or layout is None or layout.dim == 1:
-        raise Mixes("takes the rows together")
+        raise Mixes("reduces over the rows")
     # The target has no class dimension, which is dimension 1 of the scores.
     expected = layout if not layout.dim else layout.at(layout.dim - 1)
     if target != expected:
-        raise Mixes("compares rows with others")
+        raise Mixes("compares rows with other rows")
     return [expected, *[None] * (len(call.outputs) - 1)]
 
 
@@ -347,7 +347,7 @@ def nll_loss(flow: Flow, call: OperatorCall) -> Result:
 def element_loss(flow: Flow, call: OperatorCall) -> Result:
     """Unreduced."""
     if call.get("reduction", 1) != 0:
-        raise Mixes("takes the rows together")
+        raise Mixes("reduces over the rows")
     return pointwise(flow, call)
 
 
@@ -356,5 +356,5 @@ def grid(flow: Flow, call: OperatorCall) -> Result:
     """Samples each image with its own grid."""
     found = [flow.rows.layout(t) for t in call.tensors]
     if any(layout != found[0] for layout in found) or found[0] is None or found[0].dim:
-        raise Mixes("samples one row for another")
+        raise Mixes("samples from another row")
     return found[0]

@@ -207,7 +207,7 @@ def _unpack(
     # What torch itself does to a tensor that a hook returns it shows to dispatch modes.
     if modes := dispatch_modes_of_program():
         raise refuse(
-            call.label, f"the backward pass is run inside of {type(modes[0]).__name__}, which sees each operator"
+            call.label, f"the backward pass runs under {type(modes[0]).__name__}, a mode that sees every operator"
         )
     with unseen() if modes_of_program() else nullcontext():
         return unpack(call, saved)

@@ -107,7 +107,7 @@ class StepBeginning:
                 return f"weights had been updated in it already ({change})"
             if id(change.tensor) not in copies or change.what != _WRITTEN:
                 # Of arrays that are too large to be copied both are said: they are looked at as generators are.
-                told = str(change).replace("was drawn from", "was drawn from or written to")
+                told = str(change).replace("was advanced", "was advanced or written to")
                 return f"{told}, which cannot be taken back"
         return ""
 

@@ -62,7 +62,7 @@ def with_master_weights(model: ModelParts) -> ModelParts:
 def joint_optimizers(model: ModelParts) -> str:
     """Which optimizers of the program are not known to update each parameter by itself, as a sentence; empty where all are."""
     joint = [name for name in model.tape.optimizers if name not in UPDATES_EACH_ALONE]
-    return f"{' and '.join(joint)} is not known to update each parameter by itself" if joint else ""
+    return f"{' and '.join(joint)} is not known to update each parameter independently" if joint else ""
 
 
 def first_reason(*cases: tuple[bool, str]) -> str:

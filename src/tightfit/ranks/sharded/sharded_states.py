@@ -65,7 +65,8 @@ class ShardedStates:
     ) -> tuple[Any, Any]:
         if class_of_step(optimizer) not in UPDATES_EACH_ALONE:
             raise self._refuse(
-                f"{type(optimizer).__name__} is not known to update each parameter by itself, and its states cannot be sharded"
+                f"{type(optimizer).__name__} is not known to update each parameter independently, and its states "
+                "cannot be sharded"
             )
         self._open(is_open=True)
         given = self._innermost.before(optimizer, args, kwargs)

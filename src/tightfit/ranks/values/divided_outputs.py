@@ -237,7 +237,8 @@ def weights_of(kinds: Sequence[Kind], counts: Sequence[torch.Tensor], terms: Seq
         shares = torch.stack([of_all[mean] for mean in sorted(kind.means)], 1)
         if not bool(((shares - shares[:, :1]).abs() <= (_ROUNDED if is_rounded else _EXACT)).all()) and not bool(shares.isnan().all()):  # fmt: skip
             raise refuse(
-                "the loss adds up means over other numbers of terms (targets that are ignored), of which one part of the batch has another share than of the rest"
+                "the loss adds means over different numbers of terms (ignored targets), and their shares differ "
+                "between parts of the batch"
             )
         if kind.has_constants and bool((shares[:, 0].sum() - 1).abs() > _ROUNDED):
             raise refuse(

@@ -133,14 +133,14 @@ class _BeforeBackward:
         """As `tightfit.torch_hooks.backward.BackwardOwner`."""
         if modes := dispatch_modes_of_program():
             raise self._verdict.refuse(
-                f"the backward pass is run inside of {type(modes[0]).__name__}, which sees each operator, and attention has others there; "
-                "leave attention out of the plan",
+                f"the backward pass runs under {type(modes[0]).__name__}, a mode that sees every operator, and "
+                "attention runs different ones; leave attention out of the plan",
                 technique=_NAME,
             )
         if self._kernels.is_any_written():
             raise self._verdict.refuse(
-                "a mask or a bias of attention scores was written to between the forward and the backward pass, in which the kernel reads it again; "
-                "leave attention out of the plan",
+                "the attention mask or bias was modified in place between forward and backward, and the kernel's "
+                "backward reads it again; leave attention out of the plan",
                 technique=_NAME,
             )
         try:
@@ -148,15 +148,16 @@ class _BeforeBackward:
         except RuntimeError as error:
             if _NOT_TWICE.search(str(error)):
                 raise self._verdict.refuse(
-                    "the program differentiates a backward pass (create_graph=True), and that of attention's kernels has no derivative; "
-                    "leave attention out of the plan",
+                    "the program differentiates through a backward pass (create_graph=True), and the attention "
+                    "kernels have no double backward; leave attention out of the plan",
                     technique=_NAME,
                 ) from error
             # A product does not read its result in its backward pass, and the kernels do.
             if _OF_KERNELS not in str(error) or _WRITTEN not in str(error):
                 raise
             raise self._verdict.refuse(
-                "the result of attention is written to in place, and the kernel reads it again in the backward pass; leave attention out of the plan",
+                "the output of attention is modified in place, and the kernel's backward reads it again; leave "
+                "attention out of the plan",
                 technique=_NAME,
             ) from error
         if not backward.keeps_graph:
@@ -184,8 +185,9 @@ class _Deferring:
             return forward(*args, **kwargs)
         if line := self._question.line():
             raise self._refusal(
-                f"{line} asks whether a tensor's class is torch.Tensor (type(...) is ...), which that of scores that are not computed is not; "
-                "ask by isinstance, or go on without it: tightfit plan --without attention"
+                f"{line}compares a tensor's type with torch.Tensor (type(...) is ...), and attention scores that are "
+                "not materialised are a subclass; use isinstance, or plan without it: tightfit plan --without "
+                "attention"
             )
         self._kernels.are_in_graph = True
         with _Start(self._refusal, self._kernels.note):

@@ -43,16 +43,18 @@ class Attention(AbstractTechnique):
         made = made_plans(profile.tape, profile.device)
         if made is not None and made.is_in_time:
             yield Suggestion(
-                what=f"{SETTING} at the start of the program keeps cuDNN from planning attention anew for each shape, {made.number} here",
+                what=f"set {SETTING} at the start of the program: cuDNN otherwise builds an attention plan for each "
+                f"shape, {made.number} here",
                 changes="results",
                 saves_bytes=0,
                 effect=f"(about −{format_seconds(made.seconds)} of the host's time)",
-                note="other kernels round otherwise",
+                note="other kernels round differently",
             )
         num_bytes = math_attention_bytes(profile)
         if num_bytes:
             yield Suggestion(
-                what="scaled_dot_product_attention runs its plain kernel here, which holds all scores: half precision, heads that are "
-                "not grouped (repeat keys and values), and no torch.nn.attention.sdpa_kernel that rules others out let it do without",
+                what="scaled_dot_product_attention runs its math kernel here, which materialises all scores; for a "
+                "fused kernel use half precision, repeat grouped keys and values, and do not exclude fused kernels "
+                "by torch.nn.attention.sdpa_kernel",
                 saves_bytes=num_bytes,
             )

@@ -62,8 +62,8 @@ class RecordedAttention:
         """As `DeferredTensor.before_gradient`."""
         if self.results:
             raise self.refuse(
-                "the program asks for the gradient of attention scores or weights (a hook, retain_grad, autograd.grad) after they were used; "
-                "go on without it: tightfit plan --without attention"
+                "the program asks for the gradient of attention scores or weights (a hook, retain_grad, "
+                "autograd.grad) after they were used; plan without it: tightfit plan --without attention"
             )
 
     def check(self) -> None:
@@ -74,8 +74,8 @@ class RecordedAttention:
         """
         if self.versions != versions_and_contents(self.tensors()):
             raise self.refuse(
-                "attention scores are used after what they come from (queries, keys or a mask) was written to; "
-                "leave the technique attention out: tightfit plan --without attention"
+                "attention scores are used after their queries, keys or mask were modified in place; leave the "
+                "technique attention out: tightfit plan --without attention"
             )
 
     def tensors(self) -> list[torch.Tensor]:
@@ -249,7 +249,8 @@ class DeferredScores(DeferredTensor):
         for member in written_by(func, args, kwargs or {}):
             if isinstance(member, DeferredScores):
                 raise member._attention.refuse(
-                    f"attention scores that are not computed are written to by {func}; clone them before, or go on without it: tightfit plan --without attention"
+                    f"attention scores that are not materialised are modified in place by {func}; clone them first, "
+                    "or plan without it: tightfit plan --without attention"
                 )
 
         # Below autograd only values are needed: `_Defer` is the node of the graph.

@@ -39,11 +39,11 @@ class CodeInGraph:
         """Why a second run of this node may find what the first one has left: what a function or an unpack hook of the program's writes. Empty for most."""
         if _is_own(node):
             if self._may_write(type(node)._forward_cls.backward):
-                return "the backward pass of a function of the program's may write something"
+                return "the backward of a custom autograd function may have side effects"
             if _holds_code(vars(node)):
-                return "the backward pass of a function of the program's has code at hand that may write something"
+                return "the backward of a custom autograd function can reach code with side effects"
         if _uses_up_saved(node):
-            return "compiled code takes the memory of what it has saved in its backward pass (donated buffers)"
+            return "compiled code reuses the memory of its saved tensors in its backward pass (donated buffers)"
         return self.reason_of_hooks(node)
 
     def reason_of_hooks(self, node: Any) -> str:
@@ -59,7 +59,7 @@ class CodeInGraph:
             if is_of_checkpoint(hook):
                 self._checkpoints[id(hook)] = hook
             elif not _is_of_torch(module_of_hook(hook)) and self._may_write(hook):
-                return "a hook of the program's for saved tensors may write something"
+                return "a saved-tensor hook of the program may have side effects"
         return ""
 
     def _may_write(self, function: Any) -> bool:

@@ -26,6 +26,7 @@ class _Data:
         """As `tightfit.torch_hooks.tensor_data.DataOwner`; a stand-in that is written to knows what to do by itself."""
         if type(type(value)) is SeenAsTensor and type(type(tensor)) is not SeenAsTensor:
             raise ApplyError(
-                f"the data of a tensor of shape {tuple(tensor.shape)} is set to that of one that is not computed, whose memory both would share from then on; "
-                "give it a copy (p.grad.clone(), logits.clone()), or leave the technique out of the plan"
+                f"the .data of a tensor of shape {tuple(tensor.shape)} is set to a tensor that is not materialised, "
+                "so the two cannot share memory; assign a copy (p.grad.clone(), logits.clone()), or leave the "
+                "technique out of the plan"
             )

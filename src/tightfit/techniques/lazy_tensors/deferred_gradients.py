@@ -69,7 +69,8 @@ class Deferred(AbstractElementSource):
         self._make_all = make_all
         self._refuse = refuse
         # torch takes ordinary gradients all at once (`_foreach_norm`), these one by one.
-        self.refused_in_modes = lambda: refuse("a mode of the program's sees the operators on gradients that are not kept, which are others than on those that are")  # fmt: skip
+        self.refused_in_modes = lambda: refuse("a mode of the program sees the operators on gradients, and these "
+            "differ where gradients are not kept")  # fmt: skip
         self._why_used = ""
         self.is_lost = False
         """Whether its backward pass is gone: it was consumed by nothing."""
@@ -123,8 +124,8 @@ class Deferred(AbstractElementSource):
         self._make_all()
         if self._made is None:
             raise self._refuse(
-                "a gradient is read whose backward pass is gone, since it was cleared or replaced on its parameter, or its plan has ended; "
-                f"read it before that, take a clone of it, or {REMEDY}"
+                "a gradient is read after its graph was freed (it was cleared or replaced on its parameter, or the "
+                f"plan was removed); read it earlier, clone it, or {REMEDY}"
             )
 
     def is_made(self, gradient: torch.Tensor) -> None:

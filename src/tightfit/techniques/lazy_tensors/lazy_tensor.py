@@ -78,8 +78,8 @@ class ElementsNeeded(ApplyError):
     def __init__(self, source: AbstractElementSource) -> None:
         before = apply_errors_said()
         super().__init__(
-            "a gradient that is not kept is read by code that takes tensors apart (torch.func, torch.tensor, a nested tensor); "
-            "read it first (p.grad.clone()), or leave updates in the backward pass out of the plan"
+            "a gradient that is not kept is passed to code that needs its memory (torch.func, torch.tensor, a "
+            "nested tensor); clone it first (p.grad.clone()), or leave updates in the backward pass out of the plan"
         )
         self.source = source
         self._was_said = str(self) in before
@@ -159,8 +159,9 @@ class LazyTensor(torch.Tensor, metaclass=SeenAsTensor):
         mine, other = ((t.shape, t.dtype, t.device, t.layout) for t in (self, given))
         if mine != other:
             raise ApplyError(
-                f"the data of a tensor that is not computed is set to one of another form ({tuple(given.shape)}, {given.dtype}, {given.device}); "
-                "read it first (p.grad.clone()), or leave the technique out of the plan"
+                "the .data of a tensor that is not materialised is set to a tensor of another shape, dtype or "
+                f"device ({tuple(given.shape)}, {given.dtype}, {given.device}); read it first (p.grad.clone()), or "
+                "leave the technique out of the plan"
             )
         if not self.source.sets_data(self, given.detach()):
             self.detach().copy_(given)
@@ -250,8 +251,8 @@ def _keep_from_compiler(caller: types.FrameType) -> None:
     if _is_asked_by_compiler(caller):
         leave_to_python()
         raise NOT_TRACED.value()(
-            "a tensor that is not computed is given to code that torch.compile takes apart; give it a copy (p.grad.clone()), "
-            "or leave the technique out of the plan"
+            "a tensor that is not materialised is passed to code that torch.compile compiles; pass a copy "
+            "(p.grad.clone()), or leave the technique out of the plan"
         )
 
 

@@ -45,7 +45,10 @@ Told = Callable[[torch.Tensor], None]
 _SAME_AT_HOST = 1e-6
 _SAME_ON_A_CARD = 1e-3
 _ROUNDINGS = 64
-_WRITTEN = f"a parameter was written to between the backward pass and the optimizer's step, which the second backward pass would see; {REMEDY}"
+_WRITTEN = (
+    "a parameter was modified between the backward pass and the optimizer's step, and the second backward "
+    f"pass would see the change; {REMEDY}"
+)
 
 
 class _Comparison:
@@ -103,7 +106,8 @@ class _Comparison:
             raise refuse(
                 _WRITTEN
                 if self.is_strict
-                else f"a backward pass that ran twice gave other gradients the second time: something in it changes from call to call; {REMEDY}"
+                else "the backward pass, run a second time, gave other gradients: something in it changes from call "
+                f"to call; {REMEDY}"
             )
 
     def compared(
@@ -412,9 +416,7 @@ class KeptPass:
                 raise
             # An assertion says nothing.
             words = next(iter(str(error).splitlines()), type(error).__name__)
-            raise self._refuse(
-                f"a backward pass ended with an error when it was run a second time ({words}); {REMEDY}"
-            ) from error
+            raise self._refuse(f"the second run of the backward pass raised an error ({words}); {REMEDY}") from error
         finally:
             for parameter in frozen:
                 parameter.requires_grad_(False)
@@ -426,14 +428,15 @@ class KeptPass:
         for parameter in missing:
             parameter.grad = standing[parameter]
         if missing:
-            raise self._refuse(f"a backward pass that ran twice did not reach the same parameters; {REMEDY}")
+            raise self._refuse(f"the backward pass, run a second time, did not reach the same parameters; {REMEDY}")
 
     def _as_first(self) -> AbstractContextManager[None]:
         if self._code is None:
             return nullcontext()
         return self._code.as_first(
             lambda lost: self._refuse(
-                f"a backward pass cannot be run a second time, since code of the program's runs in it (a checkpoint), by which {lost}; {REMEDY}"
+                "the backward pass cannot run a second time: it runs code of the program (a checkpoint) by which "
+                f"{lost}; {REMEDY}"
             )
         )
 

@@ -34,10 +34,10 @@ class WaitingGradients:
     def give_up(self, why: str) -> None:
         """Marks them as lost: they cannot be made again."""
         for deferred in self.now.values():
-            deferred.is_used(f"that cannot be made again: {why}", is_lost=True)
+            deferred.is_used(f"that cannot be computed again: {why}", is_lost=True)
 
     def fail(self) -> None:
         """Marks those of a backward pass that ended with an error."""
         for deferred in self.now.values():
-            deferred.is_used(f"of a backward pass that ended with an error; {REMEDY}", is_lost=True)
+            deferred.is_used(f"of a backward pass that raised an error; {REMEDY}", is_lost=True)
         self._gradients.clear()

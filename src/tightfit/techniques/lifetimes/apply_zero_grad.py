@@ -44,7 +44,7 @@ def apply_zero_grad(session: Session, chosen: Sequence[ChosenOption]) -> None:
     for owner, base in [(session.model, torch.nn.Module), *((o, torch.optim.Optimizer) for o in session.optimizers)]:
         # What it does besides would be left out.
         if "zero_grad" in vars(owner) or type(owner).zero_grad is not base.zero_grad or not _is_torchs(owner):
-            raise ApplyError(f"{type(owner).__name__} has a zero_grad of its own; leave zero_grad out of the plan")
+            raise ApplyError(f"{type(owner).__name__} overrides zero_grad; leave zero_grad out of the plan")
     freed = _Freed()
     for optimizer in session.optimizers:
         # On the object and weakly, so that the optimizer does not become part of a reference cycle and is

@@ -38,8 +38,8 @@ def apply_chunked_loss(session: Session, chosen: Sequence[ChosenOption]) -> None
             )
         if not has_plain_weight(head):
             raise ApplyError(
-                f"the weight of the head {choice.where} is computed from others (a parametrization such as spectral_norm), and chunked_loss "
-                "needs a plain one; leave it out"
+                f"the weight of the head {choice.where} is computed from other tensors (a parametrization such as "
+                "spectral_norm), and chunked_loss needs a plain parameter; leave it out"
             )
         return head
 
@@ -100,8 +100,9 @@ class _Deferral:
             return forward(*args, **kwargs)
         if line := self.question.line():
             raise self.refuse(
-                f"{line} asks whether a tensor's class is torch.Tensor (type(...) is ...), which that of logits that are not computed is not; "
-                "ask by isinstance, or go on without it: tightfit plan --without chunked_loss"
+                f"{line}compares a tensor's type with torch.Tensor (type(...) is ...), and logits that are not "
+                "materialised are a subclass; use isinstance, or plan without it: tightfit plan --without "
+                "chunked_loss"
             )
         for earlier in self.origins:
             if earlier.parameter is linear.weight:

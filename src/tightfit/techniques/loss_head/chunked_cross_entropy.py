@@ -145,15 +145,16 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         hidden, weight, bias, target, log_sums = ctx.saved_tensors
         (gradient,) = grad_outputs
         if torch.is_autocast_enabled(hidden.device.type) and not (ctx.is_cast or hidden.dtype in _HALVES):
-            raise ctx.refuse("the backward pass is run under autocast and the loss was not; leave chunked_loss out")
+            raise ctx.refuse("the backward pass runs under autocast and the loss did not; leave chunked_loss out")
         if is_users_function(functional.linear):
             raise ctx.refuse(
-                "torch.nn.functional.linear was replaced between the forward and the backward pass, in which the head is run again; leave chunked_loss out"
+                "torch.nn.functional.linear was replaced between forward and backward, and the backward pass runs "
+                "the head again; leave chunked_loss out"
             )
         if is_any_written(ctx.contents, [hidden, weight, bias, target]):
             raise ctx.refuse(
-                "the head's weight, its input or the targets were written to past autograd (through .data) between forward and backward pass; "
-                "leave chunked_loss out"
+                "the head's weight, its input or the targets were modified between forward and backward without "
+                "autograd seeing it (through .data); leave chunked_loss out"
             )
         with torch.autocast(hidden.device.type, enabled=False):
             # Where the graph is kept, each pass computes them anew, so that all give the same bits; and so does one that rounds products otherwise than the

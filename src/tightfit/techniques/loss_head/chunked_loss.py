@@ -36,7 +36,10 @@ class ChunkedLoss(AbstractTechnique):
             return ""
         if "aten._log_softmax" not in profile.tape.strings:
             return "the program computes no cross-entropy"
-        return "no linear layer was found whose product is what the cross-entropy reads: a bias that is added apart, a scale or a cast may lie between"
+        return (
+            "no linear layer was found whose output goes straight into the cross-entropy: a separate bias, a "
+            "scale or a cast may be in between"
+        )
 
     def apply(self, session: "Session", chosen: Sequence[ChosenOption]) -> None:
         """Wraps the head's `forward`, and registers hooks on optimizers that change its weight."""

@@ -114,8 +114,8 @@ class Origin:
         """
         if self.has_loss:
             raise self.refuse(
-                "the program asks for the gradient of logits (a hook, retain_grad, autograd.grad) whose loss was computed in chunks before that; "
-                "go on without it: tightfit plan --without chunked_loss"
+                "the program asks for the gradient of logits (a hook, retain_grad, autograd.grad) after their loss "
+                "was computed in chunks; plan without it: tightfit plan --without chunked_loss"
             )
 
     @property
@@ -296,7 +296,8 @@ class DeferredLogits(DeferredTensor):
         for member in written_by(func, args, kwargs or {}):
             if isinstance(member, DeferredLogits):
                 raise member._origin.refuse(
-                    f"logits that are not computed are written to by {func}; clone them before, or go on without it: tightfit plan --without chunked_loss"
+                    f"logits that are not materialised are modified in place by {func}; clone them first, or plan "
+                    "without it: tightfit plan --without chunked_loss"
                 )
         # Below autograd only values are needed: `_Defer` is the node of the graph.
         args, kwargs = tree_map_only(DeferredLogits, lambda member: member.values(), (tuple(args), dict(kwargs or {})))
@@ -363,7 +364,8 @@ def _loss(
         told = sample_differs(hidden, origin.weight, origin.bias, target.reshape(-1), loss)
         if told:
             raise origin.refuse(
-                f"{told} in chunks differs from the plain one; go on without it: tightfit plan --without chunked_loss"
+                f"{told}, computed in chunks, differs from the plain one; plan without it: tightfit plan --without "
+                "chunked_loss"
             )
     out = ChunkedCrossEntropy.apply(hidden, origin.bias, origin.weight, target.reshape(-1), loss)
     assert isinstance(out, torch.Tensor)

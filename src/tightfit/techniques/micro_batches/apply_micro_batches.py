@@ -21,13 +21,17 @@ def apply_micro_batches(session: Session, chosen: Sequence[ChosenOption]) -> Non
     choice = the_only(chosen)
     model, loop = session.model, choice.settings.get("loop")
     if loop and session.loop is None:
-        raise ApplyError(f"this is for the loop of {loop}, which tightfit run finds; leave micro_batches out")
+        raise ApplyError(
+            f"this plan splits batches in the training loop of {loop}, which only tightfit run can do; "
+            "leave micro_batches out"
+        )
     if not (loop or session.optimizers):
         raise ApplyError("no optimizer of torch.optim holds the model's parameters; leave micro_batches out")
     for module in model.modules() if loop else (model,):
         if type(module).__name__ in WRAPPERS:
             raise ApplyError(
-                f"the model is called through {type(module).__name__}, which does not see parts of a batch; leave micro_batches out"
+                f"the model is called through {type(module).__name__}, which would not be called for the parts of a "
+                "batch; leave micro_batches out"
             )
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.training:
@@ -39,8 +43,8 @@ def apply_micro_batches(session: Session, chosen: Sequence[ChosenOption]) -> Non
     for name, parameter in model.named_parameters():
         if id(parameter) in hooked:
             raise ApplyError(
-                f"the program has put hooks on the gradient accumulator of {name}, which would see each part's gradient instead of the batch's; "
-                "leave micro_batches out"
+                f"the gradient accumulator of {name} has a hook, which would see each part's gradient instead of the "
+                "batch's; leave micro_batches out"
             )
 
     statistics = session.statistics
@@ -62,7 +66,7 @@ def apply_micro_batches(session: Session, chosen: Sequence[ChosenOption]) -> Non
         def take_back(why: str) -> None:
             verdict.failure = failure
             forget_apply_errors_since(said)
-            note = f"micro_batches ran a later batch whole: {why.removesuffix('; leave micro_batches out')}"
+            note = f"micro_batches: a later batch ran whole: {why.removesuffix('; leave micro_batches out')}"
             if without_numbers(note) not in said_before:
                 said_before.add(without_numbers(note))
                 notes.append(note)

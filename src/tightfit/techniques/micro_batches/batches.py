@@ -58,7 +58,8 @@ def check_rows(what: str, tensor: torch.Tensor) -> None:
     """
     if tensor.is_nested or tensor.layout is not torch.strided:
         raise ApplyError(
-            f"{what} is a {'nested' if tensor.is_nested else 'sparse'} tensor, which is not known how to split; leave micro_batches out"
+            f"{what} is a {'nested' if tensor.is_nested else 'sparse'} tensor, which micro_batches cannot split; "
+            "leave micro_batches out"
         )
 
 
@@ -97,17 +98,19 @@ class Batch(AbstractBatch):
                 # itself (adversarial examples) would get no gradient.
                 if value.requires_grad:
                     raise ApplyError(
-                        f"argument {name} wants a gradient of its own, which micro_batches does not give it; leave it out"
+                        f"argument {name} requires a gradient, which micro_batches does not compute; leave it out"
                     )
                 # A first dimension of one is shared by all examples, as the position ids and masks of Hugging
                 # Face models are. Vectors of another length (class weights) are shared too.
                 if value.dim() > 1 and value.shape[0] not in (1, self.num_examples):
                     raise ApplyError(
-                        f"argument {name} has {value.shape[0]} rows where the batch has {self.num_examples}: how to split it is not known; leave micro_batches out"
+                        f"argument {name} has {value.shape[0]} rows where the batch has {self.num_examples}, so "
+                        "micro_batches cannot split it; leave micro_batches out"
                     )
             elif not isinstance(value, bool | int | float | str | torch.dtype | torch.device):
                 raise ApplyError(
-                    f"argument {name} is a {type(value).__name__}, which is not known how to split; leave micro_batches out"
+                    f"argument {name} is a {type(value).__name__}, which micro_batches cannot split; leave "
+                    "micro_batches out"
                 )
 
     def part(self, begin: int, end: int, instead: Instead | None = None) -> tuple[list[Any], dict[str, Any]]:

@@ -62,7 +62,10 @@ class Proved:
 
 Judge = Callable[[FollowedRun, torch.nn.Module], Proved]
 """Says what a run that was followed proves about the model, or raises Mixes."""
-_INSTEAD = " (iterators, and generators of numpy's own, cannot be put back: draw from the global generator of torch, Python or numpy)"
+_INSTEAD = (
+    " (iterators and separate numpy generators cannot be rewound: draw from the global generator of torch, "
+    "Python or numpy)"
+)
 _OF_ALL = ("Python's random", "numpy.random")
 
 
@@ -222,7 +225,8 @@ class BatchProofs:
             except (Mixes, NeedsValues) as error:
                 self.is_unsteady |= isinstance(error, Unsteady)
                 raise self._refuse(
-                    f"parts of the batch may not give what the whole gives: {str(error) or 'values are read'}; leave micro_batches out"
+                    "parts of the batch may not give the same result as the whole: "
+                    f"{str(error) or 'values are read'}; leave micro_batches out"
                 ) from None
         self._before = self._state.snapshot(model, is_kept=True)
         if proved.is_of_first:
@@ -251,11 +255,14 @@ class BatchProofs:
         instead = _INSTEAD if taken and taken[0].what == DRAWN else ""
         used_up = [str(each) for each in taken]
         used_up += [
-            f"a {before.__name__} became another class" for part, before in self._classes if type(part) is not before
+            f"an object of {before.__name__} became one of another class"
+            for part, before in self._classes
+            if type(part) is not before
         ]
         if used_up:
             raise self._refuse(
-                f"parts of the batch may not give what the whole gives: {used_up[0]} in the forward of the first part{instead}; leave micro_batches out"
+                f"parts of the batch may not give the same result as the whole: {used_up[0]} in the forward of the "
+                f"first part{instead}; leave micro_batches out"
             )
 
     def _owner(self) -> torch.nn.Module:
@@ -345,7 +352,7 @@ def _judged(proof: FollowedRun, model: torch.nn.Module) -> Proved:
 def put_back(proofs: BatchProofs, calls: CallTrail | None) -> str:
     """Puts the model's state back to that of when `proofs.of` was called; the first change that stays, in words, or nothing. `calls` are what has run since."""
     if proofs.is_unsteady:
-        return "a state that is in no snapshot"
+        return "state that a snapshot does not cover"
     before = proofs.at_call
     if calls is not None and calls.written_outside(() if before is None else before.reach.tensors):
         return WRITTEN_OUTSIDE
@@ -435,7 +442,7 @@ def _check_loss(flow: Flow, inputs: Mapping[str, Any], *, is_of_classes: bool) -
     scores, target, weight = inputs["input"], inputs["target"], inputs.get("weight")
     layout = flow.rows.layout(scores)
     if layout is None or flow.rows.is_uniform(scores):
-        raise Mixes("is given scores that are no row's own")
+        raise Mixes("gets scores that do not belong to one row each")
     for name in ("weight", "pos_weight"):
         other = inputs.get(name)
         if isinstance(other, torch.Tensor) and is_of_classes and flow.rows.state(other) is not None:
@@ -448,10 +455,10 @@ def _check_loss(flow: Flow, inputs: Mapping[str, Any], *, is_of_classes: bool) -
     # one.
     classes = 1 if scores.dim() > 1 else 0
     if layout.dim == classes or (weight is not None and flow.rows.is_uniform(weight)):
-        raise Mixes("has the rows for classes")
+        raise Mixes("treats the rows as classes")
     expected = layout if target.dim() == scores.dim() or layout.dim < classes else layout.at(layout.dim - 1)
     if flow.rows.layout(target) != expected:
-        raise Mixes("compares rows with targets of others")
+        raise Mixes("compares rows with targets of other rows")
 
 
 def _has_rows(flow: Flow, value: torch.Tensor) -> bool:

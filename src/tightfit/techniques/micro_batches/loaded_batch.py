@@ -29,11 +29,13 @@ class LoadedBatch(AbstractBatch):
             if isinstance(leaf, torch.Tensor):
                 if leaf.dim() and leaf.shape[0] != self.num_examples:
                     raise ApplyError(
-                        f"the batch holds tensors of {self.num_examples} and of {leaf.shape[0]} rows: how to split it is not known; leave micro_batches out"
+                        f"the batch holds tensors of {self.num_examples} and of {leaf.shape[0]} rows, so "
+                        "micro_batches cannot split it; leave micro_batches out"
                     )
             elif not isinstance(leaf, _SHARED):
                 raise ApplyError(
-                    f"the batch holds a {type(leaf).__name__}, which is not known how to split; leave micro_batches out"
+                    f"the batch holds a {type(leaf).__name__}, which micro_batches cannot split; leave micro_batches "
+                    "out"
                 )
 
     def part(self, begin: int, end: int, instead: Instead | None = None) -> tuple[Sequence[Any], dict[str, Any]]:

@@ -121,7 +121,7 @@ class LossWatch(TorchFunctionMode):
             )
         if not self._allows_draws and draws_random_numbers(func, args, kwargs) and not is_called_by_us():
             raise self._refusal(
-                f"{name} draws random numbers, which would be others in parts of the batch; --allow micro_batches takes that"
+                f"{name} draws random numbers, which differ in parts of the batch; --allow micro_batches accepts that"
             )
         asks = name in _DECIDES or name in _TELLS
         if asks and len(self.decisions) < len(self._led) and not is_called_by_us():
@@ -143,7 +143,8 @@ class LossWatch(TorchFunctionMode):
         asked, value = self._led[len(self.decisions)]
         if asked != name:
             raise self._refusal(
-                "the model decides by other values for a part of the batch than for the whole; leave micro_batches out"
+                "the model branches on values that differ between a part of the batch and the whole; leave "
+                "micro_batches out"
             )
         self._decided(name, value)
         return value

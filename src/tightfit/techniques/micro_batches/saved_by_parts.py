@@ -81,7 +81,7 @@ class Unchanged:
         self._names = [
             *("a weight was changed" for _ in weights),
             *("the batch was overwritten" for _ in batch),
-            *("what was saved for the backward pass was written to" for _ in constants),
+            *("a tensor saved for the backward pass was modified" for _ in constants),
         ]
         self._tensors = [weakref.ref(tensor) for tensor in tensors]
         self._places = [_place(tensor) for tensor in tensors]
@@ -100,7 +100,7 @@ class Unchanged:
             if not is_same or is_any_written([self._contents[number]], [tensor]):
                 return self._names[number]
         if self._saved.is_any_written():
-            return "what was saved for the backward pass was written to"
+            return "a tensor saved for the backward pass was modified"
         return "" if self.state is None else self.state()
 
 

@@ -176,7 +176,7 @@ class SplitForward:
     @torch._disable_dynamo
     def _in_parts(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._memory is not None and self._memory.is_any_written():
-            raise self._refuse(f"{WRITTEN}, and micro_batches has copies; leave it out")
+            raise self._refuse(f"{WRITTEN}, and with micro_batches it is a copy; leave it out")
         self._memory = self._calls = None
         self._whole.begin()
         batch = self._batch_of(args, kwargs)
@@ -199,7 +199,7 @@ class SplitForward:
             sums, outputs = self._run_led(forward, batch, aside)
             if not torch.is_grad_enabled():
                 raise self._refuse(
-                    "the model leaves gradients switched off, and its parts are joined after it; leave micro_batches out"
+                    "the model leaves gradients disabled, and its parts are joined afterwards; leave micro_batches out"
                 )
             is_checked = checks_before > self._checks_left or (checks_before == 0 and self._checks_left > 0)
             sums.gradients = [p.grad for p in aside.parameters]
@@ -245,7 +245,8 @@ class SplitForward:
             found = None if number is None or number < 0 else self._proofs.decisions_of_whole(forward, batch, number)
             if found is None or len(found) <= len(led):
                 raise self._refuse(
-                    "the model decides by values of the batch, and does so otherwise for one part of it than for another; leave micro_batches out"
+                    "the model branches on values of the batch, and takes different branches for different parts; "
+                    "leave micro_batches out"
                 )
             led = found
 
@@ -381,8 +382,8 @@ class SplitForward:
         if comparable and bool((together - apart).abs() > tolerance * together.abs()):
             self._proofs.is_unsteady |= not _gives_the_same_twice(self._proofs, forward, batch)
             raise self._refuse(
-                f"two examples together have the loss {together.item():.6g} and one by one {apart.item():.6g}: it depends on what else is in "
-                "the batch; leave micro_batches out"
+                f"the loss of two examples is {together.item():.6g} together and {apart.item():.6g} one by one: it "
+                "depends on the rest of the batch; leave micro_batches out"
             )
 
 
@@ -401,8 +402,8 @@ def _gives_the_same_twice(proofs: BatchProofs, forward: Forward, batch: Abstract
 def _refuse_other_shares(sums: Sums, refuse: Refuse) -> None:
     if not sums.are_shares_equal():
         raise refuse(
-            "the loss adds up means over other numbers of terms (targets that are ignored), of which one part of the batch has another share "
-            "than of the rest; leave micro_batches out"
+            "the loss adds means over different numbers of terms (ignored targets), and their shares differ between "
+            "parts of the batch; leave micro_batches out"
         )
 
 
@@ -453,7 +454,8 @@ def looking(refuse: Refuse) -> Iterator[None]:
     except Exception as error:
         told = " ".join(str(error).split())
         raise refuse(
-            f"a look at whether parts of the batch give what the whole gives ended with {type(error).__name__} ({told}); leave micro_batches out"
+            f"the check that parts of the batch give the same result as the whole ended with {type(error).__name__} "
+            f"({told}); leave micro_batches out"
         ) from error
 
 
@@ -466,8 +468,8 @@ def _told_of_shared_graphs(refuse: Refuse) -> Iterator[None]:
         if _GONE_THROUGH not in str(error):
             raise
         raise refuse(
-            "parts of the batch share a graph, which the backward pass of one has freed (weights that parametrize.cached keeps, or a tensor that was "
-            "made before the forward); leave micro_batches out"
+            "parts of the batch share a graph, which the backward pass of one has freed (weights kept by "
+            "parametrize.cached, or a tensor computed before the forward); leave micro_batches out"
         ) from error
 
 
@@ -526,7 +528,7 @@ def is_gradient_asked(given: Any, whole: Sequence[torch.Tensor]) -> bool:
 
 def _refuse_asked_gradients(given: Any, batch: AbstractBatch, refuse: Refuse) -> None:
     if is_gradient_asked(given, batch.tensors()):
-        raise refuse(f"{ASKS_FOR_GRADIENT}, of which parts have copies{OF_MICRO_BATCHES}")
+        raise refuse(f"{ASKS_FOR_GRADIENT}, and each part has a copy of it{OF_MICRO_BATCHES}")
 
 
 def _refuse_own_code(loss: torch.Tensor, refuse: Refuse, *, is_on: bool) -> None:
@@ -546,7 +548,8 @@ def refuse_code_in_backward(results: Sequence[torch.Tensor], refuse: Refuse) -> 
             raise refuse(f"{reason}, and would do so for each part; leave micro_batches out")
     if within.has_own_contexts():
         raise refuse(
-            "a checkpoint of the program's has contexts of its own (context_fn), which each part would enter; leave micro_batches out"
+            "a checkpoint of the program has a context_fn, whose contexts each part would enter; leave "
+            "micro_batches out"
         )
     return within
 

@@ -20,7 +20,7 @@ from tightfit.techniques.wrappers.first_order import Refuse, first_order
 # By how much shares of whole numbers, and of sums of class weights, may differ.
 _EXACT, _ROUNDED = 1e-12, 1e-6
 
-WRITTEN = "what the model returned, a view of another of its results or of its arguments, was written to"
+WRITTEN = "an output of the model that is a view of another output or of an argument was modified in place"
 SMALL_OUTPUT_BYTES = 16 << 20
 """What else a model returns is put together again up to this size, which class scores have and logits of a vocabulary do not."""
 
@@ -152,7 +152,7 @@ class Outputs:
         items = items_of(output)
         if self.keys and self.keys != list(items):
             raise self.refuse(
-                "the model returns other outputs for one part of the batch than for another; leave micro_batches out"
+                "the model returns different outputs for different parts of the batch; leave micro_batches out"
             )
         self.kind, self.keys, self.loss_key = type(output), list(items), loss_key
         none = {key for key, value in items.items() if value is None}
@@ -236,7 +236,8 @@ class LeftOut:
 
     def _refuse(self, *_: Any) -> Never:
         raise self._error(
-            f"the program uses the output {self._name} of the model, of which micro_batches gives the loss alone; leave it out"
+            f"the program uses the output {self._name} of the model, and micro_batches computes only the loss; leave "
+            "it out"
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -273,8 +274,8 @@ class _Beside(torch.autograd.Function):
     def forward(ctx: Any, refuse: Refuse, values: Sequence[torch.Tensor], *parameters: torch.Tensor) -> torch.Tensor:
         def before_gradient() -> None:
             raise refuse(
-                "the program asks for the gradient of what the model returns beside its loss (a hook, retain_grad, autograd.grad), and "
-                "micro_batches has the gradients of parameters only; leave it out"
+                "the program asks for the gradient of a model output other than the loss (a hook, retain_grad, "
+                "autograd.grad), and micro_batches computes only gradients of parameters; leave it out"
             )
 
         ctx.refuse, ctx.before_gradient = refuse, before_gradient
@@ -286,7 +287,8 @@ class _Beside(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> Any:  # pyrefly: ignore[bad-override]
         if grad_outputs[0] is not None:
             raise ctx.refuse(
-                "the program computes a loss of its own from what the model returns, and micro_batches has only the gradients of the model's own; leave it out"
+                "the program computes its own loss from the model's outputs, and micro_batches has only the "
+                "gradients of the model's loss; leave it out"
             )
         return (None,) * len(ctx.needs_input_grad)
 
@@ -312,23 +314,27 @@ class _Joined(torch.autograd.Function):
             g is not None and torch.is_autocast_enabled(g.device.type) for g in grad_outputs
         ):
             raise ctx.refuse(
-                "the backward pass is run under autocast and the forward was not, in which micro_batches has run both; leave it out"
+                "the backward pass runs under autocast and the forward did not, where micro_batches had already run "
+                "both; leave it out"
             )
         if ctx.precisions != precisions():
             raise ctx.refuse(
-                "products are rounded otherwise in the backward pass than in the forward (a precision that torch was set to), and micro_batches has run both there; leave it out"
+                "torch's matmul precision was changed between forward and backward, and micro_batches had already "
+                "run both; leave it out"
             )
         sums, ctx.sums = ctx.sums, None
         if sums is None:
-            raise ctx.refuse("the program runs one loss backwards twice, which micro_batches cannot; leave it out")
+            raise ctx.refuse(
+                "the program calls backward twice on one loss, which micro_batches does not support; leave it out"
+            )
         changed = "" if sums.unchanged is None else sums.unchanged.what_changed()
         if sums.beside is not None and sums.beside.is_any():
-            changed = changed or "what the model returned was written to past autograd (through .data, say)"
+            changed = changed or ("an output of the model was modified without autograd seeing it (through .data, say)")
         if sums.memory is not None and sums.memory.is_any_written():
             changed = changed or WRITTEN
         if changed:
             raise ctx.refuse(
-                f"{changed} between the forward and the backward pass, and micro_batches has run both; leave it out"
+                f"{changed} between forward and backward, and micro_batches had already run both; leave it out"
             )
         gradients, sums.gradients = sums.gradients, []
         if gradient is None:
@@ -367,7 +373,7 @@ def items_of(output: Any) -> dict[Any, Any]:
         return dict(enumerate(output))
     if isinstance(output, Mapping):
         return dict(output)
-    raise ApplyError(f"the model returns a {type(output).__name__}, no loss; leave micro_batches out")
+    raise ApplyError(f"the model returns a {type(output).__name__}, not a loss; leave micro_batches out")
 
 
 def _loss_key(items: Mapping[Any, Any], output: Any) -> Any:
@@ -377,6 +383,7 @@ def _loss_key(items: Mapping[Any, Any], output: Any) -> Any:
     numbers = [key for key, value in items.items() if isinstance(value, torch.Tensor) and value.dim() == 0]
     if len(numbers) != 1:
         raise ApplyError(
-            f"the model returns {len(numbers) or 'no'} numbers ({type(output).__name__}), of which one must be the loss; leave micro_batches out"
+            f"the model returns {len(numbers) or 'no'} scalars ({type(output).__name__}), and micro_batches needs "
+            "exactly one, the loss; leave micro_batches out"
         )
     return numbers[0]

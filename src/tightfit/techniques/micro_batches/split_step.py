@@ -61,9 +61,7 @@ def split_step(
     )
     if framework == "Lightning":
         if not loop.automatic_optimization:
-            raise ApplyError(
-                "the training step runs its losses backwards itself (manual optimization); leave micro_batches out"
-            )
+            raise ApplyError("the training step calls backward itself (manual optimization); leave micro_batches out")
         if loop._compiler_ctx is not None:
             raise ApplyError("the training step is compiled as a whole; leave micro_batches out")
         session.set(loop, "training_step", _TrainingStep(loop, splits))
@@ -136,7 +134,8 @@ def _in_parts_of_trainer(compute: Step, splits: Callable[..., SplitForward]) -> 
         if split is None or split.model is not model:
             if type(model).__name__ in WRAPPERS or model._compiled_call_impl is not None:
                 raise ApplyError(
-                    "the Trainer calls the model compiled or on several cards, which does not see parts of a batch; leave micro_batches out"
+                    "the Trainer calls the model compiled or on several cards, which would not be called for the "
+                    "parts of a batch; leave micro_batches out"
                 )
             split = splits(model)
         return split(lambda part: compute(model, part, *rest, **kwargs), inputs)

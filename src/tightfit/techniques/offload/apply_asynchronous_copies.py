@@ -149,7 +149,7 @@ class ProgramCopies(OnlyHere):
     def _stop_since(self, why: str) -> None:
         if not self._is_over:
             self.end()
-            self._tell(f"{why}: batches are copied as the program asks, and waited for")
+            self._tell(f"{why}: batches are copied as the program copies them, and waited for")
 
     def _count(self) -> None:
         self._statistics["batch copies"] = number = self._statistics.get("batch copies", 0) + 1

@@ -54,13 +54,13 @@ def apply_trained_weight_streaming(session: Session, chosen: Sequence[ChosenOpti
     if others:
         places = [each.where for each in chosen]
         raise ApplyError(
-            f"the plan has {_NAME} at {' and '.join(places)}; it is for one model at a time", places=places
+            f"the plan has {_NAME} at {' and '.join(places)}; it supports one model at a time", places=places
         )
     for optimizer in session.optimizers:
         check_separable(optimizer, _NAME)
         if any(group.get("capturable") for group in optimizer.param_groups):
             raise ApplyError(
-                f"{type(optimizer).__name__}(capturable=True) updates on the card alone; leave {_NAME} out of the plan"
+                f"{type(optimizer).__name__}(capturable=True) updates on the GPU only; leave {_NAME} out of the plan"
             )
     places = [f"{choice.where}.{path}" for path in choice.settings["blocks"]]
     smallest_bytes = int(choice.settings["smallest_bytes"])
@@ -110,7 +110,8 @@ def _check_fused(session: Session, parameters: Collection[torch.Tensor]) -> None
         found = next((p.dtype for p in parameters if p in wrong), None)
         if found is not None:
             raise ApplyError(
-                f"torch's fused {type(optimizer).__name__} goes wrong at the host in {found}; leave fused=True out, or {_NAME}"
+                f"torch's fused {type(optimizer).__name__} is incorrect on the CPU in {found}; leave fused=True out, "
+                f"or {_NAME}"
             )
 
 

@@ -41,7 +41,7 @@ from tightfit.torch_hooks.saving_functions import on_saving_functions, saving_fu
 from tightfit.torch_hooks.weak_references import WeakTable
 
 _NAME = "weight_streaming"
-_LOST = "; this pass cannot be finished: the file that they are in is damaged, or its disk"
+_LOST = "; this pass cannot finish: their file or its disk is damaged"
 
 
 def apply_weight_streaming(session: Session, chosen: Sequence[ChosenOption]) -> None:
@@ -134,8 +134,9 @@ class _LoadedInPlace:
     def __call__(self, *_: Any) -> None:
         if torch.__future__.get_swap_module_params_on_conversion():
             raise self._verdict.refuse(
-                f"{self._where}: the program has loaded weights exchanged for the present ones as tensors (torch.__future__."
-                f"set_swap_module_params_on_conversion), which are streamed; leave it out: tightfit plan --without {self._technique}",
+                f"{self._where}: the program loads weights by swapping tensors "
+                "(torch.__future__.set_swap_module_params_on_conversion), and these weights are streamed; leave it "
+                f"out: tightfit plan --without {self._technique}",
                 technique=self._technique,
                 places=(self._where,),
             )
@@ -168,7 +169,7 @@ def _check_not_seen(session: Session, parameters: Sequence[torch.Tensor]) -> Non
     if seen is not None:
         name = next((name for name, parameter in session.model.named_parameters() if parameter is seen), "a weight")
         raise ApplyError(
-            f"{name} lies in a file that another tensor of the program's sees too: weights there cannot be streamed"
+            f"{name} is in a file that another tensor of the program also maps: such weights cannot be streamed"
         )
 
 
@@ -177,7 +178,7 @@ def _check_apart(choices: Mapping[torch.nn.Module, ChosenOption]) -> None:
         inside = next((choices[part] for part in module.modules() if part is not module and part in choices), None)
         if inside is not None:
             raise ApplyError(
-                f"{inside.where} is inside of {choice.where}: its weights are streamed by one of them",
+                f"{inside.where} is inside {choice.where}: only one of the two can stream its weights",
                 places=[inside.where],
             )
 
@@ -225,26 +226,27 @@ class _Around(OnlyHere):
             return forward(*args, **kwargs)
         if self._block.weights and is_among_values(self._block.weights[0].parameter):
             if self._streamed.device.type != "cpu":
-                raise self._refuse("is traced, or run with fake tensors, while its weights lie at the host")
+                raise self._refuse("is traced, or run with fake tensors, while its weights are in host memory")
             return forward(*args, **kwargs)
         if self._block.weights and torch._C._functorch.peek_interpreter_stack() is not None:
-            raise self._refuse("is run inside of a transform of torch.func, which keeps its weights by itself")
+            raise self._refuse("runs inside a torch.func transform, which holds its weights itself")
         # A program that trains them by now updates them wherever they are, and its optimizer's states are to be on the card.
         if (
             torch.is_grad_enabled()
             and any(weight.parameter.requires_grad and weight.gradient is None for weight in self._block.weights)
             and self._streamed.stay(self._block)
         ):
-            raise self._refuse("begins to be trained while the program holds views of its weights at the host")
+            raise self._refuse("starts to be trained while the program holds views of its weights in host memory")
         self._streamed.check_views(self._block)
         if modes := names_of_modes():
-            raise self._refuse(f"runs inside of {modes[0]}, which would see how its weights come and go")
+            raise self._refuse(f"runs under {modes[0]}, a mode that would see its weights being copied")
         with self._streamed.call(self._block, _pass_now()):
             first = torch.autograd._get_sequence_nr()
             hooks = self._hooks()
             if hooks is not None and hooks.line:
                 raise self._refuse(
-                    f"runs within hooks for saved tensors that ask where a tensor lies in memory (at {hooks.line}): a streamed weight lies elsewhere each time"
+                    f"runs under saved-tensor hooks that read a tensor's address (at {hooks.line}), and a streamed "
+                    "weight has another address each time"
                 )
             try:
                 with hooks.entered() if hooks is not None else nullcontext():
@@ -252,7 +254,7 @@ class _Around(OnlyHere):
             except RuntimeError as error:
                 if not are_saved_tensor_hooks_refused(error):
                     raise
-                raise self._refuse("transforms code (torch.func) that takes no hooks for saved tensors") from error
+                raise self._refuse("runs a torch.func transform that does not support saved-tensor hooks") from error
             if hooks is not None and hooks.question:
                 raise self._refuse(told(hooks.question))
             if torch.is_grad_enabled():
@@ -285,7 +287,7 @@ class _Around(OnlyHere):
         """The backward pass has come to the block."""
         if modes := names_of_modes():
             raise self._refuse(
-                f"has its backward pass inside of {modes[0]}, which would see how its weights come and go"
+                f"runs its backward pass under {modes[0]}, a mode that would see its weights being copied"
             )
         self._streamed.use(self._block, Pass.BACKWARD)
         torch.autograd.Variable._execution_engine.queue_callback(self._streamed.end_pass)
@@ -370,8 +372,9 @@ class _Checks:
             ApplyError: always.
         """
         raise self._verdict.refuse(
-            f"the program holds a view of a streamed weight of shape {tuple(weight.parameter.shape)}, taken while that was on the card: it does not see what is "
-            f"written to the weight; leave streaming out: tightfit plan --without {self._technique}",
+            f"the program holds a view of a streamed weight of shape {tuple(weight.parameter.shape)}, taken while "
+            "the weight was on the GPU: it does not see later writes to the weight; leave streaming out: tightfit "
+            f"plan --without {self._technique}",
             technique=self._technique,
         )
 
@@ -387,7 +390,8 @@ class _Checks:
         self._times[weight] = times + 1
         if not torch.equal(weight.on_card.whole.cpu(), weight.bytes_at_host):
             raise self._verdict.refuse(
-                "a streamed weight on the card differs from what is at the host, and no version tells of a write (`weight.data`?); "
-                f"leave streaming out: tightfit plan --without {self._technique}",
+                "a streamed weight on the GPU differs from its copy in host memory, and its version was not "
+                "increased (a write through `weight.data`?); leave streaming out: tightfit plan --without "
+                f"{self._technique}",
                 technique=self._technique,
             )

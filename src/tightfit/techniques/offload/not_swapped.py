@@ -33,7 +33,7 @@ class _Streamed:
         swapped = next((each for each in (one, other) if each in MOVED and id(each) in own), None)
         if swapped is not None:
             raise self._verdict.refuse(
-                f"a streamed weight of shape {tuple(swapped.shape)} is exchanged as a tensor (torch.utils.swap_tensors); "
-                f"leave streaming out: tightfit plan --without {self._technique}",
+                f"a streamed weight of shape {tuple(swapped.shape)} is swapped with another tensor "
+                f"(torch.utils.swap_tensors); leave streaming out: tightfit plan --without {self._technique}",
                 technique=self._technique,
             )

@@ -33,7 +33,7 @@ class WeightStreaming(AbstractTechnique):
 
     name = "weight_streaming"
     exact = True
-    exactness = "bit for bit: the same values are copied to the card"
+    exactness = "bit for bit: the same values are copied to the GPU"
 
     def options(self, profile: Profile) -> Iterable[Option]:
         """Two options for each layer that has weights which are not trained: to the host, and to disk."""

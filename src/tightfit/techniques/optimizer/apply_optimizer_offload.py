@@ -65,8 +65,9 @@ def device_of_optimizers(session: Session) -> torch.device:
     """
     if not session.optimizers:
         raise ApplyError(
-            "no optimizer has weights of the model when it is called first (it is made later, or torch.func.functional_call calls the model with other weights); "
-            "leave states at the host out of the plan"
+            "no optimizer holds weights of the model at its first call (the optimizer is created later, or "
+            "torch.func.functional_call calls the model with other weights); leave states at the host out of the "
+            "plan"
         )
     held = [p for optimizer in session.optimizers for group in optimizer.param_groups for p in group["params"]]
     devices = devices_of(held)
@@ -80,7 +81,8 @@ def _check_updates_on_host(session: Session, choice: ChosenOption) -> None:
     for optimizer in session.optimizers:
         if type(optimizer).__name__ not in UPDATED_ON_HOST:
             raise ApplyError(
-                f"{type(optimizer).__name__} has no fused implementation for the host's processor; leave executor=host out of the plan"
+                f"{type(optimizer).__name__} has no fused implementation for the CPU; leave executor=host out of the "
+                "plan"
             )
     if choice.settings.get("tier") == "disk":
         raise ApplyError(

@@ -76,7 +76,7 @@ class UpdateInBackward(AbstractTechnique):
         if not run.step_ranges or updates_in_backward(run) or not reason:
             return []
         held = int(run.block_bytes[run.gradients(run.step_ranges[-1])].sum())
-        what = f"gradients cannot be used up within the backward pass, because {reason}"
+        what = f"gradients cannot be consumed within the backward pass, because {reason}"
         return [Suggestion(what=what, saves_bytes=held)]
 
     def apply(self, session: "Session", chosen: Sequence[ChosenOption]) -> None:

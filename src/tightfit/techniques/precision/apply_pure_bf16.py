@@ -61,7 +61,8 @@ class _Refusing:
         """Raises if the plan was taken off since the forward, whose graph has saved weights that are in float32 by now."""
         if self.is_over:
             raise ApplyError(
-                f"{self.technique} was taken off between the forward and the backward pass, which has weights in bfloat16; run the forward again"
+                f"{self.technique} was removed between forward and backward, and the backward pass needs its "
+                "bfloat16 weights; run the forward again"
             )
 
 
@@ -127,7 +128,7 @@ def lower_model(
         # This step would be torch's, with states in float32 and weights in bfloat16.
         if optimizer.state and is_stepped(optimizer):
             raise ApplyError(
-                f"the plan is put on within a step of its optimizer, by a closure; put it on before, or {remedy}"
+                f"the plan is applied within a step of its optimizer, by a closure; apply it before, or {remedy}"
             )
     lowered: dict[torch.Tensor, None] = {p: None for p in session.model.parameters() if p.dtype == torch.float32}
     if not lowered:
@@ -141,21 +142,21 @@ def lower_model(
     # DistributedDataParallel's buckets and hand-written flat buffers: the optimizer would read another
     # gradient than the buffer's owner.
     if any(p.grad is not None and p.grad._is_view() for p in lowered):
-        raise ApplyError(f"gradients are views of a buffer of the script's own, which stays in float32; {remedy}")
+        raise ApplyError(f"gradients are views of a buffer of the script, which stays in float32; {remedy}")
     if shared := _shared(session, lowered):
         raise ApplyError(f"{shared} shares its memory with a tensor that is not cast with it; {remedy}")
     # Setting `.data` of another dtype drops the parameter's AccumulateGrad node (`VariableHooks::set_data`,
     # torch/csrc/autograd/variable.cpp): hooks on the old one would never be called again.
     if _are_accumulators_held(lowered):
         raise ApplyError(
-            "the program holds on to where gradients of parameters arrive (register_multi_grad_hook, or a hook on such a node), which a cast "
-            f"replaces; {remedy}"
+            "the program holds gradient accumulators of parameters (register_multi_grad_hook, or a hook on the "
+            f"node), which a cast replaces; {remedy}"
         )
     # It holds them too, in C++, and would go on without a word: each process would train by itself.
     if ReducedGradients().is_any_of(lowered):
         raise ApplyError(
-            "DistributedDataParallel was made around the model before the plan was put on, and would not average the gradients of weights that are cast; "
-            f"make it afterwards, or {remedy}"
+            "DistributedDataParallel wrapped the model before the plan was applied, and would not average the "
+            f"gradients of weights that are cast; wrap it afterwards, or {remedy}"
         )
     refuse = _Refusing(session.verdict, technique)
     counting = CountingBuffers(session.model.named_buffers())
@@ -239,7 +240,8 @@ def _part_in_bfloat16(refuse: _Refusing, forward: Callable[..., Any], /, *args: 
 
 def _refuse_copy(remedy: str, *_: object) -> Never:
     raise ApplyError(
-        f"a copy of this optimizer would train in bfloat16 without the bits that are cut off; copy its state_dict, or {remedy}"
+        "a copy of this optimizer would train in bfloat16 without the bits that the cast removed; copy its "
+        f"state_dict, or {remedy}"
     )
 
 

@@ -48,7 +48,8 @@ class CountingBuffers:
                 self._counts.remove(count)
             elif is_full and count.buffer.dtype == torch.bfloat16:
                 raise refuse(
-                    f"the buffer {count.name} counts in bfloat16, which has no number between 256 and 258; leave {technique} out of the plan"
+                    f"the buffer {count.name} counts in bfloat16, which cannot represent 257; leave {technique} out "
+                    "of the plan"
                 )
 
 

@@ -117,7 +117,7 @@ def without_more_hooks(
                 del hooks[number]
     with torch._C.DisableTorchFunctionSubclass():
         if any(each.retains_grad for each in passed_by):
-            raise refusal("retains the gradient of an input that is another tensor when it is run a second time")
+            raise refusal("calls retain_grad on an input, which is another tensor when it is recomputed")
 
 
 class SavedInputs:

@@ -36,7 +36,10 @@ class Checkpointing(AbstractTechnique):
         if profile.blocks:
             return ""
         if any(name.startswith(RECURRENT) for name in profile.tape.strings):
-            return "a recurrent layer is one kernel, which needs its own inputs and results in the backward pass: run again, it would hold as much"
+            return (
+                "a recurrent layer is one kernel, which needs its own inputs and results in the backward pass: "
+                "recomputed, it would hold as much"
+            )
         return "no module that is made of submodules, the whole model aside, saves activations: a single layer mostly saves its own input"
 
     def apply(self, session: "Session", chosen: Sequence[ChosenOption]) -> None:

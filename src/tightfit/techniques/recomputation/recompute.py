@@ -77,7 +77,7 @@ from tightfit.torch_hooks.saving_functions import on_saving_functions
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
-_OTHER_THINGS = "did other things when it was run a second time"
+_OTHER_THINGS = "ran differently when it was recomputed"
 # The number of a backward pass where there is none.
 _NO_TASK = -1
 _NOTHING = nullcontext()
@@ -155,7 +155,7 @@ class Recomputed:
     def expect(self, sums: Sequence[tuple[torch.Tensor, torch.Tensor, str]]) -> None:
         """Has the two sums of each compared before the next step of an optimizer."""
         for first, second, words in sums:
-            refuse = functools.partial(self.refusal, f"{words} when it was run a second time")
+            refuse = functools.partial(self.refusal, f"{words} when it was recomputed")
             self._verdict.sums.append(ComparedSums(first=first, again=second, refuse=refuse))
 
     def is_of(self, module: torch.nn.Module) -> bool:
@@ -183,9 +183,7 @@ class Recomputed:
             given = {} if _OF_CHECKPOINTS & kwargs.keys() else kwargs
             return checkpoint(named, *args, use_reentrant=False, **extra, **given)
         if not takes_saved_tensor_hooks():
-            raise self.refusal(
-                "runs where the program has switched off hooks for saved tensors, which a second run needs"
-            )
+            raise self.refusal("runs where the program has disabled saved-tensor hooks, which recomputation needs")
         call = RecomputedCall(self, args, kwargs)
         on_call(call)
         # Where both runs are compared, the second one goes on to its end, past the last tensor that the backward pass needs.
@@ -242,9 +240,9 @@ class Recomputed:
                 self._written.add(path)
                 found.pop(id(tensor), None)
             else:
-                raise self.refusal(f"cannot be run a second time: in its forward {path} was written to")
+                raise self.refusal(f"cannot be recomputed: in its forward {path} was written to")
         if found:
-            raise self.refusal(f"cannot be run a second time: in its forward {next(iter(found.values()))}")
+            raise self.refusal(f"cannot be recomputed: in its forward {next(iter(found.values()))}")
         self.is_first = False
 
 
@@ -309,7 +307,7 @@ class RecomputedCall:
             if not are_saved_tensor_hooks_refused(error):
                 raise
             raise owner.refusal(
-                "transforms code (torch.func) that takes no hooks for saved tensors, which a second run needs"
+                "runs a torch.func transform that does not support saved-tensor hooks, which recomputation needs"
             ) from error
         saved.is_complete = True
         self.fingerprints = fingerprints.taken if fingerprints is not None else None
@@ -317,9 +315,11 @@ class RecomputedCall:
         # Those that it was given: a list among its arguments may hold more by now.
         given, self._given = self._given, []
         if versions(given) != self._versions:
-            raise owner.refusal("writes over its own input, which a second run would find changed")
+            raise owner.refusal("modifies its own input in place, so a recomputation would start from other values")
         if settings.has_begun_card:
-            raise owner.refusal("is the first to use the card, whose random numbers a second run could not draw again")
+            raise owner.refusal(
+                "is the first code to use the GPU, so a recomputation could not draw the same random numbers"
+            )
         self._end_first()
         return result
 
@@ -334,7 +334,7 @@ class RecomputedCall:
         if self._has_graphs or self._of_all:
             after = self.owner.state.snapshot(self.owner.owner())
             # What a forward draws from, a second run goes on drawing from: its results may be the same, and its gradients of another number.
-            self._own_writes = frozenset(d.path for d in differences(self.before, after) if d.what != "was drawn from")
+            self._own_writes = frozenset(d.path for d in differences(self.before, after) if d.what != "was advanced")
             self.owner.stored.leaves(self.before.in_graphs(), after.in_graphs(), self.owner.num_second_runs)
 
     @contextmanager
@@ -365,11 +365,9 @@ class RecomputedCall:
         ambient = Ambient.now()
         # A mode of the user's may change what operators compute, and the backward pass runs outside of it.
         if modes := self._ambient.unknown_modes(ambient):
-            raise owner.refusal(f"ran inside of {modes[0]}, which the backward pass is not in")
+            raise owner.refusal(f"ran under {modes[0]}, a mode that the backward pass does not run under")
         if modes := self._ambient.other_dispatch_modes(ambient):
-            raise owner.refusal(
-                f"is run a second time inside of {modes[0]}, or was the first time, which sees each operator"
-            )
+            raise owner.refusal(f"runs, or is recomputed, under {modes[0]}, a mode that sees every operator")
         # Most blocks write nothing: for these a second run costs two looks at the state and no restoring.
         needs_restoring = bool(changed or self._copies)
         if needs_restoring:
@@ -390,7 +388,7 @@ class RecomputedCall:
                 self._refuse_left(now)
             kept.clear()
             if change := marks[0].change() or marks[1].change():
-                raise owner.refusal(f"{change} in its forward, which a second run would do once more")
+                raise owner.refusal(f"{change} in its forward, which a recomputation would repeat")
 
     def _spend(self) -> None:
         """Half of what a call costs the processor, in each of its runs."""
@@ -411,13 +409,15 @@ class RecomputedCall:
     def _refuse_left(self, now: Snapshot) -> None:
         """A run that ends with the last tensor that the backward pass needs does not come to what takes its writes back at the end of the forward."""
         for difference in written_since(now):
-            raise self.owner.refusal(f"was run a second time, and as it ended there {difference}")
+            raise self.owner.refusal(
+                f"was recomputed only up to its last saved tensor, and that left a change: {difference}"
+            )
 
     def _refuse_lost(self, changed: Sequence[StateDifference]) -> None:
         for difference in changed:
             is_own = difference.tensor is None and difference.path in self._own_writes
             if difference.is_in_place and not is_own and id(difference.tensor) not in self._copies:
-                raise self.owner.refusal(f"cannot be run a second time: since its forward {difference}")
+                raise self.owner.refusal(f"cannot be recomputed: since its forward {difference}")
 
     @contextmanager
     def _compared(self) -> Iterator[None]:
@@ -436,7 +436,7 @@ class RecomputedCall:
         """
         mismatch = first_mismatch(self.fingerprints or (), taken)
         if mismatch is not None:
-            raise self.owner.refusal(f"{mismatch} when it was run a second time")
+            raise self.owner.refusal(f"{mismatch} when it was recomputed")
 
 
 class _RepeatedCall:
@@ -520,17 +520,18 @@ class _RepeatedCall:
         if fingerprints is not None:
             call.compare(fingerprints.taken)
         if later.words:
-            raise owner.refusal(f"{later.words} when it was run a second time")
+            raise owner.refusal(f"{later.words} when it was recomputed")
         if not later.is_alike or not later.is_whole:
             raise owner.refusal(_OTHER_THINGS)
 
     def _check(self, args: Sequence[Any]) -> None:
         owner = self._call.owner
         if versions(tensors_in(kept_as_they_are(args, self._kwargs))) != self._versions_kept:
-            raise owner.refusal("is given a tensor that is written to after it was handed in")
+            raise owner.refusal("gets an argument that is modified after the call")
         if self._call.saved.is_any_written():
             raise owner.refusal(
-                "cannot be run a second time: a result that it saved for its backward pass was written to past torch (through .data)"
+                "cannot be recomputed: a tensor that it saved for its backward pass was modified without torch "
+                "seeing it (through .data)"
             )
 
 
@@ -552,7 +553,7 @@ def _did_instead(error: Exception) -> str:
     is_of_torch = isinstance(error, RuntimeError) and frames[-1].filename == torch.utils.checkpoint.__file__
     if is_of_torch or isinstance(error, OtherRunError):
         return _OTHER_THINGS
-    return f"raised {type(error).__name__} when it was run a second time"
+    return f"raised {type(error).__name__} when it was recomputed"
 
 
 def _note_state(owner: Recomputed, fingerprints: Fingerprints, kept: list[tuple[Snapshot, int]]) -> None:

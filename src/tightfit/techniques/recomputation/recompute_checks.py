@@ -128,9 +128,9 @@ class ParameterMarks:
 # In the order of the marks of each parameter.
 _CHANGES = (
     "writes to the gradient of a parameter",
-    "puts a hook on a parameter",
-    "puts a hook on a parameter",
-    "freezes a parameter, or thaws it,",
+    "registers a hook on a parameter",
+    "registers a hook on a parameter",
+    "changes requires_grad of a parameter",
 )
 
 

@@ -73,7 +73,8 @@ class _Replay:
     def _refuse_to_give(self, _: None) -> Any:
         assert self.call is not None
         raise self.call.owner.refusal(
-            "takes a gradient inside of a forward, for which nothing is kept while the input of the next block is made again"
+            "computes a gradient inside its forward, which is not possible while the input of the next block is "
+            "recomputed"
         )
 
     def begins(self, call: RecomputedCall) -> None:
@@ -180,7 +181,9 @@ class Segment:
         if handle is not None:
             handle.value = None
         if previous is not None and previous._version != version:
-            raise recomputed.refusal("writes over its own input, which a second run would find changed")
+            raise recomputed.refusal(
+                "modifies its own input in place, so a recomputation would start from other values"
+            )
         if number + 1 == len(self._recomputed):
             self._current = None
         else:

@@ -67,16 +67,18 @@ def _check(where: str, modules: Sequence[torch.nn.Module], holders: Sequence[tor
     for module in modules:
         if getattr(module, "inplace", False):
             raise ApplyError(
-                f"a chain of {where} begins with what writes over its own input; leave tiled_convolutions out"
+                f"a chain of {where} begins with a module that modifies its input in place; leave tiled_convolutions "
+                "out"
             )
         if not isinstance(module, _GIVES_INPUT):
             break
     if are_all_hooked_forward() or are_all_hooked_backward():
-        raise ApplyError("all modules have a hook, which would see tiles; leave tiled_convolutions out")
+        raise ApplyError("a hook is registered on all modules, which would see tiles; leave tiled_convolutions out")
     for module in (*modules, *holders):
         if any(len(getattr(module, hooks)) for hooks in _HOOKS) or "forward" in vars(module):
             raise ApplyError(
-                f"a {type(module).__name__} of {where} has hooks or a forward of its own, which would see tiles; leave tiled_convolutions out"
+                f"a {type(module).__name__} of {where} has hooks or an overridden forward, which would see tiles; "
+                "leave tiled_convolutions out"
             )
         # A script may put its own into torch's class, also later.
         if any(is_users_function(getattr(type(module), name, None)) for name in ("forward", "_conv_forward")):
@@ -130,7 +132,7 @@ class _Slabs:
             )
             if not all(parameter.is_leaf for parameter in self._chain.parameters()):
                 raise ApplyError(
-                    "the chain has weights that are computed from others (functional_call); leave tiled_convolutions out"
+                    "the chain runs with weights that are not its own (functional_call); leave tiled_convolutions out"
                 )
             check_dimensions(children, value)
             # Along the longest side halos are the smallest share.
@@ -141,7 +143,7 @@ class _Slabs:
             if not (self._has_run and has_values(value)):
                 raise self._refusal(str(error)) from None
             forget_apply_errors_since(said)
-            note = f"{_NAME} ran a later call whole: {self._where}: {str(error).partition('; leave')[0]}"
+            note = f"{_NAME}: a later call ran whole: {self._where}: {str(error).partition('; leave')[0]}"
             if note not in self._notes:
                 self._notes.append(note)
             return self._plain(value)
@@ -193,7 +195,7 @@ class _Slabs:
         expected = self._plain(part.clone()).narrow(tiling.dim, 0, length)
         differs = difference(found, expected, bound_for(part))
         if differs is not None:
-            raise self._refusal(f"a slab of a chain differs from the chain itself by {differs:.2g} of its norm")
+            raise self._refusal(f"a slab of the chain differs from the whole result by {differs:.2g} of its norm")
 
     def _refusal(self, why: str) -> ApplyError:
         return self._verdict.refuse(

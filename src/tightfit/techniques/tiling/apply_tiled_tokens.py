@@ -115,7 +115,7 @@ class _Tiles:
             return False
         if proofs is not None and proofs.put_back():
             return False
-        note = f"tiled_tokens ran a later call whole: {str(error).partition('; leave it out')[0]}"
+        note = f"tiled_tokens: a later call ran whole: {str(error).partition('; leave it out')[0]}"
         if without_numbers(note) not in self._said:
             self._said.add(without_numbers(note))
             self._notes.append(note)

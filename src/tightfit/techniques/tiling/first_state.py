@@ -49,9 +49,9 @@ class FirstState:
     def lost(self) -> str:
         """What was changed since and cannot be put back; empty if there is nothing."""
         if self._code is not None and not self._code.is_same():
-            return "the code of the module was replaced"
+            return "its code was replaced"
         if any(parameter._backward_hooks for parameter in self._owner().parameters()):
-            return "a hook was put on a gradient"
+            return "a hook was registered on a gradient"
         if self._state.is_still(self._then):
             return ""
         found = differences(self._then, self._now())
@@ -90,7 +90,8 @@ class _Gone(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         used = next(each for each in tree_leaves((args, kwargs or {})) if isinstance(each, cls))
         raise used.refuse(
-            f"reads {used.path}, which was replaced between the forward and the backward pass, in which tiles are run again"
+            f"reads {used.path}, which was replaced between forward and backward, and the backward pass runs the "
+            "tiles again"
         )
 
 

@@ -141,7 +141,8 @@ def check_dimensions(children: Iterable[nn.Module], value: torch.Tensor) -> None
     num_axes = next((int(end[0]) for end in ends if end[0].isdigit() and end[1] == "d"), 1)
     if value.dim() < 2 + num_axes:
         raise ApplyError(
-            f"the chain is called with {value.dim()} dimensions, one image without a batch; leave tiled_convolutions out"
+            f"the chain is called with {value.dim()} dimensions (one image without a batch dimension); leave "
+            "tiled_convolutions out"
         )
 
 

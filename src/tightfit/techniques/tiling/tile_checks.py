@@ -107,7 +107,7 @@ class TileProofs:
         if before is None or self._random is None:
             return ""
         if self._is_unsteady:
-            return "a state that is in no snapshot"
+            return "state that a snapshot does not cover"
         calls, self.runs.latest = self.runs.latest, None
         if calls is not None and calls.written_outside(before.reach.tensors):
             return WRITTEN_OUTSIDE

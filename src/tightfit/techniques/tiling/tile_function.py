@@ -150,7 +150,8 @@ def run_tiled(tiling: Tiling, value: torch.Tensor) -> torch.Tensor:
     check_transforms("tiles", tiling.refuse)
     if not all(p.is_leaf for p in tiling.parameters):
         raise tiling.refuse(
-            "has weights that are computed from others (functional_call), which its tiles would not find in the backward pass"
+            "runs with weights that are not its own (functional_call), which its tiles would not find in the "
+            "backward pass"
         )
     _check_attributes(value, "input", tiling.refuse)
     trained = [p for p in tiling.parameters if p.requires_grad]
@@ -204,16 +205,16 @@ class _Tiled(torch.autograd.Function):
         value, *trained = ctx.saved_tensors
         changed = tiling.first_state.lost()
         if not changed and ctx.addresses != _addresses(tiling.parameters):
-            changed = "a weight was given other data"
+            changed = "a weight had its data replaced"
         if not changed and not all(parameter.requires_grad for parameter in trained):
             changed = "a weight was frozen"
         read = [value, *tiling.parameters]
         if not changed and (
             is_any_written(ctx.contents, read) or (ctx.checksum is not None and ctx.checksum != checksum(read))
         ):
-            changed = "the input or a weight was written to past autograd (through .data)"
+            changed = "the input or a weight was modified without autograd seeing it (through .data)"
         if changed:
-            raise tiling.refuse(f"{changed} between the forward and the backward pass, in which tiles are run again")
+            raise tiling.refuse(f"cannot run its tiles again in the backward pass: {changed} after the forward")
         whole = None
         if ctx.needs_input_grad[2]:
             # Tiles that do not overlap cover the input, so nothing of the gradient stays unwritten.
@@ -287,7 +288,7 @@ def _told_of_errors(refuse: Refuse) -> Iterator[None]:
         raise
     except Exception as error:
         told = " ".join(str(error).split())
-        raise refuse(f"raised {type(error).__name__} when its tiles were run a second time ({told})") from error
+        raise refuse(f"raised {type(error).__name__} when its tiles were run again ({told})") from error
 
 
 def _put(place: torch.Tensor, found: torch.Tensor | None, *, adds: bool) -> None:

@@ -35,7 +35,7 @@ class TiledTokens(AbstractTechnique):
         """That no module is of the kind."""
         if next(iter(self.options(profile)), None) is not None:
             return ""
-        return "no module that treats each token by itself, such as an MLP, holds enough on its way"
+        return "no module that treats each token independently, such as an MLP, has large enough intermediate tensors"
 
     def apply(self, session: "Session", chosen: Sequence[ChosenOption]) -> None:
         """Wraps the forward of each module; that it is token-wise is proved on its first tile, before any result is used."""

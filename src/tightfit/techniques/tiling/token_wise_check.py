@@ -37,7 +37,7 @@ def check_token_wise(
     away = [name for name, p in module.named_parameters() if p.device.type != value.device.type and is_moved(p)]
     if away:
         # Its own block brings it, and a proof runs without what brings it.
-        raise Mixes(f"{away[0]} comes to the card for one block inside, and is not there for the whole")
+        raise Mixes(f"{away[0]} is streamed to the GPU for one block inside, and is not there for the whole module")
     subject = Computation(
         call=lambda inputs: run(inputs[0]),
         inputs=[value.detach()],
@@ -57,19 +57,19 @@ def check_token_wise(
                 _run_first(module, first_call, is_followed=isinstance(error, Leaves))
                 proof = prove(subject, value.shape[dim], parts)
     except NeedsValues:
-        raise Mixes("it reads a value, and may do something else for another") from None
+        raise Mixes("it reads a tensor's value in Python, and may branch on it") from None
     result = proof.result
     if not isinstance(result, torch.Tensor):
         raise Mixes(f"it returns a {type(result).__name__}")
     if proof.flow.rows.is_uniform(result) or proof.flow.rows.layout(result) != RowLayout(dim=dim):
-        raise Mixes("its output has not a row for each row of the input")
+        raise Mixes("its output does not have one row for each row of the input")
     # The program may write to the one and read the other.
     if key_of(result) in {key_of(proof.inputs[0]), *map(key_of, module.parameters())}:
-        raise Mixes("it returns what it is given, or a view of it, and tiles are put together in memory of their own")
+        raise Mixes("it returns its input or a view of it, and tiles are joined in new memory")
     reached = check_graph(result, [*proof.inputs, *module.parameters()])
     if not reached or (value.requires_grad and id(proof.inputs[0]) not in reached):
         # Tiles would give a gradient of zeros, for which an optimizer does more than for none.
-        raise Mixes("it gives its input no gradient")
+        raise Mixes("its input gets no gradient")
 
 
 def _run_first(module: torch.nn.Module, first_call: Callable[[], Any], *, is_followed: bool) -> None:

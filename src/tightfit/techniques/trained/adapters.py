@@ -75,9 +75,7 @@ class Adapters(AbstractTechnique):
 
     def apply(self, session: "Session", chosen: Sequence[ChosenOption]) -> Never:
         """Nothing can be applied to a model."""
-        raise ApplyError(
-            "adapters are parameters that the program's optimizer must know: write them into the program, with peft"
-        )
+        raise ApplyError("adapters are parameters that the optimizer must hold: add them in the program, with peft")
 
 
 def peak_with_adapters(profile: Profile, rank: int) -> int:

@@ -22,20 +22,23 @@ def apply_freezing(session: Session, chosen: Sequence[ChosenOption]) -> None:
     if not frozen:
         raise ApplyError("none of the first blocks is trained anyway; leave freezing out")
     if all(id(p) in frozen for p in session.model.parameters() if p.requires_grad):
-        raise ApplyError("all that is trained would be frozen; leave freezing out")
+        raise ApplyError("all trained parameters would be frozen; leave freezing out")
     # An optimizer would go on applying a gradient that no backward pass replaces.
     if any(p.grad is not None for p in frozen.values()):
-        raise ApplyError("what would be frozen has gradients already; freeze before the first backward pass")
+        raise ApplyError(
+            "parameters that would be frozen have gradients already; freeze before the first backward pass"
+        )
     # It averages no gradient of a bucket before all of it are there.
     if ReducedGradients().is_any_of(list(frozen.values())):
         raise ApplyError(
-            "DistributedDataParallel was made around the model before the plan was put on, and waits for gradients of what would be frozen; "
-            "make it afterwards, or leave freezing out"
+            "DistributedDataParallel wrapped the model before the plan was applied, and waits for gradients of "
+            "parameters that would be frozen; wrap it afterwards, or leave freezing out"
         )
     for parameter in frozen.values():
         parameter.requires_grad_(False)
     session.notes.append(
-        f"freezing: {sum(p.numel() for p in frozen.values()):,} parameters are not trained ({names[0]} to {names[-1]}, and what works before them)"
+        f"freezing: {sum(p.numel() for p in frozen.values()):,} parameters are not trained ({names[0]} to "
+        f"{names[-1]}, and the modules that run before them)"
     )
     session.when_undone(lambda: _thaw(list(frozen.values())))
 

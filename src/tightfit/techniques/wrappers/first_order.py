@@ -34,19 +34,22 @@ def first_order(
             # The engine runs backward functions with gradients on exactly if create_graph is set.
             if torch.is_grad_enabled() and not has_derivative:
                 raise ctx.refuse(
-                    f"the program differentiates a backward pass (create_graph=True), and that of {what} has no derivative{advice}"
+                    f"the program differentiates through a backward pass (create_graph=True), and {what} has no "
+                    f"double backward{advice}"
                 )
             if any(map(_are_many, gradients)):
                 raise ctx.refuse(
-                    f"the program runs one backward pass for many gradients at once (is_grads_batched, vmap), which {what} cannot{advice}"
+                    f"the program runs a batched backward pass (is_grads_batched, vmap), which {what} does not "
+                    f"support{advice}"
                 )
             if modes := names_of_modes():
                 raise ctx.refuse(
-                    f"the backward pass is run inside of {modes[0]}, which sees each operator, and {what} has others there{advice}"
+                    f"the backward pass runs under {modes[0]}, a mode that sees every operator, and {what} runs "
+                    f"different ones{advice}"
                 )
             if packs_by_itself():
                 raise ctx.refuse(
-                    f"the backward pass is run inside of hooks for saved tensors, and {what} saves others there{advice}"
+                    f"the backward pass runs under saved-tensor hooks, and {what} saves different tensors{advice}"
                 )
             return backward(ctx, *gradients)
 
@@ -71,7 +74,8 @@ def check_transforms(what: str, refuse: Refuse) -> None:
     """
     if are_transforms_active():
         raise refuse(
-            f"the program transforms the model (torch.func, or forward-mode differentiation), which {what} knows nothing of"
+            f"the program applies torch.func or forward-mode differentiation to the model, which {what} does not "
+            "support"
         )
 
 

@@ -106,7 +106,7 @@ class WrappedForward:
         module = self._module()
         if module is None:
             raise ApplyError(
-                "the forward of a module is called that the program has dropped; leave out what a plan puts around it"
+                "the forward of a module is called after the module was freed; leave out the techniques that wrap it"
             )
         return module
 

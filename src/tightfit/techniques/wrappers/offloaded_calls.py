@@ -169,8 +169,8 @@ class _Around(OnlyHere):
             if not are_saved_tensor_hooks_refused(error):
                 raise
             raise self._verdict.refuse(
-                f"{self._where or 'a block that follows an offloaded one'} transforms code (torch.func) that takes no hooks for saved tensors; "
-                f"leave offload out: tightfit plan --without {self._technique}",
+                f"{self._where or 'a block that follows an offloaded one'} runs a torch.func transform that does not "
+                f"support saved-tensor hooks; leave offload out: tightfit plan --without {self._technique}",
                 technique=self._technique,
                 places=[self._where] if self._where else [],
             ) from error
@@ -214,7 +214,7 @@ class _Checks:
     def refuse(self, technique: str, why: str) -> ApplyError:
         """The error to raise in a backward pass that cannot be finished."""
         return self._verdict.refuse(
-            f"{why}, and offload has others there; leave offload out: tightfit plan --without {technique}",
+            f"{why}, and offload runs different ones; leave offload out: tightfit plan --without {technique}",
             technique=technique,
         )
 
@@ -235,7 +235,8 @@ class _Checks:
         if expected is not None and not torch.equal(_checksum(whole), expected):
             technique = storage.call.label
             raise self._verdict.refuse(
-                f"an activation came back from the host with other values; leave offload out: tightfit plan --without {technique}",
+                "an activation came back from host memory with other values; leave offload out: tightfit plan "
+                f"--without {technique}",
                 technique=technique,
             )
 

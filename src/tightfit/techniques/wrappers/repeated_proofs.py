@@ -27,9 +27,10 @@ class RepeatedProofs:
             self._seconds.clear()
         taken = self._seconds.setdefault(subject, [])
         taken.append(time.monotonic() - begin)
-        told = f"{self._technique} proves in one step after the other"
+        told = f"{self._technique} repeats its check in every step"
         if len(taken) == _MANY and not any(note.startswith(told) for note in self._notes):
             self._notes.append(
-                f"{told} that parts give what the whole gives ({sum(taken) / _MANY:.2f} s each time), since the code calls torch with other numbers, or "
-                "changes what it goes by, in each: a number that changes from step to step costs no proof in a buffer that is written to between the steps"
+                f"{told} ({sum(taken) / _MANY:.2f} s each time), because the code passes torch other numbers, or "
+                "changes its own state, in each step: keep a number that changes from step to step in a buffer (a "
+                "tensor), which needs no new check"
             )

@@ -105,9 +105,7 @@ def check_sequential(session: "Session", where: str, begin: int, end: int) -> to
         kind = type(sequential).__name__
         told = f"{where} is a {kind}, and a torch.nn.Sequential is needed"
         if type(sequential) is torch.nn.Sequential:
-            told = (
-                f"the script has put a forward, or an order, of its own into the class of {where}, torch.nn.Sequential"
-            )
+            told = f"the script has replaced the forward or the iteration of torch.nn.Sequential, the class of {where}"
         raise ApplyError(f"{told}; leave it out")
     current = own_forward(sequential)
     if current is not None and not (isinstance(current, WrappedForward) and isinstance(current.around, Ranges)):

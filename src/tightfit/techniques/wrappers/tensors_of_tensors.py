@@ -17,6 +17,7 @@ def check_plain(parameters: Iterable[torch.Tensor], technique: str) -> None:
     for parameter in parameters:
         if is_traceable_wrapper_subclass(parameter):
             raise ApplyError(
-                f"{technique} does not know parameters that are made of other tensors ({type(parameter.detach()).__name__}, as fully_shard leaves them); "
-                f"leave {technique} out of the plan"
+                f"{technique} does not support parameters that wrap other tensors "
+                f"({type(parameter.detach()).__name__}, as fully_shard makes them); leave {technique} out of the "
+                "plan"
             )

@@ -26,4 +26,4 @@ class _Refusing:
 
     def before_node_hook(self, hook: Any) -> None:
         line = line_of_code()
-        raise self._run.fail(f"puts a hook on a gradient{f' at {line}' if line else ''}")
+        raise self._run.fail(f"registers a hook on a gradient{f' at {line}' if line else ''}")

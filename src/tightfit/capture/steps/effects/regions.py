@@ -152,7 +152,7 @@ class RegionWatch:
         elif difference.is_in_place:
             what = f"draws from {path}, which cannot go back"
             effect = Effect(module=region.path, kind=EffectKind.IN_PLACE, what=what, line=line)
-        elif difference.what == "was drawn from":
+        elif difference.what == "was advanced":
             effect = Effect(module=region.path, kind=EffectKind.DRAW, what=f"draws from {path}", line=line)
         else:
             effect = Effect(module=region.path, kind=EffectKind.WRITE, what=f"changes {path}", line=line)

@@ -73,17 +73,18 @@ class BitsandbytesCodec(AbstractCodec):
             try:
                 restored = self.decode(name, self.encode(name, value), value.shape, value.dtype)
             except RuntimeError as error:
-                raise ApplyError(f"{LIBRARY} cannot code on {device}: {error}; {_REMEDY}") from error
+                raise ApplyError(f"{LIBRARY} cannot quantise on {device}: {error}; {_REMEDY}") from error
             expected = own.decode(name, own.encode(name, value), value.shape, value.dtype)
             # Numbers on a border may be rounded either way: that is at most twice as far off as the nearest.
             if (restored - value).abs().max() > 2 * (expected - value).abs().max():
-                raise ApplyError(f"{LIBRARY} does not restore on {device} what it has coded; {_REMEDY}")
+                raise ApplyError(f"{LIBRARY} does not decode on {device} what it encoded; {_REMEDY}")
 
 
 def _load(*, is_virtual: bool) -> None:
     if not is_installed():
         raise ApplyError(
-            f"the plan codes optimizer states with {LIBRARY} 0.46 or later, which is not installed here; install it, or {_REMEDY}"
+            f"the plan quantises optimizer states with {LIBRARY} 0.46 or later, which is not installed here; install "
+            f"it, or {_REMEDY}"
         )
     try:
         # For virtual tensors only the shape rules of its operators are needed, and its kernels cannot be loaded
@@ -97,4 +98,4 @@ def _load(*, is_virtual: bool) -> None:
 def _check_stream(device: torch.device) -> None:
     """The library quantises on the default stream whatever the current one is (csrc/ops.cu, `quantizeBlockwise`)."""
     if device.type == "cuda" and torch.cuda.current_stream(device) != torch.cuda.default_stream(device):
-        raise ApplyError(f"{LIBRARY} codes on the default stream only, and the optimizer steps on another; {_REMEDY}")
+        raise ApplyError(f"{LIBRARY} works on the default stream only, and the optimizer steps on another; {_REMEDY}")

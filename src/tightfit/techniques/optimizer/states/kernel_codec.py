@@ -89,13 +89,14 @@ class KernelCodec(AbstractCodec):
     def _is_tried_out(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Tells why not, if not."""
         try:
-            differing = "" if self._are_alike(device, dtype) else f"they code {dtype} otherwise"
+            differing = "" if self._are_alike(device, dtype) else f"they encode {dtype} differently"
         except Exception as error:  # noqa: BLE001 - whatever Triton, its compiler or the driver say; nothing of the program is in it
             lines = str(error).strip().splitlines()
             differing = f"{type(error).__name__}{': ' + lines[0][:200] if lines else ''}"
         if differing:
             self._tell(
-                f"optimizer states are coded by torch's operators, which takes longer than planned and some memory more: kernels for it cannot be used here ({differing})"
+                "optimizer states are quantised with torch's own operators, which needs more time and memory than "
+                f"planned: the kernels cannot be used here ({differing})"
             )
         return not differing
 

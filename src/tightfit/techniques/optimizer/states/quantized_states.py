@@ -298,8 +298,9 @@ class EncodedStates:
                 if saved_from is None or (id(saved_from()) in own and num_updates == self._num_updates_on_host):
                     continue
                 raise self._refuse(
-                    "the program loads what state_dict() has returned before an update, or of another optimizer: without a copy these are the states "
-                    "themselves in the plain run, which have changed since, or are shared from then on; load copy.deepcopy(optimizer.state_dict())"
+                    "the program loads a state_dict() taken before an update or from another optimizer; without a "
+                    "copy the plain run would load the live states themselves, already updated or shared; load "
+                    "copy.deepcopy(optimizer.state_dict())"
                 )
 
     def loaded(self, optimizer: torch.optim.Optimizer) -> None:

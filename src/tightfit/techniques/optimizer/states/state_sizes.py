@@ -11,7 +11,7 @@ Bits = Literal[8, 4]
 BLOCK_SIZE: dict[Bits, int] = {8: 256, 4: 128}
 MIN_NUMBERS = 4096  # a smaller tensor is not worth it (arXiv:2110.02861, section 3)
 MIN_ON_DISK = 1 << 16  # a smaller state is not worth a file's latency
-LOST_STATES = "; the step is not complete, and what the optimizer had there is lost: load the last checkpoint"
+LOST_STATES = "; the step is incomplete, and the optimizer states there are lost: load the last checkpoint"
 # Large tensors are quantised in pieces of this size, so that temporaries exist for one piece only.
 NUMBERS_PER_PIECE = 2**24
 

@@ -55,9 +55,9 @@ _NODES_WITH_MORE = {
     # second pass would call the hook twice.
     "BackwardHookFunctionBackward": "a module has a backward hook",
     "CheckpointFunctionBackward": "torch.utils.checkpoint recomputes with use_reentrant=True",
-    "_JoinedBackward": "micro_batches have made all of them in the forward",
+    "_JoinedBackward": "micro_batches computes all of them in the forward",
 }
-_USED = f"after the update that used it up; {REMEDY}"
+_USED = f"after the update that consumed it; {REMEDY}"
 _MAX_READ_IN_A_ROW = 2
 
 Expecting = Callable[[Iterable[torch.Tensor]], AbstractContextManager[None]]
@@ -178,7 +178,8 @@ class _Steps:
                 continue
             if deferred.state == "used":
                 raise self.session.refuse(
-                    f"{type(optimizer).__name__} is stepped with gradients that an update has used up and that were not cleared since; {REMEDY}"
+                    f"{type(optimizer).__name__} is stepped with gradients that an update has already consumed and "
+                    f"that were not cleared since; {REMEDY}"
                 )
             if deferred.state == "zero":
                 deferred.whole()
@@ -242,7 +243,7 @@ class _Steps:
         self._passes.used(kept)
         if len(updated) < len(parameters):
             self.session.statistics["gradients kept to the step"] += len(parameters) - len(updated)
-            _tell(self.session, "a parameter's memory is also held by something else when its gradient is there")
+            _tell(self.session, "something else also holds a parameter's memory when its gradient arrives")
         return updated
 
     def _refuse_to_go_on(self, error: BaseException, num_updated: int, num_parameters: int) -> ApplyError:
@@ -277,7 +278,10 @@ class _Steps:
         is_uncertain = may_read or runs_own_code(kept.backward.nodes())
         if is_uncertain:
             self.session.statistics["backward passes with gradients in host memory"] += 1
-            note = f"gradients wait in the host's memory, because a backward pass may read parameters after their gradients ({REMEDY})"
+            note = (
+                "gradients wait in host memory, because a backward pass may read parameters after their "
+                f"gradients ({REMEDY})"
+            )
             if note not in self.session.notes:
                 self.session.notes.append(note)
         return not is_uncertain and not kept.may_be_other()
@@ -329,7 +333,8 @@ class Updates:
         watched_leaves = {*_owned(self._steppers), *self.session.model.parameters()}
         if any(leaf in watched_leaves for leaf in leaves_with_hooked_accumulators()):
             raise ApplyError(
-                f"the program has put hooks on the gradient accumulator of a parameter, which a second backward pass would call once more; {REMEDY}"
+                "the gradient accumulator of a parameter has a hook, which a second backward pass would call again; "
+                f"{REMEDY}"
             )
         for optimizer in self._steppers:
             update_within_step(self.session, optimizer, functools.partial(self._steps.step, optimizer))
@@ -414,9 +419,9 @@ class Updates:
             return None, ""
         code = None if None in checkpoints else ProgramsCode(self._states, self.session.model, checkpoints)
         if code is not None and code.reaches(self._steppers):
-            return code, "code that the program recomputes by itself may read its optimizer"
+            return code, "code in a checkpoint of the program may read its optimizer"
         is_closed = code is None or code.reaches_outside
-        return code, "code that the program recomputes by itself may reach outside of the process" if is_closed else ""
+        return code, "code in a checkpoint of the program may act outside the process" if is_closed else ""
 
     def _run_and_keep(
         self,
@@ -446,10 +451,10 @@ class Updates:
         """The reason to leave this pass to torch; empty if there is none."""
         if line := self._question.line():
             self._passes.why_kept = (
-                f"{line} asks by `is` whether a tensor's class is torch.Tensor, which that of a stand-in is not"
+                f"{line} tests `type(...) is torch.Tensor`, which is false for a gradient that is not kept"
             )
         if backward.creates_graph:
-            return "a backward pass is run with create_graph=True"
+            return "a backward pass runs with create_graph=True"
         # Each optimizer would update it with the one gradient, and the first update frees that.
         if sum(len(group["params"]) for o in self._steppers for group in o.param_groups) > _num_held(self._steppers):
             return "a parameter is held by two optimizers"
@@ -500,16 +505,16 @@ def _num_held(steppers: Mapping[torch.optim.Optimizer, _Stepper]) -> int:
 
 
 def _tell(session: Session, reason: str) -> None:
-    note = f"gradients are kept, because {reason}: the run may hold more than the plan says ({REMEDY})"
+    note = f"gradients are kept, because {reason}: memory may exceed the plan ({REMEDY})"
     if note not in session.notes:
         session.notes.append(note)
 
 
 def _reason_of_mode() -> str:
     if torch.autograd.graph._allow_mutation_on_saved_tensors_enabled:
-        return "what a graph has saved may be written to"
+        return "a tensor saved in a graph may be modified"
     if dispatch_modes_of_program():
-        return "a mode of the program's sees each operator of the backward pass"
+        return "a mode of the program sees every operator of the backward pass"
     if is_in_compiled_code():
         return "the backward pass is a part of a compiled function (torch.compile)"
     return "a node of a graph has a hook" if is_any_node_hooked() else ""
@@ -518,7 +523,7 @@ def _reason_of_mode() -> str:
 def _reason_of(node: Any) -> str:
     """The reason not to run a graph with this node twice; empty for most nodes."""
     if is_hooked(node):
-        return "a tensor inside the model has a hook on its gradient, or keeps it"
+        return "a tensor inside the model has a hook on its gradient, or retains it"
     return _NODES_WITH_MORE.get(type(node).__name__, "")
 
 
@@ -528,9 +533,9 @@ def _drop(parameter: torch.Tensor) -> None:
 
 def _reason_of_parameter(parameter: torch.Tensor) -> str:
     if parameter.grad is not None:
-        return "gradients are there before the backward pass, to be added to"
+        return "gradients exist before the backward pass and are accumulated into"
     if is_traceable_wrapper_subclass(parameter):
-        return "a parameter is made of other tensors (DTensor), and its gradient is too"
+        return "a parameter wraps other tensors (DTensor), and so does its gradient"
     has_hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
     return "a parameter has a hook on its gradient" if has_hooks else ""
 
@@ -539,7 +544,7 @@ def _reason_of_other(leaf: torch.Tensor) -> str:
     """Of a leaf that the plan's optimizers do not update: the program may do so by itself as soon as its gradient is there."""
     has_hooks = bool(leaf._post_accumulate_grad_hooks)
     return (
-        "a parameter that the plan does not update has a hook that is called when its gradient is there"
+        "a parameter that the plan does not update has a hook that is called when its gradient arrives"
         if has_hooks
         else ""
     )

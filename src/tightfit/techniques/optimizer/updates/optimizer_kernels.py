@@ -82,7 +82,8 @@ def check_kernel(
                 raise ApplyError(f"{name} holds a parameter of {parameter.dtype}, which has no fused implementation")
             if kernel == "fused" and parameter.device.type == "cpu" and goes_wrong_at_host(optimizer, parameter.dtype):
                 raise ApplyError(
-                    f"torch's fused {name} for the host goes wrong in {parameter.dtype}; leave {technique} out of the plan"
+                    f"torch's fused {name} is incorrect on the CPU in {parameter.dtype}; leave {technique} out of "
+                    "the plan"
                 )
 
 

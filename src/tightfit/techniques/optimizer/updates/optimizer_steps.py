@@ -33,16 +33,19 @@ def check_separable(optimizer: torch.optim.Optimizer, technique: str) -> None:
     kind = type(optimizer)
     if not has_torchs_step(optimizer) or kind.__name__ in _NOT_SEPARABLE:
         raise ApplyError(
-            f"{kind.__module__}.{kind.__name__} is not known to update each parameter by itself; leave {technique} out of the plan"
+            f"{kind.__module__}.{kind.__name__} is not known to update each parameter independently; leave "
+            f"{technique} out of the plan"
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ApplyError(
-            f"{kind.__name__}(differentiable=True) cannot be stepped apart; leave {technique} out of the plan"
+            f"{kind.__name__}(differentiable=True) cannot be stepped one parameter at a time; leave {technique} out "
+            "of the plan"
         )
     _check_types(optimizer, f"leave {technique} out of the plan")
     if overlap(p for group in optimizer.param_groups for p in group["params"]):
         raise ApplyError(
-            f"two parameters of the {kind.__name__} share memory, and cannot be updated apart; leave {technique} out of the plan"
+            f"two parameters of the {kind.__name__} share memory, and cannot be updated separately; leave "
+            f"{technique} out of the plan"
         )
 
 
@@ -58,8 +61,8 @@ def _check_types(optimizer: torch.optim.Optimizer, remedy: str) -> None:
     for group in optimizer.param_groups:
         if group["eps"][0] is None and len({p.dtype for p in group["params"]}) > 1:
             raise ApplyError(
-                "Adafactor(eps=(None, ...)) holds parameters of several types in one group, and takes its epsilon from the first one's; "
-                f"give it a number, or each type a group of its own, or {remedy}"
+                "Adafactor(eps=(None, ...)) holds parameters of several dtypes in one group, and takes its epsilon "
+                f"from the first; set eps to a number, give each dtype its own group, or {remedy}"
             )
 
 
@@ -131,7 +134,7 @@ class Innermost:
         self._hidden.clear()
         # Of a table that is refused to the program (`ranks/sharded`) too.
         self._num_states = dict.__len__(optimizer.state)
-        _check_types(optimizer, "plan without what updates each parameter apart")
+        _check_types(optimizer, "plan without the technique that updates parameters one by one")
         if not has_torchs_step(optimizer):
             # A step of the program's may take no closure, or do something else with one.
             with torch.no_grad():
