@@ -334,7 +334,7 @@ def _otherwise_for_one_row(rows: torch.Tensor) -> torch.Tensor:
 
 def test_parts_of_one_row_may_leave_out_what_does_nothing_there() -> None:
     assert _layout(_left_out_for_one_row, torch.randn(4, 6), 0, part=1).dim == 0
-    with pytest.raises(Mixes, match="other operators"):
+    with pytest.raises(Mixes, match="loops over the rows, or branches"):
         _layout(_otherwise_for_one_row, torch.randn(4, 6), 0, part=1)
 
 

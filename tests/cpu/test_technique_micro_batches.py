@@ -190,7 +190,7 @@ def test_what_cannot_be_split_is_refused() -> None:
     with _applied(model), pytest.raises(ApplyError, match="one example"):
         model(values, target)
     values, target = numbers_of(0, 4)
-    with _applied(model), pytest.raises(ApplyError, match="wants a gradient of its own"):
+    with _applied(model), pytest.raises(ApplyError, match="requires a gradient"):
         model(values.requires_grad_(), target)
     hook = model.body.layers[0][0].weight.register_hook(lambda gradient: gradient)
     with _applied(model), pytest.raises(ApplyError, match="hook on its gradient"):

@@ -447,7 +447,7 @@ def _encoded_states(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 def test_the_host_does_not_update_what_it_has_no_implementation_for() -> None:
     model = model_of()
-    with pytest.raises(ApplyError, match="RMSprop has no fused implementation for the host"):
+    with pytest.raises(ApplyError, match="RMSprop has no fused implementation for the CPU"):
         on_host(model, OPTIMIZERS["RMSprop"](model.parameters()))
     with pytest.raises(ApplyError, match="updated on the host are not updated in the backward pass"):
         on_host(model, FUSED["AdamW"](model.parameters()), in_backward=True)

@@ -161,7 +161,7 @@ def test_a_block_without_frozen_weights_of_its_own_and_one_inside_of_another_are
     inside = dataclasses.replace(
         streaming(1), where="Decoder.blocks.1.up", settings={"smallest_bytes": 1, "host_bytes": 1 << 15}
     )
-    with pytest.raises(ApplyError, match=r"blocks\.1\.up is inside of Decoder\.blocks\.1"):
+    with pytest.raises(ApplyError, match=r"blocks\.1\.up is inside Decoder\.blocks\.1"):
         apply_choices([streaming(1), inside], model, [])
     assert not any(is_away(p) for p in model.parameters())
 

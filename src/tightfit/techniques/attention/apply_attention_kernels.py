@@ -185,7 +185,7 @@ class _Deferring:
             return forward(*args, **kwargs)
         if line := self._question.line():
             raise self._refusal(
-                f"{line}compares a tensor's type with torch.Tensor (type(...) is ...), and attention scores that are "
+                f"{line} compares a tensor's type with torch.Tensor (type(...) is ...), and attention scores that are "
                 "not materialised are a subclass; use isinstance, or plan without it: tightfit plan --without "
                 "attention"
             )

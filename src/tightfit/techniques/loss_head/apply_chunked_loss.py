@@ -100,7 +100,7 @@ class _Deferral:
             return forward(*args, **kwargs)
         if line := self.question.line():
             raise self.refuse(
-                f"{line}compares a tensor's type with torch.Tensor (type(...) is ...), and logits that are not "
+                f"{line} compares a tensor's type with torch.Tensor (type(...) is ...), and logits that are not "
                 "materialised are a subclass; use isinstance, or plan without it: tightfit plan --without "
                 "chunked_loss"
             )
