@@ -5,6 +5,7 @@ be mapped: it is memory of the program then, of which the system keeps what ther
 """
 
 import dataclasses
+import mmap
 import os
 import weakref
 from collections import deque
@@ -52,6 +53,7 @@ class DiskSlab:
         self.host_part = self.memory.take(self.memory.num_bytes)
         self._process = os.getpid()
         self._mapping: torch.Tensor | None = None
+        self._addresses: mmap.mmap | None = None
 
     def take(self, num_bytes: int) -> DiskPart:
         """A part of `num_bytes`; the file grows if no free range is large enough.
@@ -92,11 +94,26 @@ class DiskSlab:
         end = part.bytes.begin + part.bytes.num_bytes
         with torch.inference_mode(False):
             if self._mapping is None or len(self._mapping) < end:
-                self._mapping = torch.frombuffer(self.file.mapped(), dtype=torch.uint8)
+                self._addresses = self.file.mapped()
+                self._mapping = torch.frombuffer(self._addresses, dtype=torch.uint8)
             memory = self._mapping[part.bytes.begin : end]
             # In a storage of its own: whoever saves a weight (`torch.save`), or asks which of them share memory (safetensors), is not told of the file. A tape
             # knows what is on disk by the storage of all of it.
             return memory if self.is_virtual or not len(memory) else torch.from_numpy(memory.numpy())
+
+    def keep_out_of_forks(self) -> None:
+        """A fork does not have the memory of what is mapped so far."""
+        if self._addresses is not None and not self.is_virtual:
+            self._addresses.madvise(mmap.MADV_DONTFORK)
+
+    def is_mapped(self, part: DiskPart, memory: torch.Tensor) -> bool:
+        """Whether `memory`, which was mapped for a part, still is: a program may have it moved to memory that processes share (`share_memory_`)."""
+        return self._mapping is not None and memory.data_ptr() == self._mapping.data_ptr() + part.bytes.begin
+
+    def forget_written(self, part: DiskPart) -> None:
+        """Gives the memory of mapped pages back that were written to: they are the file's again, which is to have the same bytes."""
+        if self._addresses is not None and not self.is_virtual:
+            self._addresses.madvise(mmap.MADV_DONTNEED, part.bytes.begin, in_pages(part.bytes.num_bytes))
 
     @property
     def num_bytes(self) -> int:
