@@ -193,9 +193,22 @@ ASKED = "; ".join(
 )
 
 
+NARROW = """
+import io
+wide = (torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2).to(torch.float16), torch.zeros(2).float(), torch.zeros(2).half())
+assert all(tensor.dtype == torch.float64 for tensor in (*wide, *model.to(torch.float32).parameters()))
+assert torch.zeros(2, dtype=torch.complex64).dtype == torch.complex128
+file = io.BytesIO()
+torch.save(wide, file)
+file.seek(0)
+assert [tensor.dtype for tensor in torch.load(file)] == 4 * [torch.float64]
+"""
+
+
 @pytest.mark.parametrize(
     ("loop", "kind", "words"),
     [
+        (NARROW + LOOP, "values", "bit for bit"),
         (LOOP.replace("range(100)", "range(2)"), "values", "2 steps on the host"),
         ("def main():\n" + "".join(f"    {line}\n" for line in LOOP.splitlines()) + "main()\n", "values", ""),
         (LOOP.replace("    loss = ", "    try:\n        0 / 0\n    except:\n        pass\n    loss = "), "values", ""),
@@ -220,6 +233,7 @@ ASKED = "; ".join(
         ("model(torch.randn(16, 64).cuda()).sum().backward()\n", "structure", "no optimizer of torch.optim stepped"),
     ],
     ids=[
+        "less than double precision by name",
         "few steps",
         "a function",
         "a bare except",

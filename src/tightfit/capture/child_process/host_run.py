@@ -37,7 +37,7 @@ _MAX_OBJECTS = 10_000
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HostRequest:
-    """The request to the child; `is_double`: tensors without an explicit dtype are made in float64. Values go to the file `values`.
+    """The request to the child; `is_double`: floating point numbers have double precision. Values go to the file `values`.
 
     `card` is the device, by name or path, that `torch.cuda` answers for; None where it says that there is none.
     """
@@ -98,9 +98,7 @@ def _run(request: HostRequest, closed_in: ClosedIn, done: Callable[[Callable[[],
     random.seed(_SEED)
     np.random.seed(_SEED)
     if request.is_double:
-        # In double precision two correct runs differ by rounding of 1e-16, so a wrong plan stands out from one
-        # that only sums in another order.
-        torch.set_default_dtype(torch.float64)
+        on_host.compute_in_double()
     target = target_of(request.target)
     if isinstance(target, Script):
         script = ScriptOnHost(request.num_steps)
