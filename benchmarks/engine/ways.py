@@ -63,7 +63,10 @@ def weights(model: nn.Module, tier: str) -> list[Choice]:
 
 def weights_on_disk(model: nn.Module, tier: str) -> list[Choice]:
     """Weights of all blocks on disk, trained there; gradients at the host, and states there or on disk too."""
-    return [dataclasses.replace(each, settings={**each.settings, "weights": "disk"}) for each in weights(model, tier)]
+    return [
+        dataclasses.replace(each, settings={**each.settings, "weights": "disk", "at_once_bytes": 1 << 14})
+        for each in weights(model, tier)
+    ]
 
 
 def frozen_weights(model: nn.Module, tier: str) -> list[Choice]:

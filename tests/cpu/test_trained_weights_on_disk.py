@@ -19,7 +19,7 @@ from tests.cpu.training_loops import Optimizer, gradients, train
 
 from tightfit.engine.disk.disk_copies import DiskCopies
 from tightfit.engine.disk.disk_file import DiskFile
-from tightfit.engine.disk.disk_slab import DiskSlab
+from tightfit.engine.disk.disk_mapping import DiskMapping
 from tightfit.engine.disk.file_mappings import FileMappings, was_written
 from tightfit.engine.weights.trained_files import TrainedFiles
 from tightfit.errors import ApplyError
@@ -27,14 +27,16 @@ from tightfit.errors import ApplyError
 ON_DISK = {"weights": "disk", "at_once_bytes": 1 << 14}
 
 
-def is_in_file(parameter: torch.Tensor) -> bool:
-    there = FileMappings().range_of(parameter.data_ptr(), parameter.nbytes)
-    return there is not None and "(deleted)" in there.path
+def in_file(model: Decoder) -> list[torch.Tensor]:
+    """Weights of blocks that lie in a file of ours."""
+    maps = FileMappings()
+    there = ((p, maps.range_of(p.data_ptr(), p.nbytes)) for p in model.blocks.parameters())
+    return [p for p, place in there if place is not None and "(deleted)" in place.path]
 
 
-def in_memory(model: Decoder) -> list[torch.Tensor]:
-    """Weights with pages that are the process's own."""
-    return [p for p in model.blocks.parameters() if is_in_file(p) and was_written(p.data_ptr(), p.nbytes)]
+def own_bytes(parameters: list[torch.Tensor]) -> int:
+    """Of weights with pages that are the process's own."""
+    return sum(p.nbytes for p in parameters if was_written(p.data_ptr(), p.nbytes))
 
 
 def step_both(plain: Decoder, model: Decoder, optimizers: list[Optimizer], seed: int) -> bool:
@@ -51,26 +53,26 @@ def test_steps_are_those_of_the_plain_run_to_the_bit_and_nothing_stays_in_memory
 ) -> None:
     plain, model, *optimizers, session = pair(OPTIMIZERS[name], **ON_DISK | others)
     whole = sum(p.nbytes for p in model.blocks.parameters())
-    own: list[int] = []
+    weights, own = in_file(model), list[int]()
     updated = TrainedFiles.updated
 
     @contextlib.contextmanager
     def watched(self: TrainedFiles, parts: Any) -> Iterator[None]:
         with updated(self, parts):
             yield
-            own.append(sum(p.nbytes for p in in_memory(model)))
+            own.append(own_bytes(weights))
 
     monkeypatch.setattr(TrainedFiles, "updated", watched)
     for seed in range(3):
         assert step_both(plain, model, optimizers, seed)
         assert same(gradients(plain), gradients(model))
-    streamed_ones = [model.blocks[number] for number in others.get("numbers", range(4))]
-    assert all(is_in_file(p) for block in streamed_ones for p in block.parameters())
+    blocks = [model.blocks[number] for number in others.get("numbers", range(4))]
+    assert {id(p) for p in in_file(model)} == {id(p) for block in blocks for p in block.parameters()}
     assert own and 0 < max(own) <= 1 << 14 < whole
-    assert not in_memory(model)
+    assert not own_bytes(weights)
     assert same(*map(states, optimizers))
     session.undo()
-    assert not any(is_in_file(p) for p in model.parameters())
+    assert not in_file(model)
     assert step_both(plain, model, optimizers, 9)
 
 
@@ -104,7 +106,7 @@ def test_weights_that_are_moved_to_memory_which_processes_share_are_those_from_t
         for m in (plain, model):
             m.share_memory()
             m.blocks[1].up.weight.data[0] = 3
-    assert not any(is_in_file(p) for p in model.blocks.parameters())
+    assert not in_file(model)
 
 
 def in_fork(act: Any) -> int:
@@ -149,7 +151,7 @@ def test_a_disk_that_takes_nothing_loses_nothing_and_the_next_step_is_refused(
     def broken(*_: object) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
-    for call in ("pwritev", "fsync"):
+    for call in ("pwritev", "fdatasync"):
         plain, model, *optimizers, session = pair(**ON_DISK)
         assert step_both(plain, model, optimizers, 0)
         with monkeypatch.context() as patch:
@@ -183,7 +185,7 @@ def test_what_the_disk_does_not_give_back_is_an_error_before_it_is_used(monkeypa
 @pytest.mark.parametrize("name", ["begin", "wait", "forget_written"])
 def test_an_interrupt_at_any_place_leaves_each_weight_whole(name: str) -> None:
     """Before the step or behind it; and the next step is a plain run's from there."""
-    owner: Any = DiskSlab if name == "forget_written" else DiskCopies
+    owner: Any = DiskMapping if name == "forget_written" else DiskCopies
     kept, num_calls = getattr(owner, name), [0]
     plain, model = small(), small()
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model)]
@@ -237,7 +239,7 @@ def test_a_process_that_is_killed_leaves_no_file(tmp_path: Path) -> None:
         try:
             _, model, _, optimizer, _ = pair(**ON_DISK)
             train(model, optimizer, 0)
-            os.kill(os.getpid(), signal.SIGKILL if is_in_file(model.blocks[0].up.weight) else signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGKILL if in_file(model) else signal.SIGTERM)
         finally:
             os._exit(1)
     monkey.undo()

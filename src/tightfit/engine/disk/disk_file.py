@@ -139,7 +139,7 @@ class DiskFile:
             OSError: it cannot be.
         """
         if not self.is_direct:
-            os.fsync(self.descriptor)
+            os.fdatasync(self.descriptor)
 
     def mapped(self) -> mmap.mmap:
         """All of it as memory of the process's own: a page that is written to is not the file's any more, here and in forks.

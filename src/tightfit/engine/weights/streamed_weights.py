@@ -161,7 +161,7 @@ class StreamedWeights:
                 for p in parameters
             ]
             if isinstance(self.files, TrainedFiles) and on_disk:
-                self.files.keep_out_of_forks(weights)
+                self.files.have(weights)
             block = StreamedBlock(len(self._blocks), weights)
             self._blocks.append(block)
             self._order.expect(block.number)
@@ -227,18 +227,6 @@ class StreamedWeights:
                 )
                 for weight in weights
                 if (twin := weight.twin()) is not None
-            }
-
-    def parts_on_disk(self) -> dict[torch.Tensor, PartOfFile]:
-        """Where those parameters are that are trained on disk, and away."""
-        if not isinstance(self.files, TrainedFiles):
-            return {}
-        with self._lock:
-            weights = [weight for block in self._blocks for weight in block.weights if weight.is_ours()]
-            return {
-                weight.parameter: weight.part
-                for weight in weights
-                if isinstance(weight.part, PartOfFile) and weight.residence is Residence.HOST
             }
 
     def end_pass(self) -> None:

@@ -8,6 +8,7 @@ the pages are given back (`MADV_DONTNEED`), and are the file's again. An error o
 import contextlib
 import mmap
 import os
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent import futures
 
@@ -16,13 +17,15 @@ import torch
 from tightfit.engine.copy_engines import CopyEngine, Ticket
 from tightfit.engine.disk.disk_copies import OnFailure, VirtualDiskCopies
 from tightfit.engine.disk.disk_file import DiskFile
+from tightfit.engine.disk.disk_mapping import DiskMapping
+from tightfit.engine.disk.disk_places import OnDisk
 from tightfit.engine.disk.disk_sizes import PAGE_BYTES, in_pages
-from tightfit.engine.disk.disk_slab import DiskPart, DiskSlab
+from tightfit.engine.disk.disk_slab import DiskSlab
 from tightfit.engine.disk.disk_threads import Moving
 from tightfit.engine.disk.error_text import error_text
 from tightfit.engine.host_slab import host_bytes
 from tightfit.engine.weights.not_in_forks import keep_out_of_forks
-from tightfit.engine.weights.streamed_weight import StreamedWeight
+from tightfit.engine.weights.streamed_weight import Residence, StreamedWeight
 from tightfit.engine.weights.weights_in_files import PartOfFile, WeightFiles
 from tightfit.errors import ApplyError
 from tightfit.tape import CopyDirection
@@ -39,6 +42,7 @@ class TrainedFiles:
             slab.file.use_the_cache()
             _check_is_seen(slab, slab.file)
         self._written = WeightFiles(slab, copies)
+        self._weights: list[weakref.ref[StreamedWeight]] = []
 
     def part_of(self, parameter: torch.Tensor) -> PartOfFile:
         """The bytes of its storage, in the file; in a fork the memory is not there.
@@ -51,11 +55,23 @@ class TrainedFiles:
             self.slab.file.leave_the_cache(part.held.bytes.begin, in_pages(part.held.bytes.num_bytes))
         return part
 
-    def keep_out_of_forks(self, weights: Iterable[StreamedWeight]) -> None:
-        """Leaves the memory out of forks: one would see there what is written to the file later."""
-        self.slab.keep_out_of_forks()
+    def have(self, weights: Iterable[StreamedWeight]) -> None:
+        """Leaves the memory of these weights out of forks: one would see there what is written to the file later."""
+        if self.slab.mapping is not None:
+            self.slab.mapping.keep_out_of_forks()
         for weight in weights:
-            keep_out_of_forks(weight)
+            self._weights.append(weakref.ref(weight))
+            if not self.slab.is_virtual:
+                keep_out_of_forks(weight)
+
+    def away(self) -> dict[torch.Tensor, PartOfFile]:
+        """Where the parameters are that are in no use, and are what was put there."""
+        weights = [weight for known in self._weights if (weight := known()) is not None and weight.is_streamed]
+        return {
+            weight.parameter: weight.part
+            for weight in weights
+            if weight.residence is Residence.HOST and isinstance(weight.part, PartOfFile) and weight.is_ours()
+        }
 
     @contextlib.contextmanager
     def updated(self, parts: Sequence[PartOfFile]) -> Iterator[None]:
@@ -65,7 +81,9 @@ class TrainedFiles:
             ApplyError: one cannot be read back as it was written.
         """
         # What a program has moved elsewhere is not on disk any more.
-        there = [part for part in parts if part.held is not None and self.slab.is_mapped(part.held, part.bytes)]
+        mapping = self.slab.mapping
+        assert mapping is not None
+        there = [part for part in parts if part.held is not None and mapping.has(part.held.bytes, part.bytes)]
         if isinstance(self._copies, VirtualDiskCopies):
             num_bytes = sum(len(part.bytes) for part in there)
             # The pages that are the process's own.
@@ -79,16 +97,16 @@ class TrainedFiles:
         for part in there:
             self._move(part.source, part.bytes, part, to_disk=False)
         yield
-        self._write(there)
+        self._write(there, mapping)
 
-    def _write(self, parts: Sequence[PartOfFile]) -> None:
+    def _write(self, parts: Sequence[PartOfFile], mapping: DiskMapping) -> None:
         """Writes weights, all of which are in the process's own memory, and gives that back; keeps it where that fails."""
-        written: list[DiskPart] = []
+        written: list[OnDisk] = []
         for part in parts:
             assert part.held is not None
             self._move(part.bytes, part.held.bytes, part, to_disk=True)
             if part.held.bytes.rescued is None:
-                written.append(part.held)
+                written.append(part.held.bytes)
             # In memory it is anyway, and `on_failure` was told.
             part.held.bytes.rescued = None
         file = self.slab.file
@@ -96,9 +114,9 @@ class TrainedFiles:
         try:
             if written:
                 file.flush()
-            for held in written:
-                self.slab.forget_written(held)
-                file.leave_the_cache(held.bytes.begin, in_pages(held.bytes.num_bytes))
+            for place in written:
+                mapping.forget_written(place)
+                file.leave_the_cache(place.begin, in_pages(place.num_bytes))
         except OSError as error:
             self._on_failure(
                 f"could not be written to the disk of {file.folder} ({error_text(error)}). They are in host memory instead, and not lost: "
@@ -132,7 +150,8 @@ def _check_is_seen(slab: DiskSlab, file: DiskFile) -> None:
             is_seen = is_seen and bool((memory == ord(byte)).all())
     memory.fill_(3)
     is_kept = bool((memory == 3).all())
-    slab.forget_written(part)
+    assert slab.mapping is not None
+    slab.mapping.forget_written(part.bytes)
     if not (is_seen and is_kept and bool((memory == 2).all())):
         raise ApplyError(
             f"the file system of {file.folder} does not show in memory what is written to a file there; choose another folder with --disk-folder, "

@@ -240,7 +240,7 @@ class _Updates:
 
     def _from_disk(self, optimizer: torch.optim.Optimizer, files: TrainedFiles) -> list[torch.Tensor]:
         """Updates the weights that are on disk, as many at a time as may be in memory."""
-        group_of, parts = groups_by_parameter(optimizer), self._streamed.parts_on_disk()
+        group_of, parts = groups_by_parameter(optimizer), files.away()
         if self._streamed.device.type == "cuda":
             # A weight that was written to on the card may be on its way.
             torch.cuda.current_stream(self._streamed.device).synchronize()
@@ -279,9 +279,9 @@ class _Updates:
             return
         own = optimizer.param_groups[group]
         given = self._fused(own, [parameter]) if self._can_be_fused(parameter, own) else {**own, "params": [parameter]}
-        files, parts = self._streamed.files, self._streamed.parts_on_disk()
-        is_on_disk = isinstance(files, TrainedFiles) and parameter in parts
-        with files.updated([parts[parameter]]) if is_on_disk else contextlib.nullcontext():
+        files = self._streamed.files
+        part = files.away().get(parameter) if isinstance(files, TrainedFiles) else None
+        with files.updated([part]) if isinstance(files, TrainedFiles) and part else contextlib.nullcontext():
             self._step(beside(optimizer, [given], optimizer.state))
 
     def _twins(self) -> dict[torch.Tensor, Twin]:
