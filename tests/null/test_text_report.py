@@ -428,7 +428,7 @@ class TestShortening:
         rows = [("Net.h.1.mlp.down", "keeps `mlp.gate_proj.out`")]
         assert fit_widths(columns, rows, 37) == [16, 19]
         assert fit_widths(columns, rows, 31) == [10, 19]
-        assert fit_widths(columns, rows, 25) == [8, 15]
+        assert fit_widths(columns, rows, 25) == [6, 17]
 
 
 @pytest.mark.parametrize("width", [40, 60, 120])
