@@ -6,12 +6,13 @@ The process is used for one run; the answer file beside the request says whether
 """
 
 import dataclasses
+import importlib
 import itertools
 import json
 import random
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import GeneratorType
 from typing import Any
@@ -39,7 +40,7 @@ _MAX_OBJECTS = 10_000
 class HostRequest:
     """The request to the child; `is_double`: floating point numbers have double precision. Values go to the file `values`.
 
-    `card` is the device, by name or path, that `torch.cuda` answers for; None where it says that there is none.
+    `imported` are modules to import before anything of torch is replaced. `card` is the device, by name or path, that `torch.cuda` answers for; None where it says that there is none.
     """
 
     target: dict[str, Any]
@@ -48,6 +49,7 @@ class HostRequest:
     is_double: bool
     card: str | None
     preparation: dict[str, Any] | None
+    imported: Sequence[str] = ()
     containment: dict[str, Any] | None = None
     standard_input: list[Any] | None = None
 
@@ -87,6 +89,8 @@ def _failure(error: BaseException) -> dict[str, Any]:
 
 def _run(request: HostRequest, closed_in: ClosedIn, done: Callable[[Callable[[], dict[str, Any]]], None]) -> None:
     process_role.begin_proof()
+    for module in request.imported:
+        importlib.import_module(module)
     if request.standard_input is not None:
         program_stdin.install(lambda: None, request.standard_input)
     eager.keep_compiler_out()
