@@ -46,10 +46,10 @@ IN_BF16 = ("bf16, stochastic", "bf16, compensated")
 REFUSED: dict[tuple[str, str], str] = {
     (name, chosen): words
     for names, techniques, words in (
-        (("never_clears", "steps_twice"), IN_TWO, "used up"),
-        (("zeroes_through_an_alias",), IN_TWO[1:], "used up"),
-        (("weight_decay_by_hand_before_the_step",), IN_TWO, "was written to"),
-        (("weight_decay_through_data_before_the_step",), IN_TWO, "was modified between"),
+        (("never_clears", "steps_twice"), IN_TWO, "consumed"),
+        (("zeroes_through_an_alias",), IN_TWO[1:], "consumed"),
+        (("weight_decay_by_hand_before_the_step",), IN_TWO, "was written to|was modified between"),
+        (("weight_decay_through_data_before_the_step",), IN_TWO, "was written to|was modified between"),
         (
             (
                 "goes_on_with_a_deepcopy",

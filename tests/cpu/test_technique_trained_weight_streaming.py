@@ -195,7 +195,7 @@ def test_states_that_are_there_already_are_taken_along_and_come_back() -> None:
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (lambda m: torch.optim.LBFGS(m.parameters()), "is not known to update each parameter by itself"),
+        (lambda m: torch.optim.LBFGS(m.parameters()), "is not known to update each parameter independently"),
         (lambda m: torch.optim.Adam(m.parameters(), differentiable=True), "cannot be stepped apart"),
     ],
 )
