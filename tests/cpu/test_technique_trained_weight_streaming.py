@@ -196,7 +196,7 @@ def test_states_that_are_there_already_are_taken_along_and_come_back() -> None:
     ("make", "why"),
     [
         (lambda m: torch.optim.LBFGS(m.parameters()), "is not known to update each parameter independently"),
-        (lambda m: torch.optim.Adam(m.parameters(), differentiable=True), "cannot be stepped apart"),
+        (lambda m: torch.optim.Adam(m.parameters(), differentiable=True), "cannot be stepped one parameter at a time"),
     ],
 )
 def test_optimizers_that_look_at_all_parameters_together_are_refused(

@@ -51,7 +51,7 @@ def apply_trained_weight_streaming(session: Session, chosen: Sequence[ChosenOpti
     """Moves the weights of the blocks, their gradients and their optimizer states to the host, and wraps the forwards of the blocks.
 
     Raises:
-        ApplyError: a block is not there or has nothing that can be streamed, the parameters are on several devices, an optimizer cannot be stepped apart, or the
+        ApplyError: a block is not there or has nothing that can be streamed, the parameters are on several devices, an optimizer cannot be stepped one parameter at a time, or the
             host has too little memory.
     """
     choice, *others = chosen
