@@ -302,6 +302,9 @@ class SplitForward:
                         forward, batch, parts, decided, values, shape, may_leave=not number, led=led
                     )
                 self._checks_left = self._check_steps
+                if self._proofs.has_left and has_values(loss, *aside.parameters):
+                    with looking(self._refuse), self._unseen(), paused():
+                        self._check_what_is_left(forward, batch, (begin, end), loss, led)
             outputs.add(output, (begin, end), loss_key, proved.joined, batch)
             weight = sums.weight_of(proved.means, watch.terms, end - begin, loss)
             del output, watch
@@ -348,6 +351,32 @@ class SplitForward:
         raise self._refuse(
             f"the model raises {type(error).__name__} for a part of the batch, and may not for the whole ({told}); leave micro_batches out"
         ) from error
+
+    @torch.no_grad()
+    def _check_what_is_left(
+        self,
+        forward: Forward,
+        batch: AbstractBatch,
+        part: tuple[int, int],
+        loss: torch.Tensor,
+        led: Sequence[Decision],
+    ) -> None:
+        """Checks that what a part has left behind (a cache that it filled, a count that stays at its last number) changes nothing for the next one.
+
+        The whole batch would run from the state before, and so would each part: a part has the same loss once more, from the state after it.
+        """
+        if self._allows_randomness:
+            return
+        args, kwargs = batch.part(*part)
+        with LossWatch(part[1] - part[0], allows_randomness=False, led=led), Numbers() as numbers:
+            again = find_loss(forward(*args, **kwargs))[1]
+        torch.clear_autocast_cache()
+        tolerance = _TOLERANCE_OF_HALVES if numbers.are_halves else _TOLERANCE.get(loss.dtype, _TOLERANCE_OF_HALVES)
+        if bool((again - loss).abs() > tolerance * loss.abs()):
+            raise self._refuse(
+                f"the first part of a batch has the loss {loss.item():.6g}, and {again.item():.6g} if it runs again: it leaves behind what changes the next part; "
+                "leave micro_batches out"
+            )
 
     @torch.no_grad()
     def _check(self, forward: Forward, batch: AbstractBatch, means: frozenset[int], led: Sequence[Decision]) -> None:
