@@ -42,7 +42,8 @@ class DiskFile:
                 f"no file can be written in {self.folder} ({error_text(error)}); choose another folder with --disk-folder"
             ) from error
         self._open = Descriptor(descriptor)
-        self._leaves_the_cache = False
+        self.leaves_the_cache = False
+        """Whether what was moved is given back by the page cache."""
         self.extend(in_pages(num_bytes))
         try:
             if self.is_direct and self.num_bytes and not _takes_direct(self.descriptor):
@@ -117,7 +118,7 @@ class DiskFile:
         done = 0
         while done < len(into):
             done += self._moved(os.preadv(self.descriptor, [into[done:]], at + done), "read")
-        if self._leaves_the_cache:
+        if self.leaves_the_cache:
             self.leave_the_cache(at, len(into))
 
     def use_the_cache(self) -> None:
@@ -126,7 +127,7 @@ class DiskFile:
         if self.is_direct:
             _through_the_cache(self.descriptor)
             self.is_direct = False
-        self._leaves_the_cache = True
+        self.leaves_the_cache = True
 
     def leave_the_cache(self, at: int, num_bytes: int) -> None:
         """Gives the page cache's memory of these bytes back, as far as they are on the disk and nobody reads them as memory."""

@@ -108,7 +108,7 @@ class DiskSlab:
     @property
     def goes_through_the_cache(self) -> bool:
         """Whether what is moved is kept in the system's page cache as well."""
-        return isinstance(self.file, DiskFile) and not self.file.is_direct
+        return isinstance(self.file, DiskFile) and not self.file.is_direct and not self.file.leaves_the_cache
 
     @property
     def free_bytes(self) -> int:
