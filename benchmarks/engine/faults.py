@@ -39,6 +39,10 @@ _CALLS = tuple(
 )
 
 
+# The exit code of a fork that is refused.
+_IS_TOLD = 7
+
+
 class FaultError(RuntimeError):
     """As a driver raises it."""
 
@@ -264,11 +268,15 @@ def after_fork(way: str, tier: str) -> str:
         try:
             run.step(2)
             is_right = same(run.values(), _plain_values(way, 3))
+        except TightfitError as error:
+            os._exit(_IS_TOLD if "a forked process" in str(error) else 1)
         finally:
             os._exit(0 if is_right else 1)
     child = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     run.step(2)
     parent = same(run.values(), _plain_values(way, 3))
+    if parent and child == _IS_TOLD:
+        return "the parent trains on, and the fork is told that it cannot"
     return "both train on" if parent and child == 0 else f"PARENT {parent}, CHILD {child}"
 
 

@@ -1,5 +1,6 @@
 """What the engine moves, and where to: choices by hand for any model with lists of blocks."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -60,6 +61,14 @@ def weights(model: nn.Module, tier: str) -> list[Choice]:
     return [_choice("trained_weight_streaming", type(model).__name__, **settings)]
 
 
+def weights_on_disk(model: nn.Module, tier: str) -> list[Choice]:
+    """Weights of all blocks on disk, trained there; gradients at the host, and states there or on disk too."""
+    return [
+        dataclasses.replace(each, settings={**each.settings, "weights": "disk", "at_once_bytes": 1 << 14})
+        for each in weights(model, tier)
+    ]
+
+
 def frozen_weights(model: nn.Module, tier: str) -> list[Choice]:
     """The matrices of all blocks, which are not trained."""
     settings = _ON_DISK if tier == "disk" else {"host_bytes": _HOST_BYTES}
@@ -86,6 +95,7 @@ WAYS: dict[str, Callable[[nn.Module, str], list[Choice]]] = {
     "activations": activations,
     "optimizer": optimizer,
     "weights": weights,
+    "weights on disk": weights_on_disk,
     "frozen weights": frozen_weights,
     "all": everything,
 }

@@ -99,6 +99,24 @@ def test_what_saves_for_nothing_comes_first_and_another_gpu_last(file: Path) -> 
     assert at == sorted(at) and said[-1].startswith("on two of these GPUs")
 
 
+@pytest.mark.parametrize(
+    ("shapes", "has_halves"),
+    [
+        ([(512, 64), (512, 512)], False),
+        ([(512, 512), (512, 512)], False),
+        ([(1, 64)], False),
+        ([(512, 64), (64, 64)], True),
+        ([(64, 64)], True),
+        ([(1, 64), (1, 1)], False),
+        ([(8, 64), ()], True),
+    ],
+)
+def test_the_nodes_of_one_graph_and_one_example_have_no_halves(
+    shapes: list[tuple[int, ...]], *, has_halves: bool
+) -> None:
+    assert advice._has_halves([{"inputs": {str(i): shape for i, shape in enumerate(shapes)}}]) == has_halves
+
+
 def test_a_vocabulary_that_is_no_multiple_of_eight_costs_what_is_said_of_it(file: Path) -> None:
     odd, even = (trial(file, num_blocks=1, num_words=words, dtype="bfloat16") for words in (20_001, 20_008))
     (found,) = suggestions_on_sizes(odd.profile)

@@ -58,6 +58,20 @@ def script(folder: Path, *, evaluated: int) -> Path:
     return path
 
 
+def test_what_is_only_freed_after_the_steps_is_the_peak_of_no_plan(tmp_path: Path) -> None:
+    """A loss that is printed: what the plain run held then was in the way of weights and states that are at the host."""
+    path = tmp_path / "train.py"
+    path.write_text(PROGRAM.partition("model.eval()")[0] + "    print(loss.item())\n")
+    runs = TracedRuns(**run_arguments(Script(path=str(path), arguments=()), "train.py"))
+    offers = Offers(runs, Allowed(all_lossy=False, names=frozenset(), without=()))
+    plain = runs.run_with(())
+    assert plain.later is None and len(plain.tape.events) > len(plain.profile.tape.events)
+    problem = Candidates(runs, offers, plain.high_bytes, host_bytes=1 << 30).variant(plain).problem
+    saved = {o.technique: problem.peak_bytes((number,)) for number, o in enumerate(problem.options)}
+    assert saved["trained_weight_streaming"] < 0.95 * problem.peak_bytes(())
+    assert problem.events.max() < len(plain.profile.tape.events)
+
+
 def test_a_problem_counts_an_evaluation_and_what_techniques_save_in_it(tmp_path: Path) -> None:
     path = script(tmp_path, evaluated=64)
     runs = TracedRuns(**run_arguments(Script(path=str(path), arguments=()), "train.py"))

@@ -14,7 +14,7 @@ import tightfit
 from tightfit.capture.targets.target_kinds import GeneratorFunction, Script, Target
 from tightfit.fit.planning_progress import ProgressLog
 from tightfit.fit.proof import Mismatch, Prover
-from tightfit.fit.values import differences
+from tightfit.fit.values import MODULES_WITH_DTYPES, differences
 from tightfit.planner.plan import Choice, Proof
 from tightfit.tape import Phase, Tape
 
@@ -193,9 +193,22 @@ ASKED = "; ".join(
 )
 
 
+NARROW = """
+import io
+wide = (torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2).to(torch.float16), torch.zeros(2).float(), torch.zeros(2).half())
+assert all(tensor.dtype == torch.float64 for tensor in (*wide, *model.to(torch.float32).parameters()))
+assert torch.zeros(2, dtype=torch.complex64).dtype == torch.complex128
+file = io.BytesIO()
+torch.save(wide, file)
+file.seek(0)
+assert [tensor.dtype for tensor in torch.load(file)] == 4 * [torch.float64]
+"""
+
+
 @pytest.mark.parametrize(
     ("loop", "kind", "words"),
     [
+        (NARROW + LOOP, "values", "bit for bit"),
         (LOOP.replace("range(100)", "range(2)"), "values", "2 steps on the host"),
         ("def main():\n" + "".join(f"    {line}\n" for line in LOOP.splitlines()) + "main()\n", "values", ""),
         (LOOP.replace("    loss = ", "    try:\n        0 / 0\n    except:\n        pass\n    loss = "), "values", ""),
@@ -220,6 +233,7 @@ ASKED = "; ".join(
         ("model(torch.randn(16, 64).cuda()).sum().backward()\n", "structure", "no optimizer of torch.optim stepped"),
     ],
     ids=[
+        "less than double precision by name",
         "few steps",
         "a function",
         "a bare except",
@@ -238,6 +252,34 @@ def test_scripts_are_followed_to_where_their_steps_are_over(tmp_path: Path, loop
     assert isinstance(found, Proof)
     assert found.kind == kind, found.what
     assert words in found.what
+
+
+TABLES = """
+import importlib, pkgutil, sys
+import torch
+import tightfit.effects, tightfit.engine, tightfit.runtime, tightfit.techniques, tightfit.torch_hooks
+
+NARROW = (torch.float32, torch.float16, torch.bfloat16, torch.complex64)
+
+def holds(value):
+    if isinstance(value, dict):
+        return any(map(holds, [*value, *value.values()]))
+    return any(map(holds, value)) if isinstance(value, list | tuple | set | frozenset) else value in NARROW if isinstance(value, torch.dtype) else False
+
+for room in (tightfit.effects, tightfit.engine, tightfit.runtime, tightfit.techniques, tightfit.torch_hooks):
+    for module in pkgutil.walk_packages(room.__path__, room.__name__ + "."):
+        try:
+            names = vars(importlib.import_module(module.name))
+        except ModuleNotFoundError:
+            continue
+        if any(holds(value) for name, value in names.items() if not name.startswith("__")):
+            print(module.name)
+"""
+
+
+def test_tables_of_dtypes_are_made_before_narrow_types_are_replaced_by_wide_ones() -> None:
+    found = subprocess.run([sys.executable, "-c", TABLES], capture_output=True, text=True, check=True)
+    assert tuple(found.stdout.split()) == MODULES_WITH_DTYPES
 
 
 def test_a_technique_that_changes_values_is_named(file: Path) -> None:

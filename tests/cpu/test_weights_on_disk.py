@@ -240,6 +240,16 @@ def test_without_knowledge_of_pages_weights_are_read_from_memory(monkeypatch: py
     assert same(trained(plain, 0), trained(model, 0))
 
 
+def test_weights_that_are_moved_to_memory_which_processes_share_are_read_from_there() -> None:
+    plain, model = small(), small()
+    on_disk(model)
+    for each in (plain, model):
+        trained(each, 0)
+        each.share_memory()
+        each.blocks[1].qkv.weight.data[0] = 7
+    assert same(trained(plain, 1), trained(model, 1))
+
+
 def test_a_fork_writes_to_weights_of_its_own() -> None:
     plain, model = small(), small()
     on_disk(model)

@@ -8,7 +8,7 @@ from tests.plans import a_plan
 
 from tightfit.errors import UsageError
 from tightfit.fit import margin_named
-from tightfit.planner.explain import sentences, verdict
+from tightfit.planner.explain import reached_limit, sentences, verdict
 from tightfit.planner.plan import Alternative, Plan, Run
 from tightfit.reports.html.fragment import estimate_fragment
 from tightfit.reports.verdicts import verdict_words
@@ -66,6 +66,15 @@ def test_a_plan_that_fits_at_best_names_the_lower_end_beside_the_likely_peak() -
     """The likely peak alone would read "fits at best: 8.00 GiB of 7.00 GiB"."""
     assert ": 7.00 GiB to 9.00 GiB, likely 8.00 GiB, of 7.00 GiB on " in verdict(planned(7, "0"))
     assert ": 8.00 GiB of 8.00 GiB on " in verdict(planned(8, "0"))
+
+
+def test_a_budget_below_what_lies_outside_of_the_allocator_is_said_to_be() -> None:
+    below = dataclasses.replace(planned(6, "safe"), budget_bytes=GIB // 2)
+    assert (
+        "1.00 GiB are the CUDA context and its like, outside of torch's allocator: that alone is more than"
+        in reached_limit(below)
+    )
+    assert reached_limit(planned(6, "safe")).endswith(" over the budget)")
 
 
 def test_a_plan_from_before_has_the_margin_that_it_was_made_with() -> None:

@@ -38,6 +38,19 @@ def test_arguments_that_were_not_given_are_asked_for(tmp_path: Path) -> None:
     assert "arguments" not in one_line("train.py", caught.value)
 
 
+def test_an_assertion_without_a_message_says_its_condition(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("width = 63\nassert width % 4 == 0  # heads\n")
+    with pytest.raises(AssertionError) as caught:
+        runpy.run_path(str(script))
+    assert one_line("train.py", caught.value).endswith("train.py:2: assert width % 4 == 0  # heads")
+    script.write_text("assert False, 'four heads'\n")
+    with pytest.raises(AssertionError) as caught:
+        runpy.run_path(str(script))
+    assert one_line("train.py", caught.value).endswith("train.py:1: four heads")
+    assert one_line("train.py", NotImplementedError()).endswith("(no message)")
+
+
 def test_a_module_that_is_missing_is_missing_in_the_python_that_runs() -> None:
     line = one_line("train.py", ModuleNotFoundError("No module named 'datasets'", name="datasets"))
     assert line == (

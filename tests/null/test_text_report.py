@@ -420,6 +420,16 @@ class TestShortening:
         assert fit_widths(columns, rows, 35) == [8, 25]
         assert fit_widths(columns, rows, 80) == [25, 29]
 
+    def test_names_in_texts_that_wrap_are_broken_only_where_nothing_else_gives_way(self) -> None:
+        columns = [
+            Column(heading="where", shorten=shorten_module, least_width=8, yields=1),
+            Column(heading="settings", least_width=10, yields=2, wraps=True),
+        ]
+        rows = [("Net.h.1.mlp.down", "keeps `mlp.gate_proj.out`")]
+        assert fit_widths(columns, rows, 37) == [16, 19]
+        assert fit_widths(columns, rows, 31) == [10, 19]
+        assert fit_widths(columns, rows, 25) == [6, 17]
+
 
 @pytest.mark.parametrize("width", [40, 60, 120])
 def test_figures_are_whole_in_a_narrow_terminal_and_bars_are_left_out(width: int) -> None:

@@ -137,11 +137,20 @@ def _class_name(error: BaseException) -> str:
 
 def _first_line(error: BaseException) -> str:
     said = str(error).strip().splitlines()
+    if not said:
+        return _condition(error) or "(no message)"
     # What a worker of a data loader raised: its message ends the text, behind the traceback that was sent.
     if len(said) > 1 and said[1].startswith("Original Traceback"):
         return f"{said[0].removesuffix('.')}: {said[-1]}"
     # Transformers' lazy imports end their message with this hint, which makes no sense without the traceback.
-    return said[0].removesuffix(" (look up to see its traceback):") if said else "(no message)"
+    return said[0].removesuffix(" (look up to see its traceback):")
+
+
+def _condition(error: BaseException) -> str:
+    """The line of an `assert` without a message, which says what was asked for; empty for other errors."""
+    *_, last = traceback.extract_tb(error.__traceback__) or [None]
+    line = (last.line or "").strip() if last is not None and isinstance(error, AssertionError) else ""
+    return line if line.startswith("assert") else ""
 
 
 def _at(error: BaseException, known: str | None) -> str:

@@ -27,6 +27,18 @@ _ABSOLUTE = 1e-9
 # What each run on the host imports: torch imports its compiler when the first optimizer is made, which takes longer than a few small steps.
 _PRELOADED = ("tightfit.capture.child_process.host_run", "torch._dynamo", "tightfit.runtime.apply")
 
+# They have tables of dtypes, which have to be made before `torch.float32` and its like are others: see `on_host.compute_in_double`.
+MODULES_WITH_DTYPES = (
+    "tightfit.effects.values.value_checks",
+    "tightfit.effects.values.word_sums",
+    "tightfit.techniques.loss_head.chunked_cross_entropy",
+    "tightfit.techniques.loss_head.logit_forms",
+    "tightfit.techniques.micro_batches.split_forward",
+    "tightfit.techniques.optimizer.states.bitsandbytes_codec",
+    "tightfit.techniques.optimizer.states.kernel_codec",
+    "tightfit.techniques.optimizer.updates.optimizer_kernels",
+)
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HostValues:
@@ -67,6 +79,7 @@ def run_on_host(
             "is_double": is_double,
             "card": card,
             "preparation": dataclasses.asdict(preparation) if choices else None,
+            "imported": MODULES_WITH_DTYPES if choices and is_double else (),
             "containment": None if containment is None else dataclasses.asdict(containment),
             "standard_input": program_stdin.file_given(),
         }

@@ -199,7 +199,14 @@ def reached_limit(plan: Plan) -> str:
     """Why nothing fits: the lowest peak found with every allowed technique; empty for a plan that fits."""
     if plan.fits:
         return ""
+    peak = plan.run.peak
+    outside_bytes = peak.device_bytes - peak.reserved_bytes
     return (
-        f"lowest peak found: {format_bytes(plan.run.peak.device_bytes)} (upper bound {format_bytes_up(plan.run.peak.device_high_bytes)}, "
+        f"lowest peak found: {format_bytes(peak.device_bytes)} (upper bound {format_bytes_up(peak.device_high_bytes)}, "
         f"{format_bytes_up(plan.missing_bytes)} over the budget)"
+        + (
+            f"; {format_bytes(outside_bytes)} are the CUDA context and its like, outside of torch's allocator: that alone is more than the budget"
+            if outside_bytes > plan.budget_bytes
+            else ""
+        )
     )

@@ -64,6 +64,8 @@ _WORDS: dict[str, _Words] = {
     "host_bytes": lambda count: f"{format_bytes(int(count))} of host memory each",
     "card_bytes": lambda count: f"{format_bytes(int(count))} on the GPU" if int(count) else "",
     "tier": lambda tier: f"on {tier}" if tier == "disk" else "",
+    "weights": lambda tier: f"weights on {tier}" if tier == "disk" else "",
+    "at_once_bytes": lambda count: f"{format_bytes(int(count))} of weights updated at a time",
     "only_above": lambda most: f"for inputs of more than {max(map(int, most)):,} elements",
     "least_elements": lambda number: f"states of {int(number):,} elements and more",
     "disk_bytes": lambda count: f"{format_bytes(int(count))} of disk each",

@@ -86,7 +86,16 @@ _KINDS: Mapping[str, _Kind] = {
     **dict.fromkeys(("num_tiles", "num_chunks", "num_parts", "num_blocks", "rank"), _COUNT),
     **dict.fromkeys(("begin", "end"), _POSITION),
     **dict.fromkeys(
-        ("host_bytes", "disk_bytes", "card_bytes", "window_bytes", "smallest_bytes", "least_elements"), _NUMBER
+        (
+            "host_bytes",
+            "disk_bytes",
+            "card_bytes",
+            "window_bytes",
+            "at_once_bytes",
+            "smallest_bytes",
+            "least_elements",
+        ),
+        _NUMBER,
     ),
     **dict.fromkeys(("in_backward", "clips", "draws_anew", "without_gradients", "recomputed"), _FLAG),
     **dict.fromkeys(
@@ -99,7 +108,7 @@ _KINDS: Mapping[str, _Kind] = {
     "storages": _list_of(_Kind(words="", parse=_pair), "pairs of bytes and how many"),
     "share": _Kind(words="a share between 0 and 1", parse=_share),
     "bits": _one_of(4, 8),
-    "tier": _one_of("host", "disk"),
+    **dict.fromkeys(("tier", "weights"), _one_of("host", "disk")),
     "executor": _one_of("card", "host"),
     "gradients_in": _one_of("forward", "backward"),
     "kernel": _one_of("same", "fused", "foreach", "for-loop"),

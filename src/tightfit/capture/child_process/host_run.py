@@ -6,12 +6,13 @@ The process is used for one run; the answer file beside the request says whether
 """
 
 import dataclasses
+import importlib
 import itertools
 import json
 import random
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import GeneratorType
 from typing import Any
@@ -37,9 +38,9 @@ _MAX_OBJECTS = 10_000
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HostRequest:
-    """The request to the child; `is_double`: tensors without an explicit dtype are made in float64. Values go to the file `values`.
+    """The request to the child; `is_double`: floating point numbers have double precision. Values go to the file `values`.
 
-    `card` is the device, by name or path, that `torch.cuda` answers for; None where it says that there is none.
+    `imported` are modules to import before anything of torch is replaced. `card` is the device, by name or path, that `torch.cuda` answers for; None where it says that there is none.
     """
 
     target: dict[str, Any]
@@ -48,6 +49,7 @@ class HostRequest:
     is_double: bool
     card: str | None
     preparation: dict[str, Any] | None
+    imported: Sequence[str] = ()
     containment: dict[str, Any] | None = None
     standard_input: list[Any] | None = None
 
@@ -87,6 +89,8 @@ def _failure(error: BaseException) -> dict[str, Any]:
 
 def _run(request: HostRequest, closed_in: ClosedIn, done: Callable[[Callable[[], dict[str, Any]]], None]) -> None:
     process_role.begin_proof()
+    for module in request.imported:
+        importlib.import_module(module)
     if request.standard_input is not None:
         program_stdin.install(lambda: None, request.standard_input)
     eager.keep_compiler_out()
@@ -98,9 +102,7 @@ def _run(request: HostRequest, closed_in: ClosedIn, done: Callable[[Callable[[],
     random.seed(_SEED)
     np.random.seed(_SEED)
     if request.is_double:
-        # In double precision two correct runs differ by rounding of 1e-16, so a wrong plan stands out from one
-        # that only sums in another order.
-        torch.set_default_dtype(torch.float64)
+        on_host.compute_in_double()
     target = target_of(request.target)
     if isinstance(target, Script):
         script = ScriptOnHost(request.num_steps)

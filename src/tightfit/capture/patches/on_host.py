@@ -5,6 +5,7 @@ that was traced; without one `torch.cuda.is_available()` returns False, as on an
 """
 
 import functools
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,8 @@ _FACTORIES = (
     *("randperm", "tensor", "tril_indices", "triu_indices", "zeros", "zeros_like", "load"),
 )
 _NEW = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
+_NARROW = {"float64": ("float", "float32", "float16", "half", "bfloat16"), "complex128": ("cfloat", "complex64")}
+_CASTS = {"double": ("float", "half", "bfloat16"), "cdouble": ("cfloat",)}
 _WAITS = ("synchronize", "empty_cache", "reset_peak_memory_stats", "manual_seed", "manual_seed_all")
 
 
@@ -44,6 +47,33 @@ def install(card: Device | None) -> None:
     replace(torch.autocast, __init__=_host(torch.autocast.__init__))
     for name in _WAITS:
         replace(torch.cuda, **{name: _nothing(getattr(torch.cuda, name))})
+
+
+def compute_in_double() -> None:
+    """Floating point numbers have double precision for the rest of the process, where the program asks for less by name too.
+
+    Two correct runs then differ by rounding of 1e-16, so a wrong plan stands out from one that only sums in another order. A loss that is computed in
+    float32 within, as libraries write it, would bring back rounding of 1e-7, of which Adam makes updates of full size.
+    """
+    torch.set_default_dtype(torch.float64)
+    # torch makes its tables of types by name at first use, and keeps them.
+    file = io.BytesIO()
+    torch.save(torch.zeros(1), file)
+    file.seek(0)
+    torch.load(file)
+    for wide, names in _NARROW.items():
+        replace(torch, **dict.fromkeys(names, getattr(torch, wide)))
+    for wide, names in _CASTS.items():
+        for name in names:
+            replace(torch.Tensor, **{name: _of_another_name(getattr(torch.Tensor, wide), name)})
+
+
+def _of_another_name(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @functools.wraps(getattr(torch.Tensor, name), updated=())
+    def named(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return named
 
 
 # Names are replaced and no TorchFunctionMode is used: one is off inside of `backward`, where code that runs

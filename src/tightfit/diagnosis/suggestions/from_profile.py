@@ -2,6 +2,7 @@
 a smaller batch, a shorter sequence, a lighter model, what lossy techniques would save, a larger GPU or a second one."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from tightfit.units import format_bytes
 
 _NUM_CARDS = 2
 _NUM_DIMENSIONS_OF_TOKENS = 2  # a batch of sequences
+_NUM_DIMENSIONS_OF_ADJACENCY = 2  # nodes by nodes
 _SHORTEST = 64  # tokens, below which a shorter sequence is no advice
 _PART_OF_BLOCKS = 4
 _PLAIN = "without any technique"
@@ -65,15 +67,23 @@ def suggestions_for(planned: PlannedWorkload, card: Device, *, is_whole_card: bo
         rows += [*_batch(planned.estimate), *_sequence(planned), *_blocks(planned)]
     if not planned.fits and is_whole_card:
         rows += _cards(planned, card)
-    if _has_one_example(planned.roots):
+    if not _has_halves(planned.roots):
         rows = [row for row in rows if not row.splits_batch]
     return tuple(row.sentence for row in in_order(rows))
 
 
-def _has_one_example(roots: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether all inputs of the models are of one example, as far as their first dimensions tell."""
+def _has_halves(roots: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the inputs of the models are a batch of examples, as far as their shapes tell: of more than one, and no nodes of one graph."""
     sizes = {shape[0] for root in roots for shape in root["inputs"].values() if shape}
-    return sizes == {1}
+    return sizes != {1} and not any(map(_is_of_a_graph, roots))
+
+
+def _is_of_a_graph(root: Mapping[str, Any]) -> bool:
+    """Whether one input is the adjacency of the rows of another (N by N beside N): half of the nodes would be another graph."""
+    shapes = [shape for shape in root["inputs"].values() if shape]
+    num_inputs = Counter(shape[0] for shape in shapes)
+    squares = [s for s in shapes if len(s) == _NUM_DIMENSIONS_OF_ADJACENCY and s[0] == s[1] > 1]
+    return any(num_inputs[square[0]] > 1 for square in squares)
 
 
 def _lossy(forbidden: Sequence[Option]) -> Iterable[Suggestion]:

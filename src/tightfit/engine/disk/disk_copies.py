@@ -162,6 +162,16 @@ class VirtualDiskCopies(CopyEngine):
             is_in_order=False,
         )
 
+    def move_at_host(self, direction: CopyDirection, num_bytes: int) -> None:
+        """Reads to memory of the host, or writes from there, and waits."""
+        # Only now: a user's process has no tape.
+        from tightfit.capture.observe import disk_traffic
+
+        self._disk.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._disk):
+            disk_traffic.move(direction, num_bytes)
+        self._disk.record_event().synchronize()
+
     def wait(self, ticket: Ticket) -> None:
         """As in `DiskCopies`: the host waits."""
         if ticket.is_in_order:

@@ -42,6 +42,8 @@ class DiskFile:
                 f"no file can be written in {self.folder} ({error_text(error)}); choose another folder with --disk-folder"
             ) from error
         self._open = Descriptor(descriptor)
+        self.leaves_the_cache = False
+        """Whether what was moved is given back by the page cache."""
         self.extend(in_pages(num_bytes))
         try:
             if self.is_direct and self.num_bytes and not _takes_direct(self.descriptor):
@@ -116,6 +118,20 @@ class DiskFile:
         done = 0
         while done < len(into):
             done += self._moved(os.preadv(self.descriptor, [into[done:]], at + done), "read")
+        if self.leaves_the_cache:
+            self.leave_the_cache(at, len(into))
+
+    def use_the_cache(self) -> None:
+        """Moves everything through the page cache from now on: memory that is mapped sees what is written then, whatever the file system is (open(2), NOTES:
+        "applications should avoid mixing mmap(2) of files with direct I/O to the same files")."""
+        if self.is_direct:
+            _through_the_cache(self.descriptor)
+            self.is_direct = False
+        self.leaves_the_cache = True
+
+    def leave_the_cache(self, at: int, num_bytes: int) -> None:
+        """Gives the page cache's memory of these bytes back, as far as they are on the disk and nobody reads them as memory."""
+        os.posix_fadvise(self.descriptor, at, num_bytes, os.POSIX_FADV_DONTNEED)
 
     def flush(self) -> None:
         """Has all that was written on the disk, where that is not so when a write returns.
@@ -124,7 +140,7 @@ class DiskFile:
             OSError: it cannot be.
         """
         if not self.is_direct:
-            os.fsync(self.descriptor)
+            os.fdatasync(self.descriptor)
 
     def mapped(self) -> mmap.mmap:
         """All of it as memory of the process's own: a page that is written to is not the file's any more, here and in forks.

@@ -82,13 +82,19 @@ class InMemoryOfFile(DiskPlace):
     written: OnDisk | None = None
     opened: MappedFile | None = None
     offset: int = 0
+    address: int = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "address", self.memory.data_ptr())
 
     def __len__(self) -> int:
         return len(self.memory)
 
     def read(self, buffer: HostBuffer, at: int, num_bytes: int, number: int) -> None:
         piece = self.memory[at : at + num_bytes]
-        if (self.written is None and self.opened is None) or was_written(piece.data_ptr(), num_bytes):
+        # A program may have moved what lies in its storage, to memory that processes share (`share_memory_`).
+        is_mapped = self.memory.data_ptr() == self.address and (self.written is not None or self.opened is not None)
+        if not is_mapped or was_written(piece.data_ptr(), num_bytes):
             buffer.bytes[:num_bytes].copy_(piece)
             if self.opened is not None:
                 # Pages beside those that were written are the file's.

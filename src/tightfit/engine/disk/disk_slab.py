@@ -14,6 +14,7 @@ import torch
 
 from tightfit.capture.processes.process_role import is_simulated
 from tightfit.engine.disk.disk_file import DiskFile
+from tightfit.engine.disk.disk_mapping import DiskMapping
 from tightfit.engine.disk.disk_places import HostBuffer, OnDisk
 from tightfit.engine.disk.disk_sizes import PAGE_BYTES, in_pages, num_buffers_of, piece_bytes_of
 from tightfit.engine.disk.error_text import error_text
@@ -51,7 +52,8 @@ class DiskSlab:
         self.memory = HostSlab(max(buffer_bytes, 2 * PAGE_BYTES), near)
         self.host_part = self.memory.take(self.memory.num_bytes)
         self._process = os.getpid()
-        self._mapping: torch.Tensor | None = None
+        self.mapping: DiskMapping | None = None
+        """What was mapped last."""
 
     def take(self, num_bytes: int) -> DiskPart:
         """A part of `num_bytes`; the file grows if no free range is large enough.
@@ -89,14 +91,9 @@ class DiskSlab:
 
     def mapped(self, part: DiskPart) -> torch.Tensor:
         """A part that has been written, and will not be again, as memory; uint8, of shape (num_bytes,). What is written there does not go to the file."""
-        end = part.bytes.begin + part.bytes.num_bytes
-        with torch.inference_mode(False):
-            if self._mapping is None or len(self._mapping) < end:
-                self._mapping = torch.frombuffer(self.file.mapped(), dtype=torch.uint8)
-            memory = self._mapping[part.bytes.begin : end]
-            # In a storage of its own: whoever saves a weight (`torch.save`), or asks which of them share memory (safetensors), is not told of the file. A tape
-            # knows what is on disk by the storage of all of it.
-            return memory if self.is_virtual or not len(memory) else torch.from_numpy(memory.numpy())
+        if self.mapping is None or len(self.mapping) < part.bytes.begin + part.bytes.num_bytes:
+            self.mapping = DiskMapping(self.file, is_virtual=self.is_virtual)
+        return self.mapping.memory_of(part.bytes)
 
     @property
     def num_bytes(self) -> int:
@@ -111,7 +108,7 @@ class DiskSlab:
     @property
     def goes_through_the_cache(self) -> bool:
         """Whether what is moved is kept in the system's page cache as well."""
-        return isinstance(self.file, DiskFile) and not self.file.is_direct
+        return isinstance(self.file, DiskFile) and not self.file.is_direct and not self.file.leaves_the_cache
 
     @property
     def free_bytes(self) -> int:

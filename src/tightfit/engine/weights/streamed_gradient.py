@@ -71,14 +71,17 @@ def streamed_gradient_of(parameter: torch.Tensor) -> "StreamedGradient | None":
 
 
 class StreamedGradient:
-    """The gradient of `parameter`, of at most `num_bytes`, which are taken from `slab`."""
+    """The gradient of `parameter`, of at most `num_bytes`, which are taken from `slab`; `is_shown` as a tensor of the card, where its weight is."""
 
-    def __init__(self, parameter: torch.Tensor, num_bytes: int, slab: HostSlab, device: torch.device) -> None:
+    def __init__(
+        self, parameter: torch.Tensor, num_bytes: int, slab: HostSlab, device: torch.device, *, is_shown: bool = True
+    ) -> None:
         self._parameter = parameter
         self._device = device
+        self._seen_from = device if is_shown else torch.device("cpu")
         self._part = slab.take(num_bytes)
         # Whether the program still holds the last gradient is asked of its storage.
-        self._memory = seen_from(device, self._part.with_storage())
+        self._memory = seen_from(self._seen_from, self._part.with_storage())
         # For the gradient of a pass that is made beside the parameter's own: pinning memory anew for each pass takes longer than the pass.
         self._beside: torch.Tensor | None = None
         self._is_aside = False
@@ -186,7 +189,7 @@ class StreamedGradient:
         memory = next((each for each in (self._memory, self._beside) if _is_free(each, num_bytes)), None)
         if memory is None:
             is_pinned = self._device.type == "cuda" and not is_simulated()
-            memory = seen_from(self._device, host_bytes(num_bytes, is_pinned=is_pinned))
+            memory = seen_from(self._seen_from, host_bytes(num_bytes, is_pinned=is_pinned))
             if self._is_aside:
                 self._beside = memory
         return _shaped(memory[:num_bytes], gradient.dtype, gradient.shape, gradient.stride())

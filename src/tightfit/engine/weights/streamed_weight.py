@@ -59,6 +59,8 @@ class StreamedWeight:
         self.on_card = BytesOnCard(parameter, source, part, device)
         self.left = LeftMemory()
         self._uses_of_ours = _num_uses(self._at_host)
+        self.is_streamed = True
+        """Whether it will leave the card again."""
         self.gradient: StreamedGradient | None = None
         """Of a weight that is trained."""
 
@@ -112,7 +114,9 @@ class StreamedWeight:
 
     def has_view_at_host(self) -> bool:
         """Whether the program holds something that lies in its memory at the host, which it has left."""
-        if is_simulated() or self.residence is not Residence.CARD or not isinstance(self.part, Part):
+        # A file that the program has mapped is its own memory.
+        is_ours = isinstance(self.part, Part) or self.part.is_ours
+        if is_simulated() or self.residence is not Residence.CARD or not is_ours:
             return False
         return _num_uses(self._at_host) > self._uses_of_ours
 

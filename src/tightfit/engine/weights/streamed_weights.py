@@ -22,8 +22,10 @@ from tightfit.engine.copy_engines import CopyEngine, copies_for
 from tightfit.engine.descriptors import close_gone
 from tightfit.engine.disk.disk_copies import DiskSpace
 from tightfit.engine.host_slab import HostSlab, Part, unregister_gone
+from tightfit.engine.weights.not_in_forks import forget_those_elsewhere
 from tightfit.engine.weights.streamed_gradient import StreamedGradient
 from tightfit.engine.weights.streamed_weight import Residence, StreamedWeight
+from tightfit.engine.weights.trained_files import TrainedFiles
 from tightfit.engine.weights.use_order import Pass, UseOrder
 from tightfit.engine.weights.weight_traffic import WeightTraffic
 from tightfit.engine.weights.weights_in_files import PartOfFile, WeightFiles
@@ -119,6 +121,7 @@ class StreamedWeights:
         *,
         statistics: Counter[str],
         disk: DiskSpace | None = None,
+        are_trained: bool = False,
         when_unchanged: Callable[[StreamedWeight], object] = lambda _: None,
         when_viewed: Callable[[StreamedWeight], object] = lambda _: None,
     ) -> None:
@@ -127,11 +130,11 @@ class StreamedWeights:
         self.device = device
         link = copies_for(device)
         copies: CopyEngine = link
-        self.files: WeightFiles | None = None
-        """For blocks whose weights are on disk."""
+        self.files: WeightFiles | TrainedFiles | None = None
+        """For blocks whose weights are on disk; which `are_trained` there, or not."""
         if disk is not None:
             slab, copies = disk.opened(device, link)
-            self.files = WeightFiles(slab, copies)
+            self.files = TrainedFiles(slab, copies, disk.on_failure) if are_trained else WeightFiles(slab, copies)
         self._traffic = WeightTraffic(copies, statistics, when_unchanged)
         self._blocks: list[StreamedBlock] = []
         # The numbers of those with weights that are on the card or coming: a use of one block does not look at all others.
@@ -157,12 +160,16 @@ class StreamedWeights:
                 StreamedWeight(p, _part_for(p, self.slab, self.files if on_disk else None), self.device)
                 for p in parameters
             ]
+            if isinstance(self.files, TrainedFiles) and on_disk:
+                self.files.have(weights)
             block = StreamedBlock(len(self._blocks), weights)
             self._blocks.append(block)
             self._order.expect(block.number)
             for weight in weights:
                 if with_gradients and weight.parameter.requires_grad:
-                    weight.gradient = StreamedGradient(weight.parameter, weight.num_bytes, self.slab, self.device)
+                    weight.gradient = StreamedGradient(
+                        weight.parameter, weight.num_bytes, self.slab, self.device, is_shown=not on_disk
+                    )
                     self._traffic.begin_to_leave(weight.gradient)
                 weight.leave(self._traffic.copies)
             self._traffic.gradients_leave()
@@ -253,6 +260,7 @@ class StreamedWeights:
             for weight in block.weights:
                 self._traffic.have(weight)
                 self._traffic.have_gradient(weight)
+                weight.is_streamed = False
                 is_viewed |= _keep_views(weight, self._traffic.copies, self.device)
             block.weights.clear()
         return is_viewed
@@ -277,8 +285,10 @@ class StreamedWeights:
                     for weight in block.weights:
                         if weight.residence is not Residence.CARD:
                             weight.bring_alone()
+                        weight.is_streamed = False
                         is_viewed |= weight.has_view_at_host()
                     block.weights.clear()
+        forget_those_elsewhere()
         unregister_gone()
         close_gone()
         if failure is not None:
@@ -331,7 +341,7 @@ def _unseen() -> Iterator[None]:
         yield
 
 
-def _part_for(parameter: torch.Tensor, slab: HostSlab, files: WeightFiles | None) -> Part | PartOfFile:
+def _part_for(parameter: torch.Tensor, slab: HostSlab, files: WeightFiles | TrainedFiles | None) -> Part | PartOfFile:
     """Where the bytes of a parameter are while it is away: in host memory, or in `files`."""
     return slab.take(parameter.untyped_storage().nbytes()) if files is None else files.part_of(parameter)
 

@@ -28,6 +28,11 @@ class PartOfFile:
     source: InMemoryOfFile
     held: DiskPart | None = None
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether the file is one of ours."""
+        return self.held is not None
+
 
 class WeightFiles:
     """Parts for weights: of `slab`, written by `copies`, or where the weights lie already."""
@@ -46,6 +51,14 @@ class WeightFiles:
         there = file_range_of(parameter)
         if there is not None:
             return self._mapped_by_the_program(parameter, there)
+        return self.written(parameter)
+
+    def written(self, parameter: torch.Tensor) -> PartOfFile:
+        """The bytes of its storage, in our file.
+
+        Raises:
+            ApplyError: the disk fails.
+        """
         whole = _whole_storage(parameter)
         part = self.slab.take(len(whole))
         self._copies.wait(self._copies.begin(whole, part.bytes, to_host=True, held=(part,)))
@@ -56,13 +69,14 @@ class WeightFiles:
                 self.slab.file.flush()
         except OSError as error:
             raise ApplyError(
-                f"weights could not be written to the disk of {self._folder} ({error_text(error)}); choose another folder with --disk-folder, or plan without --disk"
+                f"weights could not be written to the disk of {self.folder} ({error_text(error)}); choose another folder with --disk-folder, or plan without --disk"
             ) from error
         memory = self.slab.mapped(part)
         return PartOfFile(bytes=memory, source=InMemoryOfFile(memory=memory, written=part.bytes), held=part)
 
     @property
-    def _folder(self) -> str:
+    def folder(self) -> str:
+        """Where our file is."""
         return self.slab.file.folder if isinstance(self.slab.file, DiskFile) else ""
 
     def _mapped_by_the_program(self, parameter: torch.Tensor, there: FileRange) -> PartOfFile:

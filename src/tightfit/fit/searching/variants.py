@@ -66,6 +66,9 @@ class Variants:
             fine += _only_later([o for o in self._fine(later, run) if (o.technique, o.where) not in places], run)
         tape = with_workspaces_of(self._runs.card, run.tape, self._runs.on.calibration)
         timeline = replay_timeline(tape, AllocatorSettings()).allocated
+        if run.later is None:
+            # Nothing is allocated after the steps, and no option says what it holds then: what a plain run holds would be the peak of all plans.
+            timeline = timeline[: len(run.profile.tape.events)]
         # What a run caches beyond what it holds says little of another run: to begin with, no more is counted than the allocator can be made to.
         gaps = [t.needed_bytes - t.estimate.peak.allocated_bytes for t in self._settings.with_each(run)]
         variant = Variant(run=run, problem=self._problem(timeline, fine, run.profile.step), gap_bytes=min(gaps))

@@ -4,7 +4,7 @@ A module path keeps its end (`….h.*.mlp.act`), a place in a file keeps its nam
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 GAP = 2
 
@@ -15,7 +15,8 @@ Shorten = Callable[[str, int], str]
 class Column:
     """One column. Without `shorten` or `wraps` it never shrinks; with them, down to `least_width` cells, columns of higher `yields` first.
 
-    `shorten` leaves a part of a text out; with `wraps` a text goes on in further lines and nothing is left out.
+    `shorten` leaves a part of a text out; with `wraps` a text goes on in further lines and nothing is left out; its words are broken only where
+    the other columns are at their least.
     """
 
     heading: str
@@ -62,7 +63,9 @@ def fit_widths(columns: Sequence[Column], rows: Sequence[Sequence[str]], total_w
     for i in sorted(range(len(columns)), key=lambda i: -columns[i].yields):
         shorten, least = columns[i].shorten, max(columns[i].least_width, len(columns[i].heading))
         if excess > 0 and columns[i].wraps and widths[i] > least:
-            width = max(least, widths[i] - excess)
+            # Names stay whole: others are shortened before these are broken.
+            width = max(least, _longest_word(row[i] for row in rows), widths[i] - excess)
+            width = min(width, widths[i])
             excess -= widths[i] - width
             widths[i] = width
         elif excess > 0 and shorten is not None and widths[i] > least:
@@ -71,6 +74,11 @@ def fit_widths(columns: Sequence[Column], rows: Sequence[Sequence[str]], total_w
             kept = max([len(columns[i].heading), *(len(shorten(row[i], width)) for row in rows)])
             excess -= widths[i] - kept
             widths[i] = kept
+    for i, column in enumerate(columns):
+        if excess > 0 and column.wraps:
+            width = min(widths[i], max(column.least_width, len(column.heading), widths[i] - excess))
+            excess -= widths[i] - width
+            widths[i] = width
     # What such a cut has freed beyond need is for the texts that go on in further lines.
     for i in sorted(range(len(columns)), key=lambda i: columns[i].yields):
         if excess < 0 and columns[i].wraps:
@@ -78,6 +86,10 @@ def fit_widths(columns: Sequence[Column], rows: Sequence[Sequence[str]], total_w
             widths[i] += max(0, more)
             excess += max(0, more)
     return widths
+
+
+def _longest_word(texts: Iterable[str]) -> int:
+    return max((len(word) for text in texts for word in text.split()), default=0)
 
 
 def shortened(columns: Sequence[Column], rows: Sequence[Sequence[str]], widths: Sequence[int]) -> list[list[str]]:

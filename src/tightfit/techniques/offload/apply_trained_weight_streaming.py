@@ -1,17 +1,20 @@
 """Puts `trained_weight_streaming` on live objects: see `tightfit.techniques.offload.trained_weight_streaming` for what it is and where it comes from."""
 
+import contextlib
 import dataclasses
 import functools
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from tightfit.engine.descriptors import close_gone
-from tightfit.engine.disk.disk_sizes import buffer_bytes_for
+from tightfit.engine.disk.disk_copies import DiskSpace
+from tightfit.engine.disk.disk_sizes import buffer_bytes_for, in_pages
 from tightfit.engine.slab_notes import notes_on
 from tightfit.engine.weights.streamed_weights import StreamedWeights, Twin
+from tightfit.engine.weights.trained_files import TrainedFiles
 from tightfit.errors import ApplyError
 from tightfit.techniques.offload.apply_weight_streaming import stream_weights
 from tightfit.techniques.offload.shown_states import ShownStates
@@ -39,6 +42,7 @@ from tightfit.techniques.wrappers.far_tiers import by_tier, disk_space_for
 from tightfit.torch_hooks.weak_references import WeakTable
 
 _NAME = "trained_weight_streaming"
+_LOST = "; what was trained since the last checkpoint is lost: load that, and leave weights on disk out (a smaller --disk), or choose another disk with --disk-folder"
 # The implementation on the host; it takes no flags that are for a card.
 _FLAGS = {"fused": True, "foreach": False, "capturable": False}
 
@@ -71,6 +75,7 @@ def apply_trained_weight_streaming(session: Session, chosen: Sequence[ChosenOpti
     if not any(parameters for _, parameters in blocks.values()):
         raise ApplyError(f"the blocks of {choice.where} have no weights that can be streamed", places=[choice.where])
     _check_fused(session, [p for _, parameters in blocks.values() for p in parameters])
+    disk = _weights_on_disk(session, choice, [p for _, parameters in blocks.values() for p in parameters])
     streamed = stream_weights(
         session,
         blocks,
@@ -78,6 +83,8 @@ def apply_trained_weight_streaming(session: Session, chosen: Sequence[ChosenOpti
         host_bytes=int(choice.settings["host_bytes"]),
         technique=_NAME,
         are_trained=True,
+        disk=disk,
+        on_disk=() if disk is None else blocks,
     )
     moved = WeakTable[torch.Tensor, None]()
     for _, parameters in blocks.values():
@@ -89,7 +96,8 @@ def apply_trained_weight_streaming(session: Session, chosen: Sequence[ChosenOpti
         _states_to(optimizer, moved, torch.device("cpu"), shown)
         session.when_undone(functools.partial(_states_back, weakref.ref(optimizer), moved, shown))
         is_fused = choice.settings.get("kernel") == "fused" and type(optimizer).__name__ in UPDATED_ON_HOST
-        updates = _Updates(optimizer, streamed, moved, shown, is_fused=is_fused)
+        at_once = int(choice.settings.get("at_once_bytes", 0))
+        updates = _Updates(optimizer, streamed, moved, shown, is_fused=is_fused, at_once_bytes=at_once)
         if codec is not None:
             refuse = functools.partial(session.verdict.refuse, technique=_NAME)
             window = int(choice.settings["window_bytes"])
@@ -112,6 +120,23 @@ def _check_fused(session: Session, parameters: Collection[torch.Tensor]) -> None
             raise ApplyError(
                 f"torch's fused {type(optimizer).__name__} goes wrong at the host in {found}; leave fused=True out, or {_NAME}"
             )
+
+
+def _weights_on_disk(session: Session, choice: ChosenOption, parameters: Collection[torch.Tensor]) -> DiskSpace | None:
+    tier = str(choice.settings.get("weights", "host"))
+    if tier not in ("host", "disk"):
+        raise ApplyError(f"weights={tier!r} is neither host nor disk", places=[choice.where])
+    if tier == "host":
+        return None
+    num_bytes = sum(in_pages(p.untyped_storage().nbytes()) for p in parameters)
+    verdict = session.verdict
+    return DiskSpace(
+        num_bytes=num_bytes,
+        buffer_bytes=buffer_bytes_for(num_bytes),
+        folder=session.disk_folder,
+        on_failure=lambda how: verdict.refuse(f"weights {how}", technique=_NAME),
+        lost=_LOST,
+    )
 
 
 def _states_on_disk(session: Session, choice: ChosenOption, card: torch.device) -> HostCodec | None:
@@ -171,6 +196,7 @@ class _Updates:
         shown: ShownStates | None,
         *,
         is_fused: bool,
+        at_once_bytes: int = 0,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._step = step_of(optimizer)
@@ -178,6 +204,8 @@ class _Updates:
         self._moved = moved
         self._shown = shown
         self._is_fused = is_fused
+        # Of weights that are on disk so many are in memory at a time, or one.
+        self._at_once_bytes = at_once_bytes
         self.encoded: EncodedStates | None = None
         """Of states that are on disk between the steps: updates are made one by one, while the states of the next parameters come."""
 
@@ -189,6 +217,8 @@ class _Updates:
         twins = self._twins()
         if self.encoded is not None:
             return self._one_by_one(optimizer, self.encoded)
+        if isinstance(self._streamed.files, TrainedFiles):
+            return self._from_disk(optimizer, self._streamed.files)
         if twins:
             own = groups_by_parameter(optimizer)
             taken = [p for p in own if p in self._moved and p in twins and p.grad is not None]
@@ -208,6 +238,31 @@ class _Updates:
         first = [p for p in taken if not has_momentum(state.get(p, {}))]
         return [each for each in (later, first) if each]
 
+    def _from_disk(self, optimizer: torch.optim.Optimizer, files: TrainedFiles) -> list[torch.Tensor]:
+        """Updates the weights that are on disk, as many at a time as may be in memory."""
+        group_of, parts = groups_by_parameter(optimizer), files.away()
+        if self._streamed.device.type == "cuda":
+            # A weight that was written to on the card may be on its way.
+            torch.cuda.current_stream(self._streamed.device).synchronize()
+        taken = [p for p in group_of if p in self._moved and p in parts and p.grad is not None]
+        # Gradients that others refer to are on the card.
+        apart = [p for p in taken if p.grad is not None and p.grad.device != p.device]
+        for parameter in apart:
+            with files.updated([parts[parameter]]):
+                twin = Twin(weight=parameter.detach(), gradient=None)
+                update_twins(optimizer, self._step, {parameter: twin}, self._flags_for, None)
+        for some in _at_once([p for p in taken if p not in set(apart)], self._at_once_bytes):
+            groups: list[dict[str, Any]] = []
+            for index, group in enumerate(optimizer.param_groups):
+                own = {**group, "params": [p for p in some if group_of[p] == index]}
+                fused = [self._fused(group, together) for together in self._taken_together(own)]
+                done = {p for each in fused for p in each["params"]}
+                rest = {**own, "params": [p for p in own["params"] if p not in done]}
+                groups += [each for each in (*fused, rest) if each["params"]]
+            with files.updated([parts[p] for p in some]):
+                self._step(beside(optimizer, groups, optimizer.state))
+        return taken
+
     def _one_by_one(self, optimizer: torch.optim.Optimizer, encoded: EncodedStates) -> list[torch.Tensor]:
         groups = groups_by_parameter(optimizer)
         taken = [parameter for parameter in groups if parameter in self._moved and parameter.grad is not None]
@@ -224,7 +279,10 @@ class _Updates:
             return
         own = optimizer.param_groups[group]
         given = self._fused(own, [parameter]) if self._can_be_fused(parameter, own) else {**own, "params": [parameter]}
-        self._step(beside(optimizer, [given], optimizer.state))
+        files = self._streamed.files
+        part = files.away().get(parameter) if isinstance(files, TrainedFiles) else None
+        with files.updated([part]) if isinstance(files, TrainedFiles) and part else contextlib.nullcontext():
+            self._step(beside(optimizer, [given], optimizer.state))
 
     def _twins(self) -> dict[torch.Tensor, Twin]:
         twins = self._streamed.twins()
@@ -258,6 +316,18 @@ class _Updates:
 
     def _fused(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> dict[str, Any]:
         return {**group, **{name: value for name, value in _FLAGS.items() if name in group}, "params": parameters}
+
+
+def _at_once(parameters: Sequence[torch.Tensor], num_bytes: int) -> Iterator[list[torch.Tensor]]:
+    """Some after others, each time up to `num_bytes`, or one."""
+    some: list[torch.Tensor] = []
+    for parameter in parameters:
+        if some and sum(p.untyped_storage().nbytes() for p in (*some, parameter)) > num_bytes:
+            yield some
+            some = []
+        some.append(parameter)
+    if some:
+        yield some
 
 
 def _can_be_fused(parameter: torch.Tensor, states: Any, group: dict[str, Any]) -> bool:

@@ -99,6 +99,7 @@ def stream_weights(
         host_bytes,
         statistics=session.statistics,
         disk=disk,
+        are_trained=are_trained,
         when_unchanged=checks.about_to_leave,
         when_viewed=checks.missed_a_write,
     )

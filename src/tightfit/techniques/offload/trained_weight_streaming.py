@@ -1,6 +1,6 @@
 """Trained weight streaming: the weights, gradients and optimizer states of whole blocks live in host memory; weights come to the card one block ahead.
 
-The states may be on disk, and come to the host for the update of their parameter.
+The states may be on disk, and the weights too: they come to the host for the update of their parameter.
 
 Rajbhandari et al., "ZeRO-Infinity" (arXiv:2104.07857), on one card, with the update on the host's processor as in Ren et al., "ZeRO-Offload"
 (arXiv:2101.06840): gradients leave as they are made, and the optimizer updates what is at the host there. Nothing is copied to a second place.
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 _SHARES = (1.0, 0.75, 0.5, 0.25)
 # At the host, the states of so many of the largest parameter: what comes from disk, is updated, and leaves.
 _WINDOW = 3
+# Of weights on disk, so much is updated at a time: for each there is a wait for the disk.
+_AT_ONCE_BYTES = 64 << 20
 
 
 @final
@@ -47,7 +49,7 @@ class TrainedWeightStreaming(AbstractTechnique):
     tolerance = 0.15
 
     def options(self, profile: Profile) -> Iterable[Option]:
-        """All blocks of a model, three quarters of them, a half, and a quarter; each with the optimizer's states at the host, and on disk."""
+        """All blocks of a model, three quarters of them, a half, and a quarter; each with the optimizer's states at the host, on disk, and with the weights on disk too."""
         run = profile.optimizer
         if len(profile.tape.weights) and run.step_ranges and not updates_in_backward(run) and family_of(run) != "other":
             yield from _options(self.name, profile)
@@ -127,10 +129,16 @@ def _options_of(
         host_bytes=2 * of_weights + state_bytes,
     )
     yield at_host
+    last = at_host
     large = sizes[everything][sizes[everything] >= MIN_ON_DISK * element_bytes_of(run)]
     num_states = round(state_bytes / max(1, weight_bytes))
     if num_states and len(large):
-        yield _with_states_on_disk(profile, at_host, large, num_states, state_bytes, on_host)
+        last = _with_states_on_disk(profile, at_host, large, num_states, state_bytes, on_host)
+        yield last
+    # States are more bytes than weights, and are moved less often.
+    seen = sum((not_hidden(profile, uses, number, own) for number, own in streamed.items()), Sides())
+    read = sum((not_hidden(profile, uses, number, own, from_disk=True) for number, own in streamed.items()), Sides())
+    yield _with_weights_on_disk(profile, last, sizes[everything], of_weights, read - seen)
 
 
 def _with_states_on_disk(
@@ -150,6 +158,31 @@ def _with_states_on_disk(
         sides=sides,
         host_bytes=at_host.settings["host_bytes"] + beside,
         disk_bytes=disk_bytes,
+    )
+
+
+def _with_weights_on_disk(
+    profile: Profile, before: Option, sizes: Column, of_weights: int, not_hidden: Sides
+) -> Option:
+    """As `before`, with the weights on disk: a few of them are at the host while they are updated. `not_hidden` is what reading them takes longer than copying them."""
+    weight_bytes, disk_bytes = int(sizes.sum()), sum(map(in_pages, sizes.tolist()))
+    # With states on disk one weight is updated after the other.
+    at_once = int(sizes.max()) if before.disk_bytes else max(int(sizes.max()), min(weight_bytes, _AT_ONCE_BYTES))
+    # Before and behind the updates, which wait.
+    moved = disk_seconds(weight_bytes, to_disk=True) + disk_seconds(weight_bytes, to_disk=False)
+    sides = before.added_sides + not_hidden + Sides.both(moved)
+    return dataclasses.replace(
+        before,
+        settings={
+            **before.settings,
+            "weights": "disk",
+            "host_bytes": before.settings["host_bytes"] - of_weights,
+            "at_once_bytes": at_once,
+        },
+        seconds=profile.step.added(sides),
+        sides=sides,
+        host_bytes=before.host_bytes - of_weights + buffer_bytes_for(disk_bytes) + at_once,
+        disk_bytes=before.disk_bytes + disk_bytes,
     )
 
 
