@@ -253,10 +253,10 @@ class SplitForward:
         self, forward: Forward, batch: AbstractBatch, aside: "_GradientsAside", led: Sequence[Decision]
     ) -> tuple[Sums, Outputs, Sequence[Any]]:
         """The parts that are run here, and what each of them has decided."""
-        one, num_modules = torch.ones((), device=batch.device), sum(1 for _ in self.model.modules())
+        num_modules = sum(1 for _ in self.model.modules())
         spends(HostWork.MICRO_BATCHED_MODULE, num_modules)
-        sums, outputs = Sums(1.0 if self._scaled is None else self._scaled(one)), Outputs(refuse=self._refuse)
-        parts = list(batch.parts(self._num_parts))
+        sums = Sums(1.0 if self._scaled is None else self._scaled(torch.ones((), device=batch.device)))
+        outputs, parts = Outputs(refuse=self._refuse), list(batch.parts(self._num_parts))
         proved = self._proofs.of(batch, parts)
         self._whole.begin_parts(self.model.parameters(), are_led=bool(led))
         decisions: list[Any] | None = None
@@ -277,9 +277,7 @@ class SplitForward:
             if watch.failure is not None:
                 raise watch.failure
             _refuse_asked_gradients((args, kwargs), batch, self._refuse)
-            if decisions is not None and watch.decisions != decisions:
-                raise DecidesOtherwise(decisions, watch.decisions)
-            decisions = watch.decisions
+            decisions = _the_same(decisions, watch.decisions)
             # A plan may be applied to inner modules by their first forward, and change which parameters are
             # trained.
             refuse_hooks(self.model, self._refuse, since=self._begins)
@@ -301,10 +299,10 @@ class SplitForward:
                     proved = self._proofs.prove(
                         forward, batch, parts, decided, values, shape, may_leave=not number, led=led
                     )
+                # Two runs that draw anew differ.
+                if self._proofs.has_left and not self._allows_randomness and has_values(loss, *aside.parameters):
+                    _refuse_what_is_left(forward, batch, (begin, end), loss, led, self._refuse, self._unseen())
                 self._checks_left = self._check_steps
-                if self._proofs.has_left and has_values(loss, *aside.parameters):
-                    with looking(self._refuse), self._unseen(), paused():
-                        self._check_what_is_left(forward, batch, (begin, end), loss, led)
             outputs.add(output, (begin, end), loss_key, proved.joined, batch)
             weight = sums.weight_of(proved.means, watch.terms, end - begin, loss)
             del output, watch
@@ -353,32 +351,6 @@ class SplitForward:
         ) from error
 
     @torch.no_grad()
-    def _check_what_is_left(
-        self,
-        forward: Forward,
-        batch: AbstractBatch,
-        part: tuple[int, int],
-        loss: torch.Tensor,
-        led: Sequence[Decision],
-    ) -> None:
-        """Checks that what a part has left behind (a cache that it filled, a count that stays at its last number) changes nothing for the next one.
-
-        The whole batch would run from the state before, and so would each part: a part has the same loss once more, from the state after it.
-        """
-        if self._allows_randomness:
-            return
-        args, kwargs = batch.part(*part)
-        with LossWatch(part[1] - part[0], allows_randomness=False, led=led), Numbers() as numbers:
-            again = find_loss(forward(*args, **kwargs))[1]
-        torch.clear_autocast_cache()
-        tolerance = _TOLERANCE_OF_HALVES if numbers.are_halves else _TOLERANCE.get(loss.dtype, _TOLERANCE_OF_HALVES)
-        if bool((again - loss).abs() > tolerance * loss.abs()):
-            raise self._refuse(
-                f"the first part of a batch has the loss {loss.item():.6g}, and {again.item():.6g} if it runs again: it leaves behind what changes the next part; "
-                "leave micro_batches out"
-            )
-
-    @torch.no_grad()
     def _check(self, forward: Forward, batch: AbstractBatch, means: frozenset[int], led: Sequence[Decision]) -> None:
         """Checks that two examples together and one by one give the same loss; a loss that compares or mixes examples does not."""
         was_training = [module for module in self.model.modules() if module.training]
@@ -413,6 +385,40 @@ class SplitForward:
                 f"two examples together have the loss {together.item():.6g} and one by one {apart.item():.6g}: it depends on what else is in "
                 "the batch; leave micro_batches out"
             )
+
+
+def _the_same(before: list[Any] | None, decisions: list[Any]) -> list[Any]:
+    """What a part has decided, which is what the parts before it have."""
+    if before is not None and decisions != before:
+        raise DecidesOtherwise(before, decisions)
+    return decisions
+
+
+@torch.no_grad()
+def _refuse_what_is_left(
+    forward: Forward,
+    batch: AbstractBatch,
+    part: tuple[int, int],
+    loss: torch.Tensor,
+    led: Sequence[Decision],
+    refuse: Refuse,
+    unseen: contextlib.AbstractContextManager[Any],
+) -> None:
+    """Refuses if what a part has left behind (a count that stays at its last number) changes the next one.
+
+    The whole would run from the state before: the part must have the same loss once more, from the state after it.
+    """
+    args, kwargs = batch.part(*part)
+    watch = LossWatch(part[1] - part[0], allows_randomness=False, led=led)
+    with looking(refuse), unseen, paused(), watch, Numbers() as numbers:
+        again = find_loss(forward(*args, **kwargs))[1]
+    torch.clear_autocast_cache()
+    tolerance = _TOLERANCE_OF_HALVES if numbers.are_halves else _TOLERANCE.get(loss.dtype, _TOLERANCE_OF_HALVES)
+    if bool((again - loss).abs() > tolerance * loss.abs()):
+        raise refuse(
+            f"the first part of a batch has the loss {loss.item():.6g}, and {again.item():.6g} if it runs again: it leaves behind what "
+            "changes the next part; leave micro_batches out"
+        )
 
 
 def _gives_the_same_twice(proofs: BatchProofs, forward: Forward, batch: AbstractBatch) -> bool:
