@@ -276,3 +276,30 @@ def slow_average_inside(t: Trial) -> None:
     begin = model.teacher.head.weight.detach().clone()
     train(t, model, sgd(model.student), num_steps=12)
     t.note("moved", 100 * float((model.teacher.head.weight.double() - begin.double()).norm()))
+
+
+@attack("parts", "a count stays at two (a warm-up), and the block scales by it")
+def count_that_stays(t: Trial) -> None:
+    class Warmed(Block):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls = min(self.calls + 1, 2)
+            return super().forward(x) * (1 + 0.01 * self.calls)
+
+    train(t, Net([Warmed(), Warmed()]), num_steps=3)
+
+
+@attack("parts", "the first call of all gives more than each one after it, by a flag that it takes away")
+def first_call_gives_more(t: Trial) -> None:
+    class More(Block):
+        is_first = True
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            if self.is_first:
+                self.is_first = False
+                return y * 1.5
+            return y
+
+    train(t, Net([More(), More()]), num_steps=3)

@@ -102,6 +102,8 @@ class BatchProofs:
         self._code: Code | None = None
         self.is_unsteady = False
         """Whether this batch has met a state that nobody can put back."""
+        self.has_left = False
+        """Whether the part that ran before the last proof has left something behind, which the next part finds."""
         # By batch and parts, and then by decisions; the last that was used is the last one.
         self._known: dict[Any, dict[tuple[Any, ...], Proved]] = {}
 
@@ -193,12 +195,13 @@ class BatchProofs:
         model = self._owner()
         key = _key(batch, parts)
         now = self._state.snapshot(model, is_kept=True)
+        self.has_left = self._before is not None and _is_changed(model, self._before, now)
         if len(parts) < 2:
             proved = Proved(joined=_all_rows(batch), means=frozenset({ROWS}))
         else:
             if may_leave:
                 self._refuse_used_up(now)
-            is_left = may_leave and self._before is not None and _is_changed(self._owner(), self._before, now)
+            is_left = may_leave and self.has_left
             has_drawn = self._is_alone and self._before is not None and _has_drawn(self._before, now)
             before = self._before if is_left or has_drawn else None
             try:

@@ -254,10 +254,10 @@ class SplitForward:
         self, forward: Forward, batch: AbstractBatch, aside: "_GradientsAside", led: Sequence[Decision]
     ) -> tuple[Sums, Outputs, Sequence[Any]]:
         """The parts that are run here, and what each of them has decided."""
-        one, num_modules = torch.ones((), device=batch.device), sum(1 for _ in self.model.modules())
+        num_modules = sum(1 for _ in self.model.modules())
         spends(HostWork.MICRO_BATCHED_MODULE, num_modules)
-        sums, outputs = Sums(1.0 if self._scaled is None else self._scaled(one)), Outputs(refuse=self._refuse)
-        parts = list(batch.parts(self._num_parts))
+        sums = Sums(1.0 if self._scaled is None else self._scaled(torch.ones((), device=batch.device)))
+        outputs, parts = Outputs(refuse=self._refuse), list(batch.parts(self._num_parts))
         proved = self._proofs.of(batch, parts)
         self._whole.begin_parts(self.model.parameters(), are_led=bool(led))
         decisions: list[Any] | None = None
@@ -278,9 +278,7 @@ class SplitForward:
             if watch.failure is not None:
                 raise watch.failure
             _refuse_asked_gradients((args, kwargs), batch, self._refuse)
-            if decisions is not None and watch.decisions != decisions:
-                raise DecidesOtherwise(decisions, watch.decisions)
-            decisions = watch.decisions
+            decisions = _the_same(decisions, watch.decisions)
             # A plan may be applied to inner modules by their first forward, and change which parameters are
             # trained.
             refuse_hooks(self.model, self._refuse, since=self._begins)
@@ -302,6 +300,9 @@ class SplitForward:
                     proved = self._proofs.prove(
                         forward, batch, parts, decided, values, shape, may_leave=not number, led=led
                     )
+                # Two runs that draw anew differ.
+                if self._proofs.has_left and not self._allows_randomness and has_values(loss, *aside.parameters):
+                    _refuse_what_is_left(forward, batch, (begin, end), loss, led, self._refuse, self._unseen())
                 self._checks_left = self._check_steps
             outputs.add(output, (begin, end), loss_key, proved.joined, batch)
             weight = sums.weight_of(proved.means, watch.terms, end - begin, loss)
@@ -385,6 +386,40 @@ class SplitForward:
                 f"the loss of two examples is {together.item():.6g} together and {apart.item():.6g} one by one: it "
                 "depends on the rest of the batch; leave micro_batches out"
             )
+
+
+def _the_same(before: list[Any] | None, decisions: list[Any]) -> list[Any]:
+    """What a part has decided, which is what the parts before it have."""
+    if before is not None and decisions != before:
+        raise DecidesOtherwise(before, decisions)
+    return decisions
+
+
+@torch.no_grad()
+def _refuse_what_is_left(
+    forward: Forward,
+    batch: AbstractBatch,
+    part: tuple[int, int],
+    loss: torch.Tensor,
+    led: Sequence[Decision],
+    refuse: Refuse,
+    unseen: contextlib.AbstractContextManager[Any],
+) -> None:
+    """Refuses if what a part has left behind (a count that stays at its last number) changes the next one.
+
+    The whole would run from the state before: the part must have the same loss once more, from the state after it.
+    """
+    args, kwargs = batch.part(*part)
+    watch = LossWatch(part[1] - part[0], allows_randomness=False, led=led)
+    with looking(refuse), unseen, paused(), watch, Numbers() as numbers:
+        again = find_loss(forward(*args, **kwargs))[1]
+    torch.clear_autocast_cache()
+    tolerance = _TOLERANCE_OF_HALVES if numbers.are_halves else _TOLERANCE.get(loss.dtype, _TOLERANCE_OF_HALVES)
+    if bool((again - loss).abs() > tolerance * loss.abs()):
+        raise refuse(
+            f"the first part of a batch has the loss {loss.item():.6g}, and {again.item():.6g} if it runs again: it leaves behind what "
+            "changes the next part; leave micro_batches out"
+        )
 
 
 def _gives_the_same_twice(proofs: BatchProofs, forward: Forward, batch: AbstractBatch) -> bool:

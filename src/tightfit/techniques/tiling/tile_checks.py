@@ -131,9 +131,9 @@ class TileProofs:
         with paused():
             part = tiles[0].of(value.detach(), dim)
 
-        def first_call() -> None:
+        def first_call() -> Any:
             with torch.no_grad(), paused():
-                run(part)
+                return run(part)
 
         parts = [t.end - t.begin for t in tiles]
         try:
