@@ -311,7 +311,7 @@ def test_a_small_decay_between_backward_pass_and_step_is_no_rounding_where_gradi
         optimizer.step()
 
     step(0.0)
-    with pytest.raises(ApplyError, match="written to|modified between"):
+    with pytest.raises(ApplyError, match=r"written to|modified between"):
         step(1e-5)
 
 

@@ -383,8 +383,7 @@ class SplitForward:
         if comparable and bool((together - apart).abs() > tolerance * together.abs()):
             self._proofs.is_unsteady |= not _gives_the_same_twice(self._proofs, forward, batch)
             raise self._refuse(
-                f"the loss of two examples is {together.item():.6g} together and {apart.item():.6g} one by one: it "
-                "depends on the rest of the batch; leave micro_batches out"
+                f"the loss of two examples is {together.item():.6g} together and {apart.item():.6g} one by one: it depends on the rest of the batch; leave micro_batches out"
             )
 
 
