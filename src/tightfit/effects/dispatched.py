@@ -52,7 +52,7 @@ def dispatched(func: Callable[..., Any]) -> Callable[..., Any]:
     forgotten = _FORGETS.get(asks)
     if forgotten is not None and passed_on.f_back.f_locals.get(forgotten) is not None:
         raise ApplyError(
-            f"torch ignores the {forgotten} of {asks.co_name} under a __torch_function__ mode, which is active here: "
+            f"torch ignores the {forgotten} of {asks.co_name} where it calls __torch_function__, as here: "
             f"call it with reduction='none', and multiply by the {forgotten}"
         )
     # A function of the program's own that asks for itself, and torch's functions, some of which ask for one another.

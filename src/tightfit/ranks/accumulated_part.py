@@ -47,7 +47,7 @@ class RankMicroBatches(RankBatch):
         ]
         self._rank = rank
         if any(tensor.requires_grad for tensor in self.tensors()):
-            raise ApplyError("an argument wants a gradient of its own, which micro-batches do not give it")
+            raise ApplyError("an argument requires a gradient, which micro-batches do not compute")
         changeable = [
             type(each).__name__
             for each in (*args, *kwargs.values())

@@ -55,7 +55,7 @@ class RankBatch(AbstractBatch):
             if isinstance(leaf, torch.Tensor):
                 if leaf.requires_grad and not self._is_split(leaf):
                     raise ApplyError(
-                        f"argument {name} is shared by all examples and wants a gradient of its own: make it a parameter of the model"
+                        f"argument {name} is shared by all examples and requires a gradient: make it a parameter of the model"
                     )
             elif isinstance(leaf, Unused):
                 raise ApplyError(leaf.why)

@@ -66,8 +66,8 @@ class RankGroup:
         for rank, row in enumerate(rows):
             if row[0] != rows[0][0]:
                 self.links.fail(RanksDiffer(
-                    f"the ranks went different ways: rank 0 is at {_ALL_MEETINGS[rows[0][0]]}, rank {rank} at {_ALL_MEETINGS[row[0]]}; "
-                    "each must run the same steps, and not by the time, its process or numbers that are not seeded"
+                    f"the ranks diverged: rank 0 is at {_ALL_MEETINGS[rows[0][0]]}, rank {rank} at {_ALL_MEETINGS[row[0]]}; "
+                    "each must run the same steps, whatever the time, the process or unseeded random numbers are"
                 ))  # fmt: skip
             for name, number, first in zip(names, row[1:], rows[0][1:], strict=False):
                 if number != first:

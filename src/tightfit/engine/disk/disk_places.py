@@ -69,7 +69,7 @@ class OnDisk(DiskPlace):
         assert isinstance(self.file, DiskFile)
         self.file.read(content, self.begin + at)
         if checksum(content) != self.checksums[number]:
-            raise OSError("the checksum is another one")
+            raise OSError("the checksum does not match")
 
 
 @final

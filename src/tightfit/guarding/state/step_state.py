@@ -204,7 +204,7 @@ class StepStates:
     def obstacle(self, beginning: StepBeginning) -> str:
         """Why the state at the beginning cannot be restored; empty if it can."""
         if any(snapshot.reach.is_cut for snapshot in beginning.snapshots):
-            return "it reaches more objects than can be looked at"
+            return "it refers to more objects than can be inspected"
         return beginning.settings.obstacle(self._optimizers) or beginning.obstacle(self.now(beginning))
 
     def learn(self, beginning: StepBeginning, *, is_update: bool) -> None:
