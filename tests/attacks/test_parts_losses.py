@@ -220,7 +220,7 @@ def test_means_over_labels_are_added_up_where_every_part_has_its_share_and_refus
             torch.testing.assert_close(found.grad, wanted)
         uneven = even.clone()
         uneven[0] = 0
-        with pytest.raises(ApplyError, match="another share"):
+        with pytest.raises(ApplyError, match="their shares differ between parts"):
             model(values, uneven)
 
 

@@ -279,7 +279,7 @@ def test_what_a_hook_changes_before_the_backward_pass_and_a_second_run_would_rea
         return Scaled()
 
     chosen = [*parts("Lightning", 2), choice("checkpointing", "Scaled.net")]
-    with pytest.raises(ApplyError, match=r"Scaled\.scale was changed between the forward and the backward pass"):
+    with pytest.raises(ApplyError, match=r"Scaled\.scale was changed between forward and backward"):
         train_lightning(PACKAGES[0], make, chosen)
 
 

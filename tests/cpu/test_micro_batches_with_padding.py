@@ -86,7 +86,7 @@ REFUSED: dict[str, tuple[Decide, str]] = {
     "more than half": (lambda m, h, mask: h if mask.sum() > mask.numel() // 2 else _masked(m, h, mask), "other numbers|depends on"),
     "a count in the result": (lambda m, h, mask: h * (mask.sum() == mask.numel()), "along the rows"),
     "values are compared with the number of rows": (lambda m, h, mask: h * (h > len(h)), "other numbers"),
-    "a count of calls": (_counted, "decides by values"),
+    "a count of calls": (_counted, "branches on values of the batch"),
 }  # fmt: skip
 
 

@@ -65,7 +65,7 @@ REFUSED = {
     "streamed_with_a_hook_after_a_gradient": "those of streamed weights are summed at the host after the backward pass",
     "streamed_with_gradients_by_name": "the program asks for the gradients of some tensors by name",
     "streamed_elsewhere": "the layout streams Blocks.blocks.7, which this Blocks does not have",
-    "accumulated_with_its_loss_outside": "for which the model has to return its loss: the model returns no numbers (Tensor)",
+    "accumulated_with_its_loss_outside": "for which the model has to return its loss: the model returns no scalars (Tensor)",
     "accumulated_means_of_other_numbers": "their shares differ between parts of the batch",
     "accumulated_with_weights_that_change": "a weight was changed between the forward and the backward pass",
     "accumulated_within_a_checkpoint": "a checkpoint of the program's is around it",

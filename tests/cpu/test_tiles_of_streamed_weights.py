@@ -102,7 +102,7 @@ def test_tiles_around_streamed_weights_are_refused_and_are_no_fault(tmp_path: Pa
     ]
     preparation = Preparation(function="tightfit.runtime.attach:prepare", argument={"choices": choices})
     target = GeneratorFunction(location=str(file), function="steps", parameters={})
-    with pytest.raises(ApplyError, match=r"Net\.inner cannot be run in tiles: 0\.weight comes to the card"):
+    with pytest.raises(ApplyError, match=r"Net\.inner cannot be run in tiles: 0\.weight is streamed to the GPU"):
         trace(target, label="steps", device="RTX 4090", num_steps=2, preparation=preparation)
 
 
