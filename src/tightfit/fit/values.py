@@ -37,6 +37,7 @@ MODULES_WITH_DTYPES = (
     "tightfit.techniques.optimizer.states.bitsandbytes_codec",
     "tightfit.techniques.optimizer.states.kernel_codec",
     "tightfit.techniques.optimizer.updates.optimizer_kernels",
+    "tightfit.techniques.tiling.token_wise_check",
 )
 
 
