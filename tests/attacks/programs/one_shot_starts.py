@@ -303,3 +303,16 @@ def first_call_gives_more(t: Trial) -> None:
             return y
 
     train(t, Net([More(), More()]), num_steps=3)
+
+
+@attack("parts", "a list beside the model grows for six calls, and the block scales by its length")
+def list_that_stays(t: Trial) -> None:
+    calls: list[int] = []
+
+    class Warmed(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if len(calls) < 6:
+                calls.append(0)
+            return super().forward(x) * (1.0 if len(calls) < 5 else 0.5)
+
+    train(t, Net([Warmed(), Warmed()]), num_steps=3)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from tightfit.effects.random_states import AllRandom
-from tightfit.effects.state import Snapshot, differences
+from tightfit.effects.state import DRAWN, Snapshot, differences
 from tightfit.errors import UsageError
 from tightfit.guarding.attempted_step import run_step
 from tightfit.guarding.attempts import Attempts
@@ -206,7 +206,7 @@ def _products(gradient: torch.Tensor, seed: int) -> torch.Tensor:
 def _changed(first: Sequence[Snapshot], second: Sequence[Snapshot]) -> str:
     """The first change between two states, but for random numbers; empty if there is none."""
     found = (str(each) for pair in zip(first, second, strict=True) for each in differences(*pair))
-    return next((text for text in found if "was advanced" not in text), "")
+    return next((text for text in found if DRAWN not in text), "")
 
 
 def _share(weight: Any, total: Any) -> float:

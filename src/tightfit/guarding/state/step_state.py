@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from tightfit.effects.ambient import Ambient
 from tightfit.effects.random_states import TorchRandom
 from tightfit.effects.state import (
+    DRAWN,
     RegionState,
     Snapshot,
     StateDifference,
@@ -107,7 +108,7 @@ class StepBeginning:
                 return f"weights had been updated in it already ({change})"
             if id(change.tensor) not in copies or change.what != _WRITTEN:
                 # Of arrays that are too large to be copied both are said: they are looked at as generators are.
-                told = str(change).replace("was advanced", "was advanced or written to")
+                told = str(change).replace(DRAWN, f"{DRAWN} or written to")
                 return f"{told}, which cannot be taken back"
         return ""
 

@@ -251,6 +251,15 @@ class BatchProofs:
         known[proved.decisions] = proved
         return proved
 
+    @contextlib.contextmanager
+    def state_kept(self) -> Iterator[None]:
+        """Around further runs of ours behind that of a part: the next part finds what that has left, beside the model too, and not what these leave."""
+        now = self._state.snapshot(self._owner(), is_kept=True)
+        try:
+            yield
+        finally:
+            restore(now)
+
     def _refuse_used_up(self, now: Snapshot) -> None:
         """Refuses what the run of the first part has left behind and no proof can begin before, as it cannot be put back: a first item, a class."""
         lost = [] if self._before is None else differences(self._before, now)

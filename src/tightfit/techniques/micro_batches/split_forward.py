@@ -302,7 +302,7 @@ class SplitForward:
                     )
                 # Two runs that draw anew differ.
                 if self._proofs.has_left and not self._allows_randomness and has_values(loss, *aside.parameters):
-                    _refuse_what_is_left(forward, batch, (begin, end), loss, led, self._refuse, self._unseen())
+                    _refuse_what_is_left(forward, batch, (begin, end), loss, led, self._refuse, self._beside())
                 self._checks_left = self._check_steps
             outputs.add(output, (begin, end), loss_key, proved.joined, batch)
             weight = sums.weight_of(proved.means, watch.terms, end - begin, loss)
@@ -310,12 +310,18 @@ class SplitForward:
             # Before the backward pass, which nobody takes back: a batch that is refused here may run whole.
             if self._checks_left and _has_pairs(batch, aside) and (not number or is_other_way):
                 self._checks_left -= 1
-                with looking(self._refuse), self._unseen(), paused(), nothing_hidden(self.model):
+                with self._beside(), nothing_hidden(self.model):
                     self._check(forward, batch, proved.means, led)
             self._run_backward(loss, weight, sums, batch, aside)
             del loss
         _refuse_other_shares(sums, self._refuse)
         return sums, outputs, decisions or ()
+
+    @contextlib.contextmanager
+    def _beside(self) -> Iterator[None]:
+        """Around runs of ours behind that of a part: nothing of them is left."""
+        with looking(self._refuse), self._proofs.state_kept(), self._unseen(), paused():
+            yield
 
     def _run_backward(
         self, loss: torch.Tensor, weight: torch.Tensor, sums: Sums, batch: AbstractBatch, aside: "_GradientsAside"
@@ -402,7 +408,7 @@ def _refuse_what_is_left(
     loss: torch.Tensor,
     led: Sequence[Decision],
     refuse: Refuse,
-    unseen: contextlib.AbstractContextManager[Any],
+    beside: contextlib.AbstractContextManager[Any],
 ) -> None:
     """Refuses if what a part has left behind (a count that stays at its last number) changes the next one.
 
@@ -410,7 +416,7 @@ def _refuse_what_is_left(
     """
     args, kwargs = batch.part(*part)
     watch = LossWatch(part[1] - part[0], allows_randomness=False, led=led)
-    with looking(refuse), unseen, paused(), watch, Numbers() as numbers:
+    with beside, watch, Numbers() as numbers:
         again = find_loss(forward(*args, **kwargs))[1]
     torch.clear_autocast_cache()
     tolerance = _TOLERANCE_OF_HALVES if numbers.are_halves else _TOLERANCE.get(loss.dtype, _TOLERANCE_OF_HALVES)

@@ -37,6 +37,7 @@ from tightfit.effects.optimizer_marks import OptimizerMarks
 from tightfit.effects.outside_calls import without_outside_calls
 from tightfit.effects.run_settings import RunSettings
 from tightfit.effects.state import (
+    DRAWN,
     RegionState,
     Snapshot,
     StateDifference,
@@ -334,7 +335,7 @@ class RecomputedCall:
         if self._has_graphs or self._of_all:
             after = self.owner.state.snapshot(self.owner.owner())
             # What a forward draws from, a second run goes on drawing from: its results may be the same, and its gradients of another number.
-            self._own_writes = frozenset(d.path for d in differences(self.before, after) if d.what != "was advanced")
+            self._own_writes = frozenset(d.path for d in differences(self.before, after) if d.what != DRAWN)
             self.owner.stored.leaves(self.before.in_graphs(), after.in_graphs(), self.owner.num_second_runs)
 
     @contextmanager

@@ -20,7 +20,7 @@ from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.capture.observe.attribution import user_line
 from tightfit.capture.steps.effects.lines import line_of, line_of_function
 from tightfit.capture.steps.effects.storage_writes import StorageWrites
-from tightfit.effects.state import RegionState, Snapshot, StateDifference, differences
+from tightfit.effects.state import DRAWN, RegionState, Snapshot, StateDifference, differences
 from tightfit.effects.users_code import is_users_class
 from tightfit.tape import Effect, EffectKind, Phase
 
@@ -152,7 +152,7 @@ class RegionWatch:
         elif difference.is_in_place:
             what = f"draws from {path}, which cannot go back"
             effect = Effect(module=region.path, kind=EffectKind.IN_PLACE, what=what, line=line)
-        elif difference.what == "was advanced":
+        elif difference.what == DRAWN:
             effect = Effect(module=region.path, kind=EffectKind.DRAW, what=f"draws from {path}", line=line)
         else:
             effect = Effect(module=region.path, kind=EffectKind.WRITE, what=f"changes {path}", line=line)

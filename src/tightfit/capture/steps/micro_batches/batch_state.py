@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 
 from tightfit.capture.dispatch.values.known_values import KnownValues
-from tightfit.effects.state import RegionState, Snapshot, StateDifference, differences
+from tightfit.effects.state import DRAWN, RegionState, Snapshot, StateDifference, differences
 
 
 class BatchState:
@@ -63,7 +63,7 @@ class BatchState:
         """Whether nothing that runs can tell: random states that are not drawn from, and values of large tensors on the card."""
         tensor = difference.tensor
         if tensor is None:
-            return difference.what == "was advanced"
+            return difference.what == DRAWN
         is_on_card = isinstance(tensor, FakeTensor) and tensor.is_cuda
         return difference.what == "was written to" and is_on_card and not self._known_values.known(tensor)
 
