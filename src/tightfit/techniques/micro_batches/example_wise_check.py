@@ -21,6 +21,7 @@ from tightfit.effects.independence.rows import Mixes, RowLayout, Unsteady
 from tightfit.effects.independence.totals import ROWS, Total, is_sum
 from tightfit.effects.optimizer_marks import OptimizerMarks
 from tightfit.effects.state import DRAWN, RegionState, Snapshot, differences, restore, structural_differences
+from tightfit.effects.values.fingerprints import paused
 from tightfit.techniques.micro_batches.batches import AbstractBatch
 from tightfit.techniques.micro_batches.divisors import Divisor
 from tightfit.techniques.micro_batches.led_parts import decisions_of_whole
@@ -251,15 +252,6 @@ class BatchProofs:
         known[proved.decisions] = proved
         return proved
 
-    @contextlib.contextmanager
-    def state_kept(self) -> Iterator[None]:
-        """Around further runs of ours behind that of a part: the next part finds what that has left, beside the model too, and not what these leave."""
-        now = self._state.snapshot(self._owner(), is_kept=True)
-        try:
-            yield
-        finally:
-            restore(now)
-
     def _refuse_used_up(self, now: Snapshot) -> None:
         """Refuses what the run of the first part has left behind and no proof can begin before, as it cannot be put back: a first item, a class."""
         lost = [] if self._before is None else differences(self._before, now)
@@ -359,6 +351,17 @@ def _judged(proof: FollowedRun, model: torch.nn.Module) -> Proved:
         if key != loss_key and isinstance(value, torch.Tensor) and _has_rows(proof.flow, value):
             joined.add(key)
     return Proved(joined=frozenset(joined), means=state.means)
+
+
+@contextlib.contextmanager
+def beside(proofs: BatchProofs, unseen: Callable[[], contextlib.AbstractContextManager[Any]]) -> Iterator[None]:
+    """Around further runs of ours behind that of a part: the next part finds what that has left, beside the model too, and not what these leave."""
+    now = proofs._state.snapshot(proofs._owner(), is_kept=True)
+    try:
+        with unseen(), paused():
+            yield
+    finally:
+        restore(now)
 
 
 def put_back(proofs: BatchProofs, calls: CallTrail | None) -> str:

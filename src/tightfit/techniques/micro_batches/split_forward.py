@@ -32,7 +32,7 @@ from tightfit.effects.values.value_checks import has_values, nothing_hidden
 from tightfit.errors import ApplyError, TightfitError
 from tightfit.techniques.lazy_tensors.code_in_graphs import CodeInGraph
 from tightfit.techniques.micro_batches.batches import AbstractBatch, Batch
-from tightfit.techniques.micro_batches.example_wise_check import BatchProofs, put_back
+from tightfit.techniques.micro_batches.example_wise_check import BatchProofs, beside, put_back
 from tightfit.techniques.micro_batches.led_parts import DecidesOtherwise, values_read
 from tightfit.techniques.micro_batches.loss_means import Decision, LossWatch
 from tightfit.techniques.micro_batches.saved_by_parts import Unchanged
@@ -302,7 +302,9 @@ class SplitForward:
                     )
                 # Two runs that draw anew differ.
                 if self._proofs.has_left and not self._allows_randomness and has_values(loss, *aside.parameters):
-                    _refuse_what_is_left(forward, batch, (begin, end), loss, led, self._refuse, self._beside())
+                    _refuse_what_is_left(
+                        forward, batch, (begin, end), loss, led, self._refuse, beside(self._proofs, self._unseen)
+                    )
                 self._checks_left = self._check_steps
             outputs.add(output, (begin, end), loss_key, proved.joined, batch)
             weight = sums.weight_of(proved.means, watch.terms, end - begin, loss)
@@ -310,18 +312,12 @@ class SplitForward:
             # Before the backward pass, which nobody takes back: a batch that is refused here may run whole.
             if self._checks_left and _has_pairs(batch, aside) and (not number or is_other_way):
                 self._checks_left -= 1
-                with self._beside(), nothing_hidden(self.model):
+                with looking(self._refuse), beside(self._proofs, self._unseen), nothing_hidden(self.model):
                     self._check(forward, batch, proved.means, led)
             self._run_backward(loss, weight, sums, batch, aside)
             del loss
         _refuse_other_shares(sums, self._refuse)
         return sums, outputs, decisions or ()
-
-    @contextlib.contextmanager
-    def _beside(self) -> Iterator[None]:
-        """Around runs of ours behind that of a part: nothing of them is left."""
-        with looking(self._refuse), self._proofs.state_kept(), self._unseen(), paused():
-            yield
 
     def _run_backward(
         self, loss: torch.Tensor, weight: torch.Tensor, sums: Sums, batch: AbstractBatch, aside: "_GradientsAside"
@@ -408,15 +404,12 @@ def _refuse_what_is_left(
     loss: torch.Tensor,
     led: Sequence[Decision],
     refuse: Refuse,
-    beside: contextlib.AbstractContextManager[Any],
+    unseen: contextlib.AbstractContextManager[Any],
 ) -> None:
-    """Refuses if what a part has left behind (a count that stays at its last number) changes the next one.
-
-    The whole would run from the state before: the part must have the same loss once more, from the state after it.
-    """
+    """Refuses if what a part has left behind (a count that stays) changes the next one: it must have the same loss once more, from the state after it."""
     args, kwargs = batch.part(*part)
     watch = LossWatch(part[1] - part[0], allows_randomness=False, led=led)
-    with beside, watch, Numbers() as numbers:
+    with looking(refuse), unseen, watch, Numbers() as numbers:
         again = find_loss(forward(*args, **kwargs))[1]
     torch.clear_autocast_cache()
     tolerance = _TOLERANCE_OF_HALVES if numbers.are_halves else _TOLERANCE.get(loss.dtype, _TOLERANCE_OF_HALVES)
